@@ -1,0 +1,11 @@
+"""Recipes and building blocks for fine-tuning large language models in native PyTorch."""
+
+from torchtune._lazy import attach
+
+__version__ = "0.8.0"
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {},
+    ("config", "data", "datasets", "generation", "models", "modules", "training", "utils"),
+)

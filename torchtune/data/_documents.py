@@ -1,0 +1,50 @@
+"""Where documents begin and end inside a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Boundaries of the documents that lie one after another in a flattened batch of ``b * s`` positions.
+
+    They come from collation, never from guessing at end tokens. Only attention reads them: a position attends
+    to earlier positions of its own document.
+
+    Attributes:
+        lengths: length of every document, in order, known on the host.
+        cu_seqlens: int32 [len(lengths) + 1], running sum of the lengths from 0, on the batch's device.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> "Documents":
+        """Build from document lengths. Raises ``ValueError`` for a length below 1."""
+        lengths = tuple(int(length) for length in lengths)
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"Every document needs at least one token, got lengths {lengths}.")
+        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+        return cls(lengths, cu_seqlens.to(device) if device is not None else cu_seqlens)
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest document."""
+        return max(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of positions covered."""
+        return sum(self.lengths)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Documents":
+        """The same boundaries with ``cu_seqlens`` on ``device``."""
+        return Documents(self.lengths, self.cu_seqlens.to(device, non_blocking=non_blocking))
+
+    def positions(self) -> torch.Tensor:
+        """int64 [b * s]: position inside its document, from 0, of every token."""
+        return torch.cat([torch.arange(length) for length in self.lengths])

@@ -1,0 +1,121 @@
+"""Devices, by name."""
+
+import os
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from torchtune.utils._errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceSupport(Enum):
+    """Device types, with a display name and the backend that their processes talk through."""
+
+    CPU = ("cpu", "CPU", "gloo")
+    CUDA = ("cuda", "GPU", "nccl")
+    NPU = ("npu", "NPU", "hccl")
+    XPU = ("xpu", "XPU", "ccl")
+    MPS = ("mps", "MPS", "gloo")
+    HPU = ("hpu", "HPU", "hccl")
+
+    def __init__(self, device_type: str, device_name: str, communication_backend: str) -> None:
+        self.device_type = device_type
+        self.device_name = device_name
+        self.communication_backend = communication_backend
+
+    @staticmethod
+    def from_type(device_type: str) -> "DeviceSupport":
+        """The member of ``device_type`` (``"cuda"`` …). Raises ``ValueError`` for an unknown one."""
+        for member in DeviceSupport:
+            if member.device_type == device_type:
+                return member
+        raise ValueError(
+            f"Unknown device type '{device_type}': one of {[m.device_type for m in DeviceSupport]}."
+        )
+
+
+def _available(device_type: str) -> bool:
+    import torch
+
+    if device_type == "cpu":
+        return True
+    if device_type == "mps":
+        return torch.backends.mps.is_available()
+    namespace = getattr(torch, device_type, None)
+    return namespace is not None and namespace.is_available()
+
+
+def get_device_support() -> DeviceSupport:
+    """The best device type of this machine: CUDA, NPU, XPU, HPU, MPS, then CPU."""
+    for member in (
+        DeviceSupport.CUDA,
+        DeviceSupport.NPU,
+        DeviceSupport.XPU,
+        DeviceSupport.HPU,
+        DeviceSupport.MPS,
+    ):
+        if _available(member.device_type):
+            return member
+    return DeviceSupport.CPU
+
+
+def get_torch_device_namespace() -> Any:
+    """The torch module of the best device type, for example ``torch.cuda``."""
+    import torch
+
+    return getattr(torch, get_device_support().device_type)
+
+
+def get_device(device: str | None = None) -> "torch.device":
+    """Turn a name into a device; ``None`` picks the best one.
+
+    In a distributed run a device type without an index becomes this process's local rank.
+
+    Raises:
+        UserError: the device does not exist on this machine.
+    """
+    import torch
+
+    try:
+        chosen = torch.device(device or get_device_support().device_type)
+    except RuntimeError as error:
+        names = ", ".join(member.device_type for member in DeviceSupport)
+        raise UserError(f"device: '{device}' is not a device name: use one of {names}.") from error
+    if not _available(chosen.type):
+        best = get_device_support().device_type
+        raise UserError(
+            f"device: '{device}' was asked for, but torch {torch.__version__} finds no {chosen.type} device here: "
+            f"set device={best}, or install the build of torch for your hardware."
+        )
+    if chosen.type in ("cpu", "mps"):
+        return chosen
+    count = getattr(torch, chosen.type).device_count()
+    index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
+    if index >= count:
+        raise UserError(f"device: '{chosen.type}:{index}' was asked for, but this machine has {count}.")
+    chosen = torch.device(chosen.type, index)
+    getattr(torch, chosen.type).set_device(chosen)
+    return chosen
+
+
+def get_world_size_and_rank() -> tuple[int, int]:
+    """World size and rank of the process group, (1, 0) without one."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
+
+
+def batch_to_device(batch: dict[str, Any], device: "torch.device") -> None:
+    """Move everything in ``batch`` that can be moved (``.to(device)``) in place; nested dicts too.
+
+    Other values (numbers, strings, lists) stay as they are.
+    """
+    for key, value in batch.items():
+        if isinstance(value, dict):
+            batch_to_device(value, device)
+        elif hasattr(value, "to"):
+            batch[key] = value.to(device)

@@ -1,0 +1,108 @@
+"""Files that are either whole or not there.
+
+Everything that the library writes passes through here: a temporary name in the same directory, flushed to the
+disk, then renamed over the final name. A process that dies, or a disk that fills, leaves the old file as it was.
+"""
+
+import errno
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from torchtune.utils._errors import UserError
+
+
+def fsync_directory(path: str | Path) -> None:
+    """Make renames inside ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_tree(root: Path) -> None:
+    for directory, _, files in os.walk(root):
+        for name in files:
+            descriptor = os.open(Path(directory) / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(directory)
+
+
+def _explain(error: OSError, path: Path) -> UserError | OSError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.exists() else 0.0
+        return UserError(
+            f"No space left while writing {path} ({free:.0f} MiB free): nothing that was saved before is lost; "
+            "free some space or choose another output_dir."
+        )
+    if error.errno in (errno.EACCES, errno.EROFS):
+        return UserError(
+            f"No permission to write {path}: choose another output_dir or change its permissions."
+        )
+    return error
+
+
+@contextmanager
+def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a temporary file that takes the place of ``path`` when the block ends without an error.
+
+    Raises:
+        UserError: the disk is full or the directory may not be written to.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise _explain(error, path) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_directory(path: str | Path) -> Iterator[Path]:
+    """Give a temporary directory that becomes ``path`` when the block ends without an error.
+
+    A directory that stood at ``path`` is replaced. Everything is on the disk before the rename.
+
+    Raises:
+        UserError: the disk is full or the parent may not be written to.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _fsync_tree(temporary)
+        replaced = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp")
+        if path.exists():
+            os.rename(path, replaced)
+        os.rename(temporary, path)
+        fsync_directory(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as error:
+        raise _explain(error, path) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write ``value`` as JSON (indent 2, final newline), atomically."""
+    with atomic_write(path, "w") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")

@@ -1,0 +1,93 @@
+"""Logging and deprecation notices."""
+
+import functools
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_FORMAT = "%(levelname)s:%(name)s:%(message)s"
+
+
+def get_logger(level: str | None = None) -> logging.Logger:
+    """Return the library's logger (``"torchtune"``), with a stderr handler.
+
+    Args:
+        level: name of a level (``"DEBUG"``, ``"INFO"`` …) to set; ``None`` leaves it as it is.
+    """
+    logger = logging.getLogger("torchtune")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        logger.addHandler(handler)
+    if level is not None:
+        logger.setLevel(level.upper())
+    return logger
+
+
+def _rank() -> int:
+    """This process's rank, without importing torch where torch has not been needed yet."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def log_rank_zero(logger: logging.Logger, msg: str, level: int = logging.INFO) -> None:
+    """Log ``msg`` on rank 0 only."""
+    if _rank() == 0:
+        logger.log(level, msg, stacklevel=2)
+
+
+@functools.cache
+def log_once(logger: logging.Logger, msg: str, level: int = logging.INFO) -> None:
+    """Log ``msg`` on rank 0, the first time that it is asked for in this process."""
+    log_rank_zero(logger, msg, level)
+
+
+def deprecated(msg: str = "") -> Callable[[T], T]:
+    """Mark a function or class as deprecated: the first call warns with ``FutureWarning``.
+
+    A class stays a class (``isinstance`` and subclassing keep working).
+    """
+
+    def decorate(obj: T) -> T:
+        text = f"{obj.__name__} is deprecated and will be removed. {msg}".strip()
+        if inspect.isclass(obj):
+            init = obj.__init__
+
+            @functools.wraps(init)
+            def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+                warnings.warn(text, category=FutureWarning, stacklevel=2)
+                init(self, *args, **kwargs)
+
+            obj.__init__ = __init__
+            return obj
+
+        @functools.wraps(obj)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            warnings.warn(text, category=FutureWarning, stacklevel=2)
+            return obj(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorate
+
+
+def deprecate_parameter(param_name: str, msg: str = "") -> Callable[[T], T]:
+    """Mark one parameter as deprecated: passing it (other than ``None``) warns with ``FutureWarning``."""
+
+    def decorate(obj: T) -> T:
+        signature = inspect.signature(obj)
+
+        @functools.wraps(obj)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if signature.bind_partial(*args, **kwargs).arguments.get(param_name) is not None:
+                text = f"{param_name} is deprecated for {obj.__name__} and will be removed. {msg}".strip()
+                warnings.warn(text, category=FutureWarning, stacklevel=2)
+            return obj(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorate
