@@ -31,9 +31,7 @@ class DeviceSupport(Enum):
         for member in DeviceSupport:
             if member.device_type == device_type:
                 return member
-        raise ValueError(
-            f"Unknown device type '{device_type}': one of {[m.device_type for m in DeviceSupport]}."
-        )
+        raise ValueError(f"Unknown device type '{device_type}': one of {[m.device_type for m in DeviceSupport]}.")
 
 
 def _available(device_type: str) -> bool:

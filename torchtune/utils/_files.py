@@ -45,9 +45,7 @@ def _explain(error: OSError, path: Path) -> UserError | OSError:
             "free some space or choose another output_dir."
         )
     if error.errno in (errno.EACCES, errno.EROFS):
-        return UserError(
-            f"No permission to write {path}: choose another output_dir or change its permissions."
-        )
+        return UserError(f"No permission to write {path}: choose another output_dir or change its permissions.")
     return error
 
 
