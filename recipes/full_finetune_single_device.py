@@ -90,7 +90,7 @@ class Settings:
     # Save every so many steps, and at the end; null saves after every epoch.
     save_every_n_steps: Annotated[int | None, Range(min=1)] = None
 
-    # Device to train on: cuda, cpu, mps …; null picks the best one.
+    # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
     # Type of weights and activations.
     dtype: Literal["bf16", "fp32"] = "bf16"

@@ -1,0 +1,83 @@
+"""Small things that tests train: a random Llama in a standard Hugging Face folder, and a conversation file."""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = "red green blue one two three cat dog bird sees likes finds the a and not why where big small".split()
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE; return its vocabulary size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}))
+    return tokenizer.get_vocab_size()
+
+
+def write_checkpoint(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Write a random two-layer Llama with its tokenizer into ``folder``, as ``transformers`` does."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = write_tokenizer(folder)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=tied,
+            initializer_range=0.2,
+        )
+    )
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder)  # save_pretrained overwrites generation_config.json
+    return folder
+
+
+def write_conversations(path: Path, count: int = 24, *, seed: int = 0) -> Path:
+    """Write ``count`` conversations of one or two turns, of very different lengths, as JSON lines."""
+    rng = random.Random(seed)
+
+    def sentence(longest: int) -> str:
+        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, longest)))
+
+    with path.open("w") as file:
+        for _ in range(count):
+            messages = []
+            for _ in range(rng.randint(1, 2)):
+                messages.append({"role": "user", "content": sentence(12)})
+                messages.append({"role": "assistant", "content": sentence(6)})
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
