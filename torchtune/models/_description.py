@@ -1,0 +1,109 @@
+"""What a decoder is, in numbers: the one dataclass from which every text model is built."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtune.utils import UserError
+
+
+class ModelError(UserError, ValueError):
+    """A model that cannot be described, built or found; the message names the field or name at fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling:
+    """Llama 3.1's stretching of the slow rotary frequencies (``rope_type: llama3`` in a Hugging Face config).
+
+    Attributes:
+        factor: frequencies whose wavelength exceeds ``original_max_seq_len / low_freq_factor`` are divided by it.
+        low_freq_factor: see ``factor``.
+        high_freq_factor: wavelengths below ``original_max_seq_len / high_freq_factor`` are left alone; those in
+            between are interpolated.
+        original_max_seq_len: context length of the pre-training that is being stretched.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Everything that decides the parameters and the arithmetic of a text decoder.
+
+    No field's meaning depends on the model's name. Frozen and hashable: ``dataclasses.replace`` makes a variant.
+
+    Raises:
+        ModelError: sizes that do not fit together.
+    """
+
+    # Sizes
+    vocab_size: int
+    num_layers: int
+    embed_dim: int
+    intermediate_dim: int
+    max_seq_len: int
+
+    # Attention
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 0  # 0 at construction: embed_dim // num_heads
+    attn_dropout: float = 0.0
+    q_bias: bool = False
+    k_bias: bool = False
+    v_bias: bool = False
+    attn_output_bias: bool = False
+    qk_norm: Literal["none", "before_rope", "after_rope"] = "none"  # RMSNorm over each head of queries and keys
+
+    # Positions
+    rope_base: float = 10_000.0
+    rope_layout: Literal["interleaved", "half"] = "interleaved"  # which two channels of a head turn together
+    rope_scaling: Llama3RopeScaling | None = None
+
+    # Feed-forward
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    mlp_bias: bool = False
+
+    # Norms
+    norm_eps: float = 1e-5
+
+    # Output
+    tie_word_embeddings: bool = False  # logits are taken with the embedding matrix; there is no output.weight
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "num_layers", "embed_dim", "intermediate_dim", "max_seq_len", "num_heads"):
+            if getattr(self, field) < 1:
+                raise ModelError(f"{field} must be at least 1, got {getattr(self, field)}.")
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ModelError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}).")
+        if self.head_dim == 0:
+            if self.embed_dim % self.num_heads:
+                raise ModelError(
+                    f"embed_dim ({self.embed_dim}) is not a multiple of num_heads ({self.num_heads}): state head_dim."
+                )
+            object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
+        if not 0.0 <= self.attn_dropout <= 1.0:
+            raise ModelError(f"attn_dropout must lie in [0, 1], got {self.attn_dropout}.")
+
+    @property
+    def q_dim(self) -> int:
+        """Output width of the query projection: ``num_heads * head_dim``."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Output width of the key and of the value projection: ``num_kv_heads * head_dim``."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def untied(self) -> bool:
+        """Whether the model has an ``output.weight`` of its own."""
+        return not self.tie_word_embeddings
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether queries and keys are normalised per head."""
+        return self.qk_norm != "none"

@@ -1,0 +1,129 @@
+"""What a family of models is: the object that a built model carries, and the registry of them."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+from torchtune.models._description import Description, ModelError
+from torchtune.models._weight_map import WeightMap
+
+ENTRY_POINT_GROUP = "torchtune.models"
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSpec:
+    """Everything about a family that is not one model's numbers.
+
+    Attributes:
+        name: name in the registry, for example ``"qwen3"``.
+        architectures: ``architectures`` entries of a Hugging Face ``config.json`` that it reads and writes; the first
+            is written.
+        from_hf_config: reads such a ``config.json`` (a dict); raises :class:`ModelError` with the first field that a
+            description cannot express. Its second argument lists fields to leave unread.
+        to_hf_config: the inverse: a ``config.json`` with which ``transformers`` builds the same model.
+        weight_maps: by format: ``"hf"``, ``"meta"``, ``"gguf"``.
+        model_types: names that ``model_type:`` in YAML may give for it.
+        parallel_plan: how its layers are split over devices: ``plan(model) -> {module name pattern: style}``.
+        capabilities: what may be done with it, for example ``"kv_cache"``.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    from_hf_config: Callable[..., Description]
+    to_hf_config: Callable[[Description], dict[str, Any]]
+    weight_maps: Mapping[str, WeightMap]
+    model_types: tuple[str, ...] = ()
+    parallel_plan: Callable[..., Mapping[str, Any]] | None = None
+    capabilities: frozenset[str] = field(default_factory=frozenset)
+
+    def weight_map(self, kind: str = "hf") -> WeightMap:
+        """The map of one format. Raises :class:`ModelError` if the family has none for it."""
+        if kind not in self.weight_maps:
+            known = ", ".join(sorted(self.weight_maps))
+            raise ModelError(f"The model family '{self.name}' has no weight names for '{kind}', only for: {known}.")
+        return self.weight_maps[kind]
+
+
+# The families of this library: name -> (module that holds SPEC, architectures that it answers for).
+_BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "llama2": ("torchtune.models.llama2", ()),
+    "llama3": ("torchtune.models.llama3", ("LlamaForCausalLM",)),
+    "llama3_1": ("torchtune.models.llama3_1", ()),
+    "llama3_2": ("torchtune.models.llama3_2", ()),
+    "mistral": ("torchtune.models.mistral", ("MistralForCausalLM",)),
+    "qwen2": ("torchtune.models.qwen2", ("Qwen2ForCausalLM",)),
+    "qwen2_5": ("torchtune.models.qwen2_5", ()),
+    "qwen3": ("torchtune.models.qwen3", ("Qwen3ForCausalLM",)),
+    "smol": ("torchtune.models.smol", ()),
+}
+
+_registered: dict[str, ModelSpec] = {}
+
+
+def register(spec: ModelSpec) -> ModelSpec:
+    """Add a family from outside, and return it. Its architectures then resolve to it, before the library's own.
+
+    A package can instead declare an entry point in the group ``torchtune.models`` that names its ``ModelSpec``.
+
+    Raises:
+        ModelError: the name is taken by another family.
+    """
+    taken = _registered.get(spec.name)
+    if spec.name in _BUILTIN or (taken is not None and taken is not spec):
+        raise ModelError(f"A model family called '{spec.name}' is registered already: choose another name.")
+    _registered[spec.name] = spec
+    return spec
+
+
+def list_specs() -> list[str]:
+    """Names of all families: the library's, registered ones, and those of installed packages."""
+    return sorted({*_BUILTIN, *_registered, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def get_spec(name: str) -> ModelSpec:
+    """The family called ``name``, or at a dotted path such as ``"my_package.models.SPEC"``.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name in _BUILTIN:
+        return importlib.import_module(_BUILTIN[name][0]).SPEC
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return _checked(entry.load(), f"entry point '{name}'")
+    if "." in name:
+        module, _, attribute = name.rpartition(".")
+        try:
+            return _checked(getattr(importlib.import_module(module), attribute), f"'{name}'")
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise ModelError(f"The model family '{name}' could not be imported: {error}.") from error
+    raise ModelError(f"There is no model family '{name}'; there are: {', '.join(list_specs())}.")
+
+
+def spec_for_architecture(architecture: str) -> ModelSpec:
+    """The family that reads checkpoints of an architecture such as ``"LlamaForCausalLM"``.
+
+    Raises:
+        ModelError: no family does.
+    """
+    for spec in _registered.values():
+        if architecture in spec.architectures:
+            return spec
+    for name, (_, architectures) in _BUILTIN.items():
+        if architecture in architectures:
+            return get_spec(name)
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        spec = get_spec(entry.name)
+        if architecture in spec.architectures:
+            return spec
+    known = sorted({name for _, names in _BUILTIN.values() for name in names})
+    raise ModelError(f"No model family reads the architecture '{architecture}'; there are: {', '.join(known)}.")
+
+
+def _checked(spec: Any, where: str) -> ModelSpec:
+    if not isinstance(spec, ModelSpec):
+        raise ModelError(f"The model family at {where} is a {type(spec).__name__}, not a torchtune.models.ModelSpec.")
+    return spec

@@ -1,0 +1,338 @@
+"""Names and layouts of weights in other formats, as data, and the one interpreter that reads them both ways.
+
+A :class:`WeightMap` is a table of :class:`Row`: template of the external names, template of ours, and a reversible
+:class:`Op`. Templates hold ``{layer}`` (and, for mixtures of experts, ``{expert}``). For a given
+:class:`~torchtune.models.Description` the rows expand into :class:`Group` objects: the smallest sets of tensors that
+can be converted alone. Usually a group is one tensor on either side; a fused projection is one external tensor and
+several of ours; stacked experts are several external tensors and one of ours. Conversion therefore streams: no more
+than one group is held at a time.
+
+Reading::
+
+    spec.weight_map("hf").to_tune(iterator of (name, tensor), description)  # yields (our name, tensor)
+
+or, with random access to the source, group by group::
+
+    for group in weight_map.select(names_in_checkpoint, description):
+        for name, tensor in zip(group.tune, group.to_tune([read(n) for n in group.external])):
+            ...
+
+Writing is the same with ``to_external``. Adapters: ``weight_map.peft()`` is the map between our adapter names and
+PEFT's, derived from the same rows.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from torchtune.models._description import Description
+from torchtune.models._weight_ops import Identity, Op
+from torchtune.utils import UserError
+
+# Placeholder in a template -> attribute of the description that counts it.
+_PLACEHOLDERS = {"layer": "num_layers", "expert": "num_experts"}
+
+_PEFT_PREFIX = "base_model.model."
+
+
+class WeightMapError(UserError, ValueError):
+    """The names or tensors of a checkpoint do not fit the model; the message names the tensor."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a weight map.
+
+    Attributes:
+        external: template, or templates, of the names in the other format.
+        tune: template, or templates, of the names in ours.
+        op: turns the external tensors into ours and back.
+        when: attribute of the description that says where the row holds: a bool, or a collection of layer indices.
+    """
+
+    external: str | tuple[str, ...]
+    tune: str | tuple[str, ...]
+    op: Op = Identity()  # noqa: RUF009 - ops are frozen dataclasses
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A tensor that other formats may hold although the model shares it with another.
+
+    Read: dropped (it must equal its source). Written: only if ``write``, as a copy of the source.
+
+    Attributes:
+        external: name in the other format, for example ``lm_head.weight``.
+        source: our name of the shared tensor, for example ``tok_embeddings.weight``.
+        when: attribute of the description that says that they are shared.
+        write: whether files of that format hold the copy.
+    """
+
+    external: str
+    source: str
+    when: str = "tie_word_embeddings"
+    write: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """External tensors and ours that are converted together, with concrete names.
+
+    Attributes:
+        external: names in the other format, in the order that :meth:`to_tune` takes.
+        tune: our names, in the order that :meth:`to_tune` returns.
+    """
+
+    external: tuple[str, ...]
+    tune: tuple[str, ...]
+    op: Op
+    description: Description
+
+    def to_tune(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Our tensors, in the order of ``tune``, from the external ones, in the order of ``external``."""
+        return self.op.to_tune(tensors, self.description)
+
+    def to_external(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The external tensors, in the order of ``external``, from ours, in the order of ``tune``."""
+        return self.op.to_external(tensors, self.description)
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Names and layouts of one external format for one kind of model. Immutable and hashable.
+
+    Attributes:
+        rows: the table.
+        tied: tensors that the format may repeat.
+        ignore: templates of external names that carry nothing (cached rotary frequencies and the like).
+    """
+
+    rows: tuple[Row, ...]
+    tied: tuple[Tied, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def groups(self, description: Description) -> tuple[Group, ...]:
+        """Every group of the model, in the order of the rows and then of the layers."""
+        return _expand(self, description).groups
+
+    def select(self, external_names: Iterable[str], description: Description) -> list[Group]:
+        """The groups to read from a checkpoint that holds ``external_names``, checked to be exactly the model.
+
+        Raises:
+            WeightMapError: a name that the model has no place for, or a parameter that the checkpoint lacks.
+        """
+        table, names = _expand(self, description), list(external_names)
+        present = set(names)
+        for name in names:
+            self._group_of_external(name, description)
+        lacking = [name for name in table.by_external if name not in present]
+        if lacking:
+            raise self._missing(lacking, description)
+        order = {name: index for index, name in enumerate(names)}
+        return sorted(table.groups, key=lambda group: min(order[name] for name in group.external))
+
+    def to_tune(
+        self, tensors: Iterable[tuple[str, Tensor]], description: Description, *, partial: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Convert a stream of external tensors into a stream of ours; holds at most the unfinished groups.
+
+        Args:
+            tensors: (external name, tensor) pairs in any order.
+            description: of the model.
+            partial: the stream need not hold the whole model (an adapter, one shard): missing groups are no error.
+
+        Raises:
+            WeightMapError: unknown, missing or repeated names, or a shared tensor that differs from its source.
+        """
+        waiting: dict[Group, dict[str, Tensor]] = {}
+        finished: set[Group] = set()
+        shared = _TiedCheck(self, description)
+        for name, tensor in tensors:
+            group = self._group_of_external(name, description)
+            shared.see(name, tensor)
+            if group is None:
+                continue
+            parts = waiting.setdefault(group, {})
+            if group in finished or name in parts:
+                raise WeightMapError(f"The checkpoint holds the tensor '{name}' twice.")
+            parts[name] = tensor
+            if len(parts) == len(group.external):
+                del waiting[group]
+                finished.add(group)
+                yield from zip(group.tune, group.to_tune([parts[part] for part in group.external]), strict=True)
+        if waiting or not partial:
+            groups = waiting if partial else (group for group in self.groups(description) if group not in finished)
+            lacking = [name for group in groups for name in group.external if name not in waiting.get(group, {})]
+            if lacking:
+                raise self._missing(lacking, description)
+
+    def to_external(
+        self, tensors: Iterable[tuple[str, Tensor]], description: Description, *, partial: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Convert a stream of our tensors into a stream of external ones; the inverse of :meth:`to_tune`.
+
+        Args:
+            tensors: (our name, tensor) pairs in any order.
+            description: of the model.
+            partial: the stream need not hold the whole model.
+
+        Raises:
+            WeightMapError: unknown or missing names.
+        """
+        table = _expand(self, description)
+        waiting: dict[Group, dict[str, Tensor]] = {}
+        seen: set[str] = set()
+        for name, tensor in tensors:
+            group = table.by_tune.get(name)
+            if group is None:
+                raise WeightMapError(f"The parameter '{name}' has no name in the format to be written.")
+            seen.add(name)
+            parts = waiting.setdefault(group, {})
+            parts[name] = tensor
+            if len(parts) == len(group.tune):
+                del waiting[group]
+                yield from zip(group.external, group.to_external([parts[part] for part in group.tune]), strict=True)
+            for tie in table.tied:
+                if tie.write and tie.source == name:
+                    yield tie.external, tensor.clone()
+        if waiting or not partial:
+            names = [name for group in waiting for name in group.tune] if partial else table.by_tune
+            lacking = [name for name in names if name not in seen]
+            if lacking:
+                raise WeightMapError(f"The parameter '{lacking[0]}' is missing from what is to be written.")
+
+    def tune_name(self, external_name: str, description: Description) -> str:
+        """Our name of an external tensor (the first, if it becomes several). Raises ``WeightMapError``."""
+        group = self._group_of_external(external_name, description)
+        if group is None:
+            raise WeightMapError(f"The tensor '{external_name}' has no parameter of its own in this model.")
+        return group.tune[0]
+
+    def external_module(self, tune_module: str, description: Description) -> str:
+        """External name of a module that has a ``weight``: ``layers.0.attn.output_proj`` ->
+        ``model.layers.0.self_attn.o_proj``. Raises ``WeightMapError`` if there is no such module of its own."""
+        group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
+        if group is None or len(group.external) != 1 or len(group.tune) != 1:
+            raise WeightMapError(f"The module '{tune_module}' is no single module in the other format.")
+        return group.external[0].removesuffix(".weight")
+
+    def peft(self) -> "WeightMap":
+        """The map between our adapter names and PEFT's files, derived from the weight rows of this map.
+
+        ``X.lora_a.weight``, ``X.lora_b.weight`` and ``X.magnitude`` of a linear layer X become
+        ``base_model.model.Y.lora_A.weight``, ``….lora_B.weight`` and ``….lora_magnitude_vector``. What reorders
+        the rows of a weight reorders those of ``lora_b`` and of the magnitude. Use it with ``partial=True``.
+        """
+        return _derive_peft(self)
+
+    def _group_of_external(self, name: str, description: Description) -> Group | None:
+        table = _expand(self, description)
+        group = table.by_external.get(name)
+        if group is None and name not in table.ignored and name not in {tie.external for tie in table.tied}:
+            raise WeightMapError(self._unexpected(name, description))
+        return group
+
+    def _unexpected(self, name: str, description: Description) -> str:
+        known = _expand(self, description).by_external
+        hint = f"a tensor of the model is called '{next(iter(known))}'"
+        if "layers." in name or "blk." in name:
+            hint = f"the model has {description.num_layers} layers"
+        return f"The checkpoint's tensor '{name}' has no place in this model ({hint})."
+
+    def _missing(self, names: Sequence[str], description: Description) -> WeightMapError:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        text = f"The checkpoint lacks the tensor '{names[0]}'{more}"
+        if names[0] in {tie.external for tie in self.tied}:
+            return WeightMapError(
+                f"{text}: it shares its output layer with its embeddings, while the model does not "
+                "(build the model with tie_word_embeddings=True)."
+            )
+        return WeightMapError(f"{text}, which this model of {description.num_layers} layers needs.")
+
+
+class _TiedCheck:
+    """Compares repeated tensors with their sources while a stream passes."""
+
+    def __init__(self, weight_map: WeightMap, description: Description) -> None:
+        table = _expand(weight_map, description)
+        self._pairs = {tie.external: table.by_tune[tie.source].external[0] for tie in table.tied}
+        self._held: dict[str, Tensor] = {}
+
+    def see(self, name: str, tensor: Tensor) -> None:
+        for copy, source in self._pairs.items():
+            if name in (copy, source):
+                self._held[name] = tensor
+                if copy in self._held and source in self._held:
+                    first, second = self._held.pop(copy), self._held.pop(source)
+                    if first.shape != second.shape or not torch.equal(first, second):
+                        raise WeightMapError(
+                            f"The checkpoint's '{copy}' differs from '{source}' although the model shares the two "
+                            "(build the model with tie_word_embeddings=False)."
+                        )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A weight map expanded for one description."""
+
+    groups: tuple[Group, ...]
+    by_external: dict[str, Group]
+    by_tune: dict[str, Group]
+    tied: tuple[Tied, ...]
+    ignored: frozenset[str]
+
+
+def _templates(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _fill(template: str, description: Description, **fixed: int) -> list[str]:
+    """All names of a template; placeholders in ``fixed`` take one value, the others run over their count."""
+    free = [key for key in _PLACEHOLDERS if f"{{{key}}}" in template and key not in fixed]
+    counts = [range(getattr(description, _PLACEHOLDERS[key])) for key in free]
+    return [template.format(**fixed, **dict(zip(free, values, strict=True))) for values in product(*counts)]
+
+
+@lru_cache(maxsize=32)
+def _expand(weight_map: WeightMap, description: Description) -> _Table:
+    groups = []
+    for row in weight_map.rows:
+        where = True if row.when is None else getattr(description, row.when)
+        layered = any("{layer}" in template for template in _templates(row.tune))
+        for layer in range(description.num_layers) if layered else (None,):
+            if not (layer in where if isinstance(where, Sequence | frozenset) else where):
+                continue
+            fixed = {} if layer is None else {"layer": layer}
+            external = [name for template in _templates(row.external) for name in _fill(template, description, **fixed)]
+            tune = [name for template in _templates(row.tune) for name in _fill(template, description, **fixed)]
+            groups.append(Group(tuple(external), tuple(tune), row.op, description))
+    by_external = {name: group for group in groups for name in group.external}
+    by_tune = {name: group for group in groups for name in group.tune}
+    doubled = sum(len(group.external) + len(group.tune) for group in groups) - len(by_external) - len(by_tune)
+    if doubled:
+        raise ValueError(f"A weight map names {doubled} tensors more than once.")
+    tied = tuple(tie for tie in weight_map.tied if getattr(description, tie.when))
+    ignored = frozenset(name for template in weight_map.ignore for name in _fill(template, description))
+    return _Table(tuple(groups), by_external, by_tune, tied, ignored)
+
+
+@lru_cache(maxsize=32)
+def _derive_peft(weight_map: WeightMap) -> WeightMap:
+    rows = []
+    for row in weight_map.rows:
+        external, tune = _templates(row.external), _templates(row.tune)
+        single = len(external) == len(tune) == 1 and "{expert}" not in external[0] + tune[0]
+        if not (single and row.op.rowwise and external[0].endswith(".weight") and tune[0].endswith(".weight")):
+            continue
+        theirs, ours = _PEFT_PREFIX + external[0].removesuffix(".weight"), tune[0].removesuffix(".weight")
+        rows += [
+            Row(f"{theirs}.lora_A.weight", f"{ours}.lora_a.weight", when=row.when),
+            Row(f"{theirs}.lora_B.weight", f"{ours}.lora_b.weight", row.op, row.when),
+            Row(f"{theirs}.lora_magnitude_vector", f"{ours}.magnitude", row.op, row.when),
+        ]
+    return WeightMap(tuple(rows))
