@@ -1,0 +1,156 @@
+"""Cross entropy over the labelled positions of a batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchtune.modules.loss._linear_cross_entropy import (
+    linear_cross_entropy_sum,
+    row_losses,
+    row_losses_and_gradient,
+)
+from torchtune.modules.loss.loss_types import SFTLoss
+from torchtune.utils import get_logger, log_once
+
+# Fewer rows than this per chunk make the projection slow and save next to nothing.
+_MIN_CHUNK_ROWS = 128
+
+
+class LinearCrossEntropyLoss(SFTLoss, nn.Module):
+    """Mean cross entropy over labelled positions, of a model that returns hidden states.
+
+    The output projection is evaluated only where there is a label, for a chunk of positions at a time, so that full
+    logits never exist. Softmax and its gradient are computed in float32 (float64 for float64 weights), products in
+    the dtype of the weights. With a plain projection the gradients are made in the forward pass; a projection that
+    is anything else (an adapter, a bias, a soft cap) is recomputed in the backward pass.
+
+    Args:
+        num_output_chunks: number of chunks, as long as each has 128 positions or more.
+        ignore_index: label of positions without a label.
+        tp_enabled: whether the output projection is split over a tensor-parallel group.
+        mask_ignored_tokens: skip positions without a label before the projection; ``False`` keeps shapes fixed.
+    """
+
+    def __init__(
+        self,
+        num_output_chunks: int = 8,
+        ignore_index: int = -100,
+        tp_enabled: bool = False,
+        mask_ignored_tokens: bool = True,
+    ) -> None:
+        super().__init__()
+        if num_output_chunks < 1:
+            raise ValueError(f"num_output_chunks is {num_output_chunks}: it must be at least 1.")
+        self.num_output_chunks = num_output_chunks
+        self.ignore_index = ignore_index
+        self.tp_enabled = tp_enabled
+        self.mask_ignored_tokens = mask_ignored_tokens
+        # In a tuple, so that the projection is no submodule: its parameters belong to the model.
+        self._projection: tuple[Any, ...] = ()
+        self._without_gradient = row_losses
+        self._with_gradient = row_losses_and_gradient
+
+    @property
+    def tp_requires_loss_parallel_ctx_manager(self) -> bool:
+        """Whether tensor parallelism must run this loss inside ``loss_parallel()``: it gathers the projection."""
+        return False
+
+    def patch_tp_plan(self, tp_plan: dict[str, Any]) -> dict[str, Any]:
+        """The plan without the output projection, whose weight this loss reads whole."""
+        return {name: style for name, style in tp_plan.items() if name != "output"}
+
+    def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> "LinearCrossEntropyLoss":
+        """Compile the passes over a chunk's logits; products and the loop over chunks stay as they are."""
+        self._without_gradient = torch.compile(row_losses, *args, **kwargs)
+        self._with_gradient = torch.compile(row_losses_and_gradient, *args, **kwargs)
+        return self
+
+    def set_model_output(self, model: nn.Module) -> None:
+        """Make ``model`` return hidden states and remember its output projection."""
+        model.skip_output_layer = True
+        self._projection = (model.output,)
+
+    @property
+    def linear_projection(self) -> Any:
+        """The output projection that ``set_model_output`` found; ``None`` before."""
+        return self._projection[0] if self._projection else None
+
+    def compute_cross_entropy(self, hidden_chunk: Tensor, target_chunk: Tensor) -> Tensor:
+        """Summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
+        logits = self.linear_projection(hidden_chunk)
+        losses = self._without_gradient(logits, target_chunk.clamp(min=0))
+        return losses.masked_fill(target_chunk == self.ignore_index, 0.0).sum()
+
+    def mask_inputs(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions with a label: hidden [n, d], target [n] -> [m, d], [m]."""
+        index = (target != self.ignore_index).nonzero().squeeze(1)
+        if len(index) == len(target):
+            return hidden, target
+        return hidden.index_select(0, index), target.index_select(0, index)
+
+    def _plain_weight(self) -> Tensor | None:
+        """The projection's weight [v, d] where it is nothing but a product with it."""
+        projection = self.linear_projection
+        if type(projection) is nn.Linear and projection.bias is None:
+            return projection.weight
+        tied = getattr(projection, "tied_module", None)
+        if not isinstance(projection, nn.Module) and type(tied) in (nn.Embedding, nn.Linear):
+            return tied.weight
+        return None
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss over positions with a label, 0 (with zero gradients) where there is none.
+
+        Args:
+            outputs: hidden states [b, s, d].
+            targets: labels int64 [b, s], already shifted.
+
+        Returns:
+            scalar, float32 (float64 for float64 inputs).
+
+        Raises:
+            AttributeError: ``set_model_output(model)`` has not been called.
+        """
+        if not self._projection:
+            raise AttributeError("LinearCrossEntropyLoss: call set_model_output(model) before the first loss.")
+        hidden = outputs.reshape(-1, outputs.shape[-1])
+        target = targets.reshape(-1)
+        if self.mask_ignored_tokens:
+            hidden, target = self.mask_inputs(hidden, target)
+            count = len(target)
+        else:
+            count = (target != self.ignore_index).sum().clamp(min=1)
+        if len(target) == 0:
+            return self._no_label(outputs)
+        chunk_rows = max(_MIN_CHUNK_ROWS, -(-len(target) // self.num_output_chunks))
+        weight = self._plain_weight()
+        if weight is None or not self.mask_ignored_tokens:
+            total = self._recomputed(hidden, target, chunk_rows)
+        else:
+            total = linear_cross_entropy_sum(
+                hidden,
+                weight,
+                target,
+                chunk_rows=chunk_rows,
+                without_gradient=self._without_gradient,
+                with_gradient=self._with_gradient,
+            )
+        return total / count
+
+    def _recomputed(self, hidden: Tensor, target: Tensor, chunk_rows: int) -> Tensor:
+        """The summed loss through the projection itself, whose logits are made again in the backward pass."""
+        log_once(get_logger(), "The output projection is not a plain product: its logits are computed twice.")
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for rows, targets in zip(hidden.split(chunk_rows), target.split(chunk_rows), strict=True):
+            if torch.is_grad_enabled():
+                total = total + checkpoint(self.compute_cross_entropy, rows, targets, use_reentrant=False)
+            else:
+                total = total + self.compute_cross_entropy(rows, targets)
+        return total
+
+    def _no_label(self, outputs: Tensor) -> Tensor:
+        """Zero, connected to everything that a loss would be connected to."""
+        zero = self.linear_projection(outputs.reshape(-1, outputs.shape[-1])[:1]).sum() * 0.0
+        return (zero + outputs.sum() * 0.0 + 0.0).to(torch.promote_types(outputs.dtype, torch.float32))

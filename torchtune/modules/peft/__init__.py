@@ -1,0 +1,30 @@
+"""Low-rank adapters."""
+
+from torchtune.modules.peft._lora import LoRA
+from torchtune.modules.peft._lora_linear import LoRALinear, TrainableParams
+from torchtune.modules.peft._utils import (
+    LORA_ATTN_MODULES,
+    AdapterModule,
+    disable_adapter,
+    get_adapter_params,
+    get_adapter_state_dict,
+    get_lora_module_names,
+    get_merged_lora_ckpt,
+    set_trainable_params,
+    validate_missing_and_unexpected_for_lora,
+)
+
+__all__ = [
+    "LORA_ATTN_MODULES",
+    "AdapterModule",
+    "LoRA",
+    "LoRALinear",
+    "TrainableParams",
+    "disable_adapter",
+    "get_adapter_params",
+    "get_adapter_state_dict",
+    "get_lora_module_names",
+    "get_merged_lora_ckpt",
+    "set_trainable_params",
+    "validate_missing_and_unexpected_for_lora",
+]

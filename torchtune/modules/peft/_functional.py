@@ -1,0 +1,101 @@
+"""The low-rank update of a frozen projection as one autograd node."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+class LoRAProjection(torch.autograd.Function):
+    """y = x Wᵀ + bias + scale · (x ∘ mask) Aᵀ Bᵀ (Hu et al., "LoRA", 2021, equation 3).
+
+    Between forward and backward it keeps ``x`` (the gradient of A needs it), ``x Aᵀ`` of width ``rank``, and with
+    dropout a mask of one byte per element. Nothing of the size of the output is allocated besides the output.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor,
+        lora_b: Tensor,
+        mask: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Shapes: x and mask [..., in], weight [out, in], lora_a [r, in], lora_b [out, r] -> [..., out]."""
+        rows = x.reshape(-1, x.shape[-1])
+        kept = rows if mask is None else rows * mask.view_as(rows)
+        low = kept @ lora_a.t()
+        y = F.linear(rows, weight, bias)
+        y.addmm_(low, lora_b.t(), alpha=scale)
+        _, needs_weight, _, needs_a, needs_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            rows if needs_weight or needs_a else None, weight, lora_a, lora_b, low if needs_b else None, mask
+        )
+        ctx.scale = scale
+        ctx.shape = x.shape
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, W, bias, A and B, each only where it is asked for."""
+        rows, weight, lora_a, lora_b, low, mask = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
+        grad = grad.reshape(-1, grad.shape[-1])
+        mask = None if mask is None else mask.view(grad.shape[0], -1)
+        grad_x = grad_weight = grad_bias = grad_a = grad_b = None
+        grad_low = (grad @ lora_b).mul_(ctx.scale) if needs_x or needs_a else None
+        if needs_a:
+            grad_a = grad_low.t() @ (rows if mask is None else rows * mask)
+        if needs_b:
+            grad_b = (low.t() @ grad).mul_(ctx.scale).t()
+        if needs_x:
+            grad_x = grad @ weight
+            if mask is None:
+                grad_x.addmm_(grad_low, lora_a)
+            else:
+                grad_x.addcmul_(grad_low @ lora_a, mask)
+            grad_x = grad_x.view(ctx.shape)
+        if needs_weight:
+            grad_weight = grad.t() @ rows
+        if needs_bias:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, grad_a, grad_b, None, None
+
+
+def lora_projection(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Frozen projection plus low-rank update.
+
+    Args:
+        x: [..., in].
+        weight: [out, in]; its gradient is computed only if it is asked for.
+        bias: [out] or ``None``.
+        lora_a: [r, in].
+        lora_b: [out, r].
+        scale: alpha / rank.
+        dropout: probability with which elements of the adapter's input are zeroed (0 outside training).
+
+    Returns:
+        [..., out].
+    """
+    mask = None
+    if dropout >= 1.0:
+        scale = 0.0
+    elif dropout > 0.0:
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - dropout)
+        scale = scale / (1.0 - dropout)
+    return LoRAProjection.apply(x, weight, bias, lora_a, lora_b, mask, scale)

@@ -1,0 +1,172 @@
+"""LoRA as a conversion."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, get_args
+
+from torch import Tensor, nn
+
+from torchtune.modules.conversion import ConversionError, ConversionReport, Phase, nearest_module_names
+from torchtune.modules.peft._lora_linear import LoRALinear, check_adapter_numbers, refuse_quantized_base
+from torchtune.modules.peft._utils import (
+    LORA_ATTN_MODULES,
+    MLP_MODULES,
+    get_adapter_params,
+    is_adapter_key,
+    set_trainable_params,
+)
+
+
+class LoRA:
+    """Conversion that freezes a model and gives chosen linear layers a low-rank adapter.
+
+    Which layers: ``attn_modules``, ``apply_to_mlp`` and ``apply_to_output``, or, instead of these, name patterns.
+
+    Args:
+        rank: width of the bottleneck.
+        alpha: the update is scaled by alpha / rank.
+        dropout: dropout on the adapters' input, in training.
+        attn_modules: projections of attention, out of q_proj, k_proj, v_proj, output_proj; ``None`` means all four.
+        apply_to_mlp: also adapt w1, w2, w3 of every MLP.
+        apply_to_output: also adapt the output projection; it must not be tied to the embedding.
+        target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
+            ``layers.[01].attn.*``.
+        use_dora: learn the length of every row of the adapted weight apart from its direction.
+        quantize_base: refused for now.
+
+    Raises:
+        ConversionError: arguments that contradict each other or are out of range.
+    """
+
+    phase: ClassVar[Phase] = Phase.ADAPTER
+
+    def __init__(
+        self,
+        rank: int = 8,
+        alpha: float = 16,
+        dropout: float = 0.0,
+        attn_modules: Sequence[LORA_ATTN_MODULES] | None = None,
+        apply_to_mlp: bool = False,
+        apply_to_output: bool = False,
+        target_modules: Sequence[str] | None = None,
+        use_dora: bool = False,
+        quantize_base: bool = False,
+    ) -> None:
+        refuse_quantized_base(quantize_base)
+        check_adapter_numbers(rank, dropout)
+        if use_dora:
+            raise ConversionError("use_dora=True: DoRA is not available yet, set it to False to train LoRA.")
+        if target_modules is not None and (attn_modules is not None or apply_to_mlp or apply_to_output):
+            raise ConversionError(
+                "LoRA: target_modules replaces attn_modules, apply_to_mlp and apply_to_output: give either the "
+                "patterns or the other three."
+            )
+        known = get_args(LORA_ATTN_MODULES)
+        unknown = [name for name in attn_modules or () if name not in known]
+        if unknown:
+            raise ConversionError(f"LoRA: attn_modules has {', '.join(unknown)}, choose out of {', '.join(known)}.")
+        self.rank = rank
+        self.alpha = alpha
+        self.dropout = dropout
+        self.attn_modules = list(known if attn_modules is None else attn_modules)
+        self.apply_to_mlp = apply_to_mlp
+        self.apply_to_output = apply_to_output
+        self.target_modules = None if target_modules is None else list(target_modules)
+        if not self._targets():
+            raise ConversionError("LoRA: no module is chosen, name at least one in attn_modules or target_modules.")
+
+    def _targets(self) -> dict[str, tuple[str, ...]]:
+        """What was asked for, as it is called in an error -> patterns, of which one at least must match."""
+        if self.target_modules is not None:
+            return {pattern: (pattern, f"*.{pattern}") for pattern in self.target_modules}
+        targets = {name: (f"attn.{name}", f"*.attn.{name}") for name in self.attn_modules}
+        if self.apply_to_mlp:
+            targets["mlp.w1/w2/w3"] = tuple(f"{start}mlp.{name}" for name in MLP_MODULES for start in ("", "*."))
+        if self.apply_to_output:
+            targets["output"] = ("output", "*.output")
+        return targets
+
+    def _select(self, model: nn.Module) -> dict[str, nn.Linear]:
+        """Linear layers to adapt, by path."""
+        linears = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+        chosen: dict[str, nn.Linear] = {}
+        for asked, patterns in self._targets().items():
+            matching = [path for path in linears if any(fnmatchcase(path, pattern) for pattern in patterns)]
+            if not matching:
+                self._refuse(model, asked, list(linears))
+            chosen |= {path: linears[path] for path in matching}
+        return {path: module for path, module in linears.items() if path in chosen}
+
+    @staticmethod
+    def _refuse(model: nn.Module, asked: str, paths: list[str]) -> None:
+        output = getattr(model, "output", None)
+        if asked == "output" and output is not None and not isinstance(output, nn.Module):
+            raise ConversionError(
+                "LoRA: the output projection of this model is tied to its token embedding and cannot have an adapter "
+                "of its own, leave apply_to_output (apply_lora_to_output) False."
+            )
+        raise ConversionError(
+            f"LoRA: no linear layer of the model matches '{asked}', the nearest names are "
+            f"{', '.join(nearest_module_names(asked, paths)) or 'none: it has no linear layer'}."
+        )
+
+    def convert(self, model: nn.Module) -> ConversionReport:
+        """Replace the chosen layers by :class:`LoRALinear` and freeze everything but the adapters.
+
+        Raises:
+            ConversionError: a target matches no linear layer; nothing has been changed then.
+        """
+        chosen = self._select(model)
+        for path, linear in chosen.items():
+            parent, _, name = path.rpartition(".")
+            new = LoRALinear.from_linear(linear, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+            setattr(model.get_submodule(parent), name, new)
+        adapter = get_adapter_params(model)
+        set_trainable_params(model, adapter)
+        return ConversionReport(
+            name="LoRA",
+            replaced=list(chosen),
+            num_parameters=sum(param.numel() for param in adapter.values()),
+            note=f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen",
+        )
+
+    def is_own_key(self, key: str) -> bool:
+        """Whether a state-dict key belongs to the adapter and not to the base."""
+        return is_adapter_key(key)
+
+    def adapted_paths(self, model: nn.Module) -> list[str]:
+        """Paths of the layers that carry an adapter."""
+        return [path for path, module in model.named_modules() if isinstance(module, LoRALinear)]
+
+    def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
+        """The weight called ``name`` with the adapter merged in; other tensors come back as they are.
+
+        Args:
+            name: state-dict key of ``weight`` in ``model``.
+            weight: its base value, on any device, in any floating dtype (kept; the sum is formed in float32).
+            model: the converted model.
+        """
+        path, _, leaf = name.rpartition(".")
+        if leaf != "weight":
+            return weight
+        module = model.get_submodule(path)
+        return module.merged_weight(weight) if isinstance(module, LoRALinear) else weight
+
+    def peft_config(self, model: nn.Module) -> dict[str, Any]:
+        """What ``adapter_config.json`` says, with ``target_modules`` in this library's module names.
+
+        A name without dots stands for every linear layer that ends in it; where only some of these carry an
+        adapter, their paths are listed instead.
+        """
+        adapted = self.adapted_paths(model)
+        plain = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+        leaves = dict.fromkeys(path.rpartition(".")[2] for path in adapted)
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "bias": "none",
+            "target_modules": adapted if plain & set(leaves) else list(leaves),
+        }

@@ -1,0 +1,158 @@
+"""Linear layers with a low-rank adapter."""
+
+import math
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.modules.conversion import ConversionError
+from torchtune.modules.peft._functional import lora_projection
+
+
+class TrainableParams(Enum):
+    """What of a part of a model is trained."""
+
+    FULL = "full"
+    LORA = "lora"
+    FROZEN = "frozen"
+
+
+def refuse_quantized_base(quantize_base: bool, **quantization_kwargs: Any) -> None:
+    """Refuse what this release lacks.
+
+    Raises:
+        ConversionError: an NF4 base, or options of one, were asked for.
+    """
+    if quantize_base:
+        raise ConversionError(
+            "quantize_base=True: a base in NF4 is not available yet, set it to False to train LoRA on an "
+            "unquantised base."
+        )
+    if quantization_kwargs:
+        raise ConversionError(
+            f"{', '.join(sorted(quantization_kwargs))}: options of the quantised base need quantize_base=True, "
+            "remove them."
+        )
+
+
+def check_adapter_numbers(rank: int, dropout: float) -> None:
+    """Refuse a rank or a dropout probability out of range.
+
+    Raises:
+        ConversionError: ``rank`` below 1 or ``dropout`` outside [0, 1].
+    """
+    if rank < 1:
+        raise ConversionError(f"rank is {rank}: the rank of an adapter must be at least 1.")
+    if not 0.0 <= dropout <= 1.0:
+        raise ConversionError(f"dropout is {dropout}: it is a probability, give a number from 0 to 1.")
+
+
+class LoRALinear(nn.Module):
+    """Linear layer whose weight is frozen and whose update has a low rank: y = x Wᵀ + (alpha / rank) · x Aᵀ Bᵀ.
+
+    Parameters are ``weight`` [out, in] and ``bias`` [out] under their plain names, ``lora_a.weight`` [rank, in] and
+    ``lora_b.weight`` [out, rank], all of the default dtype at construction. Formula: Hu et al., "LoRA: Low-Rank
+    Adaptation of Large Language Models", 2021.
+
+    Args:
+        in_dim: width of the input.
+        out_dim: width of the output.
+        rank: width of the bottleneck.
+        alpha: the update is scaled by alpha / rank.
+        dropout: dropout on the adapter's input, in training.
+        use_bias: whether the base has a bias.
+        quantize_base: refused for now.
+        **quantization_kwargs: options of the quantised base.
+
+    Raises:
+        ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or a quantised base.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        use_bias: bool = False,
+        quantize_base: bool = False,
+        **quantization_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        refuse_quantized_base(quantize_base, **quantization_kwargs)
+        check_adapter_numbers(rank, dropout)
+        self.in_dim = in_dim
+        self.out_dim = out_dim
+        self.rank = rank
+        self.alpha = alpha
+        self.scaling = alpha / rank
+        self.use_bias = use_bias
+        self.disabled = False
+        self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
+        self.dropout = nn.Dropout(p=dropout)
+        self.lora_a = nn.Linear(in_dim, rank, bias=False)
+        self.lora_b = nn.Linear(rank, out_dim, bias=False)
+        self._initialize_base()
+        self.initialize_parameters()
+
+    def _initialize_base(self) -> None:
+        """Fill the base as ``nn.Linear`` does; a checkpoint replaces it."""
+        if self.weight.is_meta:
+            return
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_dim)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, dropout: float = 0.0) -> "LoRALinear":
+        """Wrap ``linear``: the new layer holds the very same weight and bias, frozen; device and dtype are kept."""
+        with torch.device("meta"):
+            new = cls(linear.in_features, linear.out_features, rank, alpha, dropout)
+        new.use_bias = linear.bias is not None
+        new.weight = linear.weight.requires_grad_(False)
+        new.bias = None if linear.bias is None else linear.bias.requires_grad_(False)
+        for layer in (new.lora_a, new.lora_b):
+            layer.weight = nn.Parameter(
+                torch.empty_like(layer.weight, device=linear.weight.device, dtype=linear.weight.dtype)
+            )
+        new.initialize_parameters()
+        return new.train(linear.training)
+
+    def initialize_parameters(self) -> None:
+        """Fill the adapter so that it changes nothing yet: A random (Kaiming uniform), B zero. No-op on meta."""
+        if self.lora_a.weight.is_meta:
+            return
+        nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_b.weight)
+
+    def adapter_params(self) -> list[str]:
+        """Names of the adapter's parameters, relative to this module."""
+        return ["lora_a.weight", "lora_b.weight"]
+
+    def merged_weight(self, weight: Tensor) -> Tensor:
+        """``weight`` + scaling · B A, computed in float32 at least, in the dtype of ``weight``: [out, in]."""
+        compute = torch.promote_types(weight.dtype, torch.float32)
+        a, b = self.lora_a.weight, self.lora_b.weight
+        with torch.no_grad():
+            a, b = a.to(weight.device, compute), b.to(weight.device, compute)
+            return torch.addmm(weight.to(compute), b, a, alpha=self.scaling).to(weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_dim] -> [..., out_dim], in the dtype of ``x``."""
+        if self.disabled:
+            return F.linear(x, self.weight, self.bias)
+        dropout = self.dropout.p if self.training else 0.0
+        a, b = self.lora_a.weight, self.lora_b.weight
+        return lora_projection(x, self.weight, self.bias, a, b, scale=self.scaling, dropout=dropout)
+
+    def extra_repr(self) -> str:
+        """What ``print(module)`` shows."""
+        return (
+            f"in_dim={self.in_dim}, out_dim={self.out_dim}, rank={self.rank}, alpha={self.alpha}, bias={self.use_bias}"
+        )

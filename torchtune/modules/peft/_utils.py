@@ -1,0 +1,180 @@
+"""Adapter parameters: finding, freezing, saving and merging them."""
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.modules.conversion import ConversionError
+
+LORA_ATTN_MODULES = Literal["q_proj", "k_proj", "v_proj", "output_proj"]
+MLP_MODULES = ("w1", "w2", "w3")
+
+
+@runtime_checkable
+class AdapterModule(Protocol):
+    """A module with parameters of an adapter."""
+
+    def adapter_params(self) -> list[str]:
+        """Names of the adapter's parameters, relative to the module."""
+        ...
+
+
+def get_adapter_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Adapter parameters of ``model`` by full name.
+
+    Raises:
+        ConversionError: a module names an adapter parameter that it does not have.
+    """
+    params: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, AdapterModule):
+            continue
+        own = dict(module.named_parameters())
+        for name in module.adapter_params():
+            if name not in own:
+                raise ConversionError(
+                    f"{path or type(module).__name__}: adapter_params() names '{name}', which is no parameter of it."
+                )
+            params[f"{path}.{name}" if path else name] = own[name]
+    return params
+
+
+def set_trainable_params(model: nn.Module, adapter_params: dict[str, Any] | set[str]) -> None:
+    """Let gradients flow into the parameters named in ``adapter_params`` and into no other."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(name in adapter_params)
+
+
+def is_adapter_key(key: str) -> bool:
+    """Whether a state-dict key belongs to an adapter."""
+    return "lora" in key or "magnitude" in key
+
+
+def get_adapter_state_dict(state_dict: dict[str, Any], device: str | None = "cpu") -> dict[str, Any]:
+    """The adapter's entries of ``state_dict``, moved to ``device`` (``None`` leaves them where they are)."""
+    own = {key: value for key, value in state_dict.items() if is_adapter_key(key)}
+    return own if device is None else {key: value.to(device) for key, value in own.items()}
+
+
+def get_lora_module_names(
+    lora_attn_modules: Sequence[LORA_ATTN_MODULES], apply_lora_to_mlp: bool, apply_lora_to_output: bool
+) -> list[str]:
+    """Names of adapted modules: attention's as given, then ``w1 w2 w3``, then ``output``."""
+    names: list[str] = list(lora_attn_modules)
+    if apply_lora_to_mlp:
+        names += MLP_MODULES
+    if apply_lora_to_output:
+        names.append("output")
+    return names
+
+
+@contextmanager
+def disable_adapter(model: nn.Module) -> Generator[None, None, None]:
+    """Within this context the model computes as its base alone does."""
+    changed = []
+    try:
+        for module in model.modules():
+            if isinstance(module, AdapterModule) and getattr(module, "disabled", None) is False:
+                module.disabled = True
+                changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            module.disabled = False
+
+
+def _merge_one(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
+    """W + scale · B A, its rows scaled to ``magnitude`` if that is given (DoRA): [out, in], dtype of ``weight``."""
+    compute = torch.promote_types(weight.dtype, torch.float32)
+    a, b = a.to(weight.device, compute), b.to(weight.device, compute)
+    merged = torch.addmm(weight.to(compute), b, a, alpha=scale)
+    if magnitude is not None:
+        merged *= (magnitude.to(weight.device, compute) / merged.norm(dim=1)).unsqueeze(1)
+    return merged.to(weight.dtype)
+
+
+@torch.no_grad()
+def get_merged_lora_ckpt(
+    state_dict: dict[str, Any], rank: int, alpha: float, use_distributed_barriers: bool = False
+) -> dict[str, Any]:
+    """Merge adapters into the weights of ``state_dict``, in place, and drop the adapters' entries.
+
+    Args:
+        state_dict: base and adapter, on one device.
+        rank: rank of the adapters.
+        alpha: the update is scaled by alpha / rank.
+        use_distributed_barriers: all ranks wait for each other after every weight.
+
+    Returns:
+        ``state_dict`` itself.
+
+    Raises:
+        ConversionError: an adapter is incomplete or has no base weight.
+    """
+    for key in [key for key in state_dict if key.endswith(".lora_a.weight")]:
+        path = key.removesuffix(".lora_a.weight")
+        needed = (f"{path}.weight", f"{path}.lora_b.weight")
+        missing = [name for name in needed if name not in state_dict]
+        if missing:
+            raise ConversionError(f"{path}: the adapter cannot be merged, the state dict lacks {', '.join(missing)}.")
+        b = state_dict.pop(f"{path}.lora_b.weight")
+        magnitude = state_dict.pop(f"{path}.magnitude", None)
+        state_dict[f"{path}.weight"] = _merge_one(
+            state_dict[f"{path}.weight"], state_dict.pop(key), b, magnitude, alpha / rank
+        )
+        if use_distributed_barriers:
+            torch.distributed.barrier()
+    return state_dict
+
+
+def _adapted(key: str, names: Iterable[str]) -> bool:
+    path = key.rpartition(".lora")[0] or key.rpartition(".magnitude")[0]
+    return is_adapter_key(key) and path.rpartition(".")[2] in names
+
+
+def validate_missing_and_unexpected_for_lora(
+    lora_attn_modules: Sequence[LORA_ATTN_MODULES] | None = None,
+    apply_lora_to_mlp: bool | None = None,
+    apply_lora_to_output: bool | None = None,
+    state_dict_keys: Sequence[str] | None = None,
+    base_missing: Sequence[str] | None = None,
+    base_unexpected: Sequence[str] | None = None,
+    lora_missing: Sequence[str] | None = None,
+    lora_unexpected: Sequence[str] | None = None,
+) -> None:
+    """Check what two calls of ``load_state_dict(strict=False)``, base then adapter, left open.
+
+    Args:
+        lora_attn_modules: adapted attention modules, an older way to say which keys belong to the adapter.
+        apply_lora_to_mlp: see ``lora_attn_modules``.
+        apply_lora_to_output: see ``lora_attn_modules``.
+        state_dict_keys: all keys of the model; takes precedence over the three arguments above.
+        base_missing: missing keys of the base.
+        base_unexpected: unexpected keys of the base.
+        lora_missing: missing keys of the adapter (``None``: no adapter was loaded).
+        lora_unexpected: unexpected keys of the adapter.
+
+    Raises:
+        ConversionError: a key of the base is missing that is no adapter's, an adapter's key is missing, or there
+            are unexpected keys.
+    """
+    names = get_lora_module_names(lora_attn_modules or [], bool(apply_lora_to_mlp), bool(apply_lora_to_output))
+
+    def own(key: str) -> bool:
+        return is_adapter_key(key) if state_dict_keys is not None or not names else _adapted(key, names)
+
+    def refuse(what: str, keys: Iterable[str] | None) -> None:
+        keys = sorted(keys or ())
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ConversionError(
+                f"{what}: {', '.join(keys[:3])}{more}; check that model and checkpoint belong together."
+            )
+
+    refuse("Keys of the base are missing from the checkpoint", [key for key in base_missing or () if not own(key)])
+    refuse("The base checkpoint holds keys that the model does not have", base_unexpected)
+    refuse("Keys of the adapter are missing from its checkpoint", [key for key in lora_missing or () if own(key)])
+    refuse("The adapter's checkpoint holds keys that the model does not have", lora_unexpected)
