@@ -1,0 +1,79 @@
+"""Compilation, layer by layer and in place."""
+
+import os
+
+import torch
+
+from torchtune.utils import UserError, get_logger
+
+
+def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
+    """Inductor writes C++ for a CPU: say so before the first step if it cannot be compiled."""
+    if backend != "inductor" or all(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise UserError(
+            "compile: torch.compile on a CPU needs a C++ compiler and finds none: install g++ (or name yours in the "
+            "environment variable CXX), or set compile=False."
+        ) from error
+
+
+def _backend() -> str:
+    return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
+
+
+def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
+    """Compile every transformer layer of ``model`` in place; parameter names and state dicts stay as they are.
+
+    Layers share their compiled code, so that it is made once, not once per layer. The first length is compiled as
+    it is; at the second one the length becomes symbolic and no further length costs a compilation. The backend
+    comes from the environment variable ``TORCH_COMPILE_BACKEND`` (``inductor``). A model without transformer layers
+    is compiled as a whole.
+
+    Args:
+        model: materialised, with activation checkpointing already set.
+        verbose: log what is done.
+
+    Raises:
+        UserError: the model is on a CPU and there is no C++ compiler.
+    """
+    from torchtune.modules import TransformerCrossAttentionLayer, TransformerSelfAttentionLayer
+
+    backend = _backend()
+    _check_toolchain(model, backend)
+    layers = [
+        m for m in model.modules() if isinstance(m, TransformerSelfAttentionLayer | TransformerCrossAttentionLayer)
+    ]
+    for module in layers or [model]:
+        module.compile(backend=backend)
+    if verbose:
+        what = f"{len(layers)} layers" if layers else type(model).__name__
+        get_logger().info(f"Compiling {what} with {backend}; the first steps take longer.")
+
+
+def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module:
+    """Compile a loss in place and return it.
+
+    A loss that has ``apply_compile_strategy`` decides which part of it is worth compiling.
+
+    Args:
+        loss: the loss.
+        verbose: log what is done.
+
+    Raises:
+        UserError: the loss has parameters on a CPU and there is no C++ compiler.
+    """
+    backend = _backend()
+    _check_toolchain(loss, backend)
+    if hasattr(loss, "apply_compile_strategy"):
+        loss.apply_compile_strategy(backend=backend)
+    else:
+        loss.compile(backend=backend)
+    if verbose:
+        get_logger().info(f"Compiling {type(loss).__name__} with {backend}.")
+    return loss

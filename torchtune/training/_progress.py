@@ -1,0 +1,89 @@
+"""The line that shows where a run is."""
+
+import os
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import IO, Any
+
+from tqdm import tqdm
+
+_SHOWN = {
+    "loss": ("loss", "{:.4f}"),
+    "val_loss": ("val_loss", "{:.4f}"),
+    "tokens_per_second_per_gpu": ("tok/s", "{:,.0f}"),
+}
+
+
+class ProgressBar:
+    """Step, total, loss, tokens per second and time left; silent except on rank 0.
+
+    On a terminal it is one line that is redrawn; elsewhere (a log file, a pipe) a plain line is written at most
+    every ``interval`` seconds and at the end.
+
+    Args:
+        total: optimizer steps of the whole run.
+        initial: steps that were done before a resume.
+        file: where it is drawn; stderr by default.
+        interval: seconds between plain lines.
+    """
+
+    def __init__(self, total: int, initial: int = 0, file: IO[str] | None = None, interval: float = 10.0) -> None:
+        file = sys.stderr if file is None else file
+        terminal = file.isatty()
+        self._shown: dict[str, str] = {}
+        self._bar = _Bar(
+            total=total,
+            initial=initial,
+            file=file if terminal else _Lines(file),
+            disable=int(os.environ.get("RANK", "0")) != 0,
+            dynamic_ncols=terminal,
+            mininterval=0.1 if terminal else interval,
+            miniters=1,
+            unit="step",
+            bar_format=None if terminal else "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+        )
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def update_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Show the newest of ``loss``, ``val_loss`` and ``tokens_per_second_per_gpu``; other names are left out."""
+        for name, (label, form) in _SHOWN.items():
+            if name in metrics:
+                self._shown[label] = form.format(float(metrics[name]))
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def advance(self, step: int) -> None:
+        """Say that ``step`` steps of the whole run are done."""
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        """Draw the last state and leave the line."""
+        self._bar.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Bar(tqdm):
+    """Without the thread that watches over slow bars: it is not needed, and it outlives the bar."""
+
+    monitor_interval = 0
+
+
+class _Lines:
+    """A file in which every redraw becomes a line of its own."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        text = text.strip("\r\n \x1b[A")
+        if text:
+            self._file.write(text + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()

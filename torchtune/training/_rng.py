@@ -1,0 +1,55 @@
+"""The state of all random generators, as one thing to save."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+_ACCELERATORS = ("cuda", "xpu", "npu", "mps")
+
+
+class RNGState:
+    """State of python's, numpy's, torch's and the current accelerator's global generators.
+
+    It holds nothing itself: ``state_dict`` reads the generators, ``load_state_dict`` sets them. Everything in the
+    dict is a tensor, a number or ``None``, so that any checkpoint format takes it.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Read the generators."""
+        version, internal, gauss = random.getstate()
+        algorithm, keys, position, has_gauss, cached = np.random.get_state()
+        if algorithm != "MT19937":
+            raise RuntimeError(f"numpy's global generator is {algorithm}, not MT19937.")
+        state = {
+            "python": torch.tensor([version, *internal], dtype=torch.int64),
+            "python_gauss": gauss,
+            "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+            "numpy_gauss": float(cached),
+            "torch": torch.get_rng_state(),
+        }
+        for kind in _ACCELERATORS:
+            if _in_use(kind):
+                state[kind] = getattr(torch, kind).get_rng_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the generators. The state of an accelerator that is not in use here is left aside."""
+        version, *internal = state_dict["python"].tolist()
+        random.setstate((version, tuple(internal), state_dict["python_gauss"]))
+        *keys, position, has_gauss = state_dict["numpy"].tolist()
+        np.random.set_state(
+            ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state_dict["numpy_gauss"])
+        )
+        torch.set_rng_state(state_dict["torch"].cpu())
+        for kind in _ACCELERATORS:
+            if kind in state_dict and _in_use(kind):
+                getattr(torch, kind).set_rng_state(state_dict[kind].cpu())
+
+
+def _in_use(kind: str) -> bool:
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    namespace = getattr(torch, kind, None)
+    return namespace is not None and namespace.is_available()

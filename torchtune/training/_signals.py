@@ -1,0 +1,46 @@
+"""Stopping a run without losing it."""
+
+import signal
+from types import FrameType, TracebackType
+
+from torchtune.utils import get_logger
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignal:
+    """Inside the block, the first SIGINT or SIGTERM only sets ``requested``; the second one ends at once.
+
+    The loop looks at ``requested`` after every step, saves and leaves. The handlers that were there before come
+    back at the end of the block and after the first signal. Only the main thread can be told of signals; elsewhere
+    ``requested`` stays False.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for number in _SIGNALS:
+            try:
+                self._previous[number] = signal.signal(number, self._handle)
+            except ValueError:  # not in the main thread
+                break
+        return self
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self._restore()
+        get_logger().warning(
+            f"{signal.Signals(number).name}: the run saves and stops after this step; send it again to end at once."
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()

@@ -1,0 +1,97 @@
+"""Selective activation checkpointing: recompute what is cheap, keep what is dear."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from torchtune.training.memory import checkpoint_module
+from torchtune.utils import UserError
+
+
+class ActivationCheckpointingError(UserError, ValueError):
+    """A mode or option that does not exist."""
+
+
+def _attention_ops() -> set[Any]:
+    names = (
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_cudnn_attention",
+        "_flash_attention_forward",
+    )
+    ops = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
+    return ops | {torch.ops.higher_order.flex_attention, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+
+
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+class _EveryOtherMatmul:
+    """Keep the results of attention and of every other matrix product; one instance counts one pass."""
+
+    def __init__(self) -> None:
+        self.saved = _attention_ops()
+        self.matmuls = {False: 0, True: 0}
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _MATMULS:
+            self.matmuls[ctx.is_recompute] += 1
+            keep = self.matmuls[ctx.is_recompute] % 2 == 1
+        else:
+            keep = op in self.saved
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _every_other_matmul() -> Any:
+    return create_selective_checkpoint_contexts(_EveryOtherMatmul())
+
+
+def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | str | None) -> torch.nn.Module:
+    """Checkpoint one module in place.
+
+    Args:
+        module: usually a layer.
+        ac_mode: ``"full"`` recomputes everything; ``"selective"`` what ``ac_style`` says.
+        ac_style: ``"op"`` keeps attention and every other matrix product; a number has been applied by the caller.
+
+    Raises:
+        ActivationCheckpointingError: the mode or option is unknown.
+    """
+    if ac_mode == "full" or (ac_mode == "selective" and isinstance(ac_style, int)):
+        return checkpoint_module(module)
+    if ac_mode == "selective" and ac_style == "op":
+        return checkpoint_module(module, context_fn=_every_other_matmul)
+    raise ActivationCheckpointingError(
+        f"ac_mode={ac_mode!r} with ac_option={ac_style!r} is not known: use ac_mode 'full', or 'selective' with "
+        "ac_option 'op' or a number n for every n-th layer."
+    )
+
+
+def apply_selective_activation_checkpointing(
+    model: torch.nn.Module, ac_mode: str | None, ac_option: int | str | None
+) -> None:
+    """Checkpoint the layers (``model.layers``) in place.
+
+    Args:
+        model: a decoder.
+        ac_mode: ``"full"``: every layer; ``"selective"``: by ``ac_option``; ``None`` or ``"none"``: nothing.
+        ac_option: ``"op"``: in every layer keep attention and every other matrix product; ``n`` (a number, or one
+            as text): recompute every n-th layer whole.
+
+    Raises:
+        ActivationCheckpointingError: the mode or option is unknown.
+    """
+    if ac_mode is None or ac_mode == "none":
+        return
+    every = 1
+    if ac_mode == "selective" and str(ac_option).isdigit():
+        ac_option = every = int(ac_option)
+    if every < 1:
+        raise ActivationCheckpointingError(f"ac_option={ac_option!r} must be at least 1.")
+    wrap = partial(checkpoint_wrapper, ac_mode=ac_mode, ac_style=ac_option)
+    for index, layer in enumerate(model.layers):
+        if (index + 1) % every == 0:
+            wrap(layer)

@@ -1,0 +1,109 @@
+"""Schedules of the learning rate."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+if TYPE_CHECKING:
+    from torchtune.training._optimizer_in_backward import OptimizerInBackwardWrapper
+
+
+class WarmupSchedule(LambdaLR):
+    """A schedule whose rate is a function of the step alone, so that a resumed one continues exactly.
+
+    ``load_state_dict`` also writes the rates into the optimizer, whether or not its own state was loaded before.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        super().load_state_dict(state_dict)
+        rates = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = rates
+
+
+def _with_warmup(
+    optimizer: torch.optim.Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    decay: Callable[[float], float],
+    last_epoch: int,
+) -> WarmupSchedule:
+    """Linear warmup step / num_warmup_steps, then ``decay`` of the progress, which runs from 0 to 1."""
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return step / num_warmup_steps
+        return max(0.0, decay((step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)))
+
+    return WarmupSchedule(optimizer, factor, last_epoch)
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: torch.optim.Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+) -> LambdaLR:
+    """Warm up linearly, then follow a cosine: ``max(0, 0.5 * (1 + cos(pi * 2 * num_cycles * progress)))``.
+
+    Args:
+        optimizer: whose rates are scheduled.
+        num_warmup_steps: steps from 0 to the full rate.
+        num_training_steps: steps of the whole run.
+        num_cycles: waves after the warmup; 0.5 goes from the full rate to 0.
+        last_epoch: index of the last step of a run that is continued, -1 for a new one.
+    """
+
+    def decay(progress: float) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * 2.0 * num_cycles * progress))
+
+    return _with_warmup(optimizer, num_warmup_steps, num_training_steps, decay, last_epoch)
+
+
+def get_linear_schedule_with_warmup(
+    optimizer: torch.optim.Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
+) -> LambdaLR:
+    """Warm up linearly, then fall linearly to 0 at the last step.
+
+    Args:
+        optimizer: whose rates are scheduled.
+        num_warmup_steps: steps from 0 to the full rate.
+        num_training_steps: steps of the whole run.
+        last_epoch: index of the last step of a run that is continued, -1 for a new one.
+    """
+    return _with_warmup(optimizer, num_warmup_steps, num_training_steps, lambda progress: 1.0 - progress, last_epoch)
+
+
+def get_constant_schedule_with_warmup(
+    optimizer: torch.optim.Optimizer, num_warmup_steps: int, num_training_steps: int | None = None, last_epoch: int = -1
+) -> LambdaLR:
+    """Warm up linearly, then keep the full rate.
+
+    Args:
+        optimizer: whose rates are scheduled.
+        num_warmup_steps: steps from 0 to the full rate.
+        num_training_steps: not needed; taken so that recipes may hand it over to any schedule.
+        last_epoch: index of the last step of a run that is continued, -1 for a new one.
+    """
+    return _with_warmup(optimizer, num_warmup_steps, num_training_steps or 1, lambda _: 1.0, last_epoch)
+
+
+def get_lr(optimizer: "torch.optim.Optimizer | OptimizerInBackwardWrapper") -> float:
+    """The learning rate of an optimizer: that of its first group.
+
+    Where groups have their own rates (say, matrices and norms), a schedule scales them alike, so the first one
+    shows the course of all.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:  # a wrapper over one optimizer per parameter
+        groups = next(iter(optimizer.optim_map.values())).param_groups
+    return float(groups[0]["lr"])

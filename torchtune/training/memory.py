@@ -1,0 +1,169 @@
+"""Memory: statistics of the device, and recomputing activations instead of keeping them."""
+
+import gc
+import logging
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from torchtune.training._optimizer_in_backward import (
+    OptimizerInBackwardWrapper as OptimizerInBackwardWrapper,
+)
+from torchtune.training._optimizer_in_backward import (
+    create_optim_in_bwd_wrapper as create_optim_in_bwd_wrapper,
+)
+from torchtune.training._optimizer_in_backward import (
+    register_optim_in_bwd_hooks as register_optim_in_bwd_hooks,
+)
+from torchtune.utils import get_logger, log_once
+
+ACWrapPolicyType = set[type] | Callable[[torch.nn.Module, bool, int], bool]
+
+DEFAULT_LOG_MESSAGE = "Memory stats after model init:"
+
+VALID_BACKENDS_FOR_MEMORY_STATS = ("cuda", "xpu", "npu", "hpu")
+
+_GIB = 1024**3
+
+
+class CheckpointedForward:
+    """Calls a module's forward so that only its inputs are kept; the rest is computed again in the backward pass.
+
+    It takes the place of ``module.forward``: the module keeps its class and every parameter its name.
+    """
+
+    def __init__(self, forward: Callable[..., Any], **kwargs: Any) -> None:
+        self.forward = forward
+        self.kwargs = {"use_reentrant": False, **kwargs}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, checkpointed where a backward pass can follow."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, **self.kwargs, **kwargs)
+
+
+def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
+    """Recompute the activations of ``module`` in its backward pass; in place, once.
+
+    Args:
+        module: whose forward is replaced.
+        kwargs: for ``torch.utils.checkpoint.checkpoint``, for example ``context_fn``.
+    """
+    if not isinstance(module.forward, CheckpointedForward):
+        module.forward = CheckpointedForward(module.forward, **kwargs)
+    return module
+
+
+def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWrapPolicyType, **kwargs: Any) -> None:
+    """Recompute the activations of the chosen modules in the backward pass, in place.
+
+    Parameter names do not change. Of modules inside each other only the outermost is chosen.
+
+    Args:
+        model: changed in place.
+        auto_wrap_policy: set of module classes, or ``policy(module, recurse, numel) -> bool`` as FSDP's are.
+        kwargs: for ``torch.utils.checkpoint.checkpoint``.
+
+    Raises:
+        ValueError: no module was chosen.
+    """
+    if isinstance(auto_wrap_policy, set | frozenset):
+        classes = tuple(auto_wrap_policy)
+
+        def chosen(module: torch.nn.Module) -> bool:
+            return isinstance(module, classes)
+    else:
+
+        def chosen(module: torch.nn.Module) -> bool:
+            return auto_wrap_policy(module, False, sum(p.numel() for p in module.parameters()))
+
+    def visit(module: torch.nn.Module) -> int:
+        if chosen(module):
+            checkpoint_module(module, **kwargs)
+            return 1
+        return sum(visit(child) for child in module.children())
+
+    if visit(model) == 0:
+        raise ValueError(f"No module of {type(model).__name__} matches the activation checkpointing policy.")
+
+
+def cleanup_before_training() -> None:
+    """Collect garbage, give cached device memory back and start the peak statistics anew."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        getattr(torch, device.type).empty_cache()
+        reset_memory_stats(device)
+
+
+def reset_memory_stats(device: torch.device) -> None:
+    """Let the peaks of ``get_memory_stats`` start from now."""
+    if device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
+        getattr(torch, device.type).reset_peak_memory_stats(device)
+    elif device.type == "cpu" and sys.platform == "linux":
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: resets the peak resident set size
+        except OSError as error:
+            log_once(
+                get_logger(),
+                f"Peak memory counts from the start of the process: it cannot be reset here ({error}).",
+                logging.DEBUG,
+            )
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str, float]:
+    """Peaks since the last reset, in GiB.
+
+    On an accelerator: ``peak_memory_active`` (tensors in use), ``peak_memory_alloc`` (the allocator's blocks) and
+    ``peak_memory_reserved`` (taken from the driver; MPS lacks it). On CPU: ``peak_memory_resident`` (the process).
+
+    Args:
+        device: whose memory.
+        reset_stats: start the peaks anew after reading.
+    """
+    if device.type == "cpu":
+        stats = {"peak_memory_resident": _peak_resident_bytes() / _GIB}
+    elif device.type == "mps":
+        stats = {
+            "peak_memory_active": torch.mps.current_allocated_memory() / _GIB,
+            "peak_memory_alloc": torch.mps.driver_allocated_memory() / _GIB,
+        }
+    elif device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
+        namespace = getattr(torch, device.type)
+        stats = {
+            "peak_memory_active": namespace.memory_stats(device).get("active_bytes.all.peak", 0) / _GIB,
+            "peak_memory_alloc": namespace.max_memory_allocated(device) / _GIB,
+            "peak_memory_reserved": namespace.max_memory_reserved(device) / _GIB,
+        }
+    else:
+        raise ValueError(f"There are no memory statistics for device type '{device.type}'.")
+    if reset_stats:
+        reset_memory_stats(device)
+    return stats
+
+
+def log_memory_stats(stats: dict[str, float], message: str = DEFAULT_LOG_MESSAGE) -> None:
+    """Log what ``get_memory_stats`` returned, one figure a line.
+
+    Args:
+        stats: figures in GiB.
+        message: the first line.
+    """
+    lines = [f"\t{name.replace('_', ' ')}: {value:.2f} GiB" for name, value in stats.items()]
+    get_logger().info("\n".join([message, *lines]))

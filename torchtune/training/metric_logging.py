@@ -1,0 +1,386 @@
+"""Where metrics go: a file, the terminal, or a tracking service."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from torchtune.utils import atomic_write, get_logger, get_world_size_and_rank, require
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Scalar: TypeAlias = torch.Tensor | np.ndarray | int | float
+
+
+def _number(data: Scalar) -> int | float:
+    return data.item() if hasattr(data, "item") else data
+
+
+def save_config(config: "DictConfig") -> Path:
+    """Write the resolved config to ``{config.output_dir}/torchtune_config.yaml`` and return the path."""
+    from torchtune.config import save_config as write_config
+
+    path = Path(config.output_dir) / "torchtune_config.yaml"
+    write_config(config, path)
+    return path
+
+
+def flatten_dict(d: dict[str, Any], *, sep: str = ".", parent_key: str = "") -> dict[str, Any]:
+    """Turn nested dicts into one whose keys are the paths: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in d.items():
+        path = f"{parent_key}{sep}{key}" if parent_key else str(key)
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten_dict(dict(value), sep=sep, parent_key=path))
+        else:
+            flat[path] = value
+    return flat
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    """The settings as plain containers, as they are saved (resolved, secrets redacted)."""
+    import yaml
+
+    return yaml.safe_load(save_config(config).read_text(encoding="utf-8"))
+
+
+class MetricLoggerInterface(Protocol):
+    """What a metric logger has."""
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Log one scalar.
+
+        Args:
+            name: its tag.
+            data: its value.
+            step: number of the optimizer step.
+        """
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Log the resolved config, and write it to ``{config.output_dir}/torchtune_config.yaml``."""
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Log several scalars of one step."""
+
+    def close(self) -> None:
+        """Write what is pending and let go of files and connections."""
+
+
+class DiskLogger(MetricLoggerInterface):
+    """Appends one line per call to a text file; a run that resumes goes on in the same file.
+
+    ``txt`` lines read ``Step 3 | loss:1.5 lr:2e-05``, ``jsonl`` lines ``{"step": 3, "loss": 1.5, "lr": 2e-05}``.
+
+    Args:
+        log_dir: folder of the file.
+        output_fmt: ``"txt"`` or ``"jsonl"``.
+        filename: name of the file; ``log.txt`` or ``log.jsonl`` by default.
+        kwargs: left aside.
+
+    Raises:
+        ValueError: ``output_fmt`` is another one.
+    """
+
+    def __init__(self, log_dir: str, output_fmt: str = "txt", filename: str | None = None, **kwargs: Any) -> None:
+        if output_fmt not in ("txt", "jsonl"):
+            raise ValueError(f"metric_logger: output_fmt={output_fmt!r} is not known: use txt or jsonl.")
+        self.log_dir = Path(log_dir)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.output_fmt = output_fmt
+        self._file_name = self.log_dir / (filename or f"log.{output_fmt}")
+        self._file = open(self._file_name, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._end_torn_line()
+        get_logger().info(f"Metrics are written to {self._file_name}.")
+
+    def _end_torn_line(self) -> None:
+        """A process that was killed may have left half a line."""
+        if self._file.tell():
+            with open(self._file_name, "rb") as file:
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    self._file.write("\n")
+
+    def path_to_log_file(self) -> Path:
+        """Path of the file."""
+        return self._file_name
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Write one scalar as one line."""
+        self.log_dict({name: data}, step)
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Write the config beside the checkpoints."""
+        save_config(config)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Write the scalars of one step as one line."""
+        numbers = {name: _number(data) for name, data in payload.items()}
+        if self.output_fmt == "jsonl":
+            self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+        else:
+            self._file.write(f"Step {step} | " + " ".join(f"{k}:{v}" for k, v in numbers.items()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class StdoutLogger(MetricLoggerInterface):
+    """Prints metrics to standard output."""
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Print one scalar."""
+        self.log_dict({name: data}, step)
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Write the config beside the checkpoints."""
+        save_config(config)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Print the scalars of one step in one line."""
+        print(f"Step {step} | " + " ".join(f"{name}:{_number(data)}" for name, data in payload.items()), flush=True)
+
+    def close(self) -> None:
+        """Flush standard output."""
+        sys.stdout.flush()
+
+
+class WandBLogger(MetricLoggerInterface):
+    """Logs to Weights & Biases, on rank 0 (``pip install 'torchtune[wandb]'``).
+
+    With ``log_dir`` the id of the run is kept there, and a run that resumes continues the same curves.
+
+    Args:
+        project: name of the project.
+        entity: user or team; the default of the account otherwise.
+        group: name that groups runs.
+        log_dir: folder for W&B's files.
+        kwargs: for ``wandb.init``, for example ``mode="offline"``, ``name`` or ``id``.
+
+    Raises:
+        UserError: wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        project: str = "torchtune",
+        entity: str | None = None,
+        group: str | None = None,
+        log_dir: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        wandb = require("wandb", extra="wandb", purpose="WandBLogger")
+        self._run = None
+        if get_world_size_and_rank()[1] != 0:
+            return
+        id_file = None
+        if log_dir is not None:
+            Path(log_dir).mkdir(parents=True, exist_ok=True)
+            if "id" not in kwargs:
+                id_file = Path(log_dir) / "wandb_run_id.txt"
+                if id_file.exists():
+                    kwargs = {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "allow", **kwargs}
+        self._run = wandb.init(project=project, entity=entity, group=group, dir=log_dir, **kwargs)
+        if id_file is not None:
+            with atomic_write(id_file, "w") as file:
+                file.write(self._run.id)
+        self._run.define_metric("global_step")
+        self._run.define_metric("*", step_metric="global_step", step_sync=True)
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Log the config, and keep it beside the checkpoints."""
+        if self._run is not None:
+            self._run.config.update(_as_dict(config), allow_val_change=True)
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Log one scalar."""
+        self.log_dict({name: data}, step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Log the scalars of one step."""
+        if self._run is not None:
+            self._run.log({**{name: _number(data) for name, data in payload.items()}, "global_step": step})
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+class TensorBoardLogger(MetricLoggerInterface):
+    """Writes TensorBoard event files, on rank 0 (``pip install 'torchtune[tensorboard]'``).
+
+    A run that resumes writes a further event file into the same folder, which TensorBoard shows as one curve.
+
+    Args:
+        log_dir: folder of the event files.
+        organize_logs: put them into the subfolder ``run``, apart from what else lies in ``log_dir``.
+        kwargs: for ``torch.utils.tensorboard.SummaryWriter``.
+
+    Raises:
+        UserError: tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: str, organize_logs: bool = True, **kwargs: Any) -> None:
+        require("tensorboard", extra="tensorboard", purpose="TensorBoardLogger")
+        self._writer = None
+        if get_world_size_and_rank()[1] == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.log_dir = Path(log_dir) / "run" if organize_logs else Path(log_dir)
+            self._writer = SummaryWriter(log_dir=str(self.log_dir), **kwargs)
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Write one scalar."""
+        if self._writer is not None:
+            self._writer.add_scalar(name, _number(data), global_step=step, new_style=True)
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Write the config as text, and beside the checkpoints."""
+        path = save_config(config)
+        if self._writer is not None:
+            text = path.read_text(encoding="utf-8")
+            self._writer.add_text("config", "\n".join("    " + line for line in text.splitlines()))
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Write the scalars of one step."""
+        for name, data in payload.items():
+            self.log(name, data, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class CometLogger(MetricLoggerInterface):
+    """Logs to Comet, on rank 0 (``pip install 'torchtune[comet]'``).
+
+    Args:
+        api_key: key of the account; Comet's own configuration otherwise.
+        workspace: workspace; the default one of the account otherwise.
+        project: name of the project.
+        experiment_key: key of an experiment to go on with.
+        mode: ``"get_or_create"``, ``"get"`` or ``"create"``.
+        online: False writes an offline archive.
+        experiment_name: name of the experiment.
+        tags: tags of the experiment.
+        log_code: log the code of the run.
+        kwargs: for ``comet_ml.ExperimentConfig``.
+
+    Raises:
+        UserError: comet_ml is not installed.
+    """
+
+    def __init__(
+        self,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: str | None = None,
+        online: bool | None = None,
+        experiment_name: str | None = None,
+        tags: list[str] | None = None,
+        log_code: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        comet_ml = require("comet_ml", extra="comet", purpose="CometLogger")
+        self._experiment = None
+        if get_world_size_and_rank()[1] == 0:
+            self._experiment = comet_ml.start(
+                api_key=api_key,
+                workspace=workspace,
+                project=project,
+                experiment_key=experiment_key,
+                mode=mode,
+                online=online,
+                experiment_config=comet_ml.ExperimentConfig(
+                    log_code=log_code, tags=tags, name=experiment_name, **kwargs
+                ),
+            )
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Log one scalar."""
+        if self._experiment is not None:
+            self._experiment.log_metric(name, _number(data), step=step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Log the scalars of one step."""
+        if self._experiment is not None:
+            self._experiment.log_metrics({name: _number(data) for name, data in payload.items()}, step=step)
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Log the config, and keep it beside the checkpoints."""
+        if self._experiment is not None:
+            self._experiment.log_parameters(flatten_dict(_as_dict(config)))
+            self._experiment.log_asset(str(Path(config.output_dir) / "torchtune_config.yaml"))
+
+    def close(self) -> None:
+        """End the experiment."""
+        if self._experiment is not None:
+            self._experiment.end()
+            self._experiment = None
+
+
+class MLFlowLogger(MetricLoggerInterface):
+    """Logs to MLflow, on rank 0 (``pip install 'torchtune[mlflow]'``).
+
+    Args:
+        experiment_name: experiment; MLflow's default one otherwise.
+        tracking_uri: server or folder; ``MLFLOW_TRACKING_URI`` otherwise.
+        run_id: run to go on with.
+        run_name: name of a new run.
+
+    Raises:
+        UserError: mlflow is not installed.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        tracking_uri: str | None = None,
+        run_id: str | None = None,
+        run_name: str | None = None,
+    ) -> None:
+        self._mlflow = require("mlflow", extra="mlflow", purpose="MLFlowLogger")
+        self._run = None
+        if get_world_size_and_rank()[1] == 0:
+            if tracking_uri is not None:
+                self._mlflow.set_tracking_uri(tracking_uri)
+            if experiment_name is not None:
+                self._mlflow.set_experiment(experiment_name)
+            self._run = self._mlflow.start_run(run_id=run_id, run_name=run_name)
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Log the config as parameters and as a file, and keep it beside the checkpoints."""
+        if self._run is not None:
+            flat = {key: str(value) for key, value in flatten_dict(_as_dict(config)).items()}
+            with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # parameters of a run never change
+                self._mlflow.log_params(flat)
+            self._mlflow.log_artifact(str(Path(config.output_dir) / "torchtune_config.yaml"))
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Log one scalar."""
+        if self._run is not None:
+            self._mlflow.log_metric(name, _number(data), step=step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Log the scalars of one step."""
+        if self._run is not None:
+            self._mlflow.log_metrics({name: _number(data) for name, data in payload.items()}, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._mlflow.end_run()
+            self._run = None

@@ -1,0 +1,16 @@
+"""Positions for pooling."""
+
+import torch
+
+
+def get_unmasked_sequence_lengths(mask: torch.Tensor) -> torch.Tensor:
+    """Index of the last position of each row that is not masked; 0 for a row that is masked throughout.
+
+    Args:
+        mask: bool [b, s], True at padding.
+
+    Returns:
+        int64 [b], ready to gather the last hidden state of each row.
+    """
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    return torch.where(mask, torch.zeros_like(positions), positions).amax(dim=-1)
