@@ -1,0 +1,117 @@
+"""From what a user typed to files: which recipe, and which config."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune._recipe_registry import find_config, find_recipe, get_all_recipes, recipe_of
+from torchtune.utils import UserError
+
+
+@dataclass(frozen=True)
+class RecipeTarget:
+    """A recipe to run: a file, or a module of the user's."""
+
+    name: str
+    path: Path | None = None
+    module: str | None = None
+
+    @property
+    def registered(self) -> bool:
+        """Whether it is one of the shipped recipes."""
+        return self.path is not None and self.path == find_recipe(self.name)
+
+    def load_main(self) -> Callable[..., Any]:
+        """Import the recipe without running it and return its ``recipe_main``.
+
+        Raises:
+            UserError: the recipe has no function decorated with ``torchtune.config.parse``.
+        """
+        if self.path is None:
+            module = importlib.import_module(self.module)
+        else:
+            spec = importlib.util.spec_from_file_location(f"_recipe_{self.path.stem}", self.path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        main = getattr(module, "recipe_main", None) or getattr(module, "main", None)
+        if main is None:
+            raise UserError(
+                f"{self.path or self.module}: it has no function recipe_main(cfg) decorated with "
+                "torchtune.config.parse: copy a recipe with `tune cp` to see one."
+            )
+        return main
+
+
+def _nearest(name: str, kind: str) -> str:
+    from torchtune.config._errors import did_you_mean
+
+    recipes = get_all_recipes()
+    names = [r.name for r in recipes] if kind == "recipe" else [c.name for r in recipes for c in r.configs]
+    return did_you_mean(name, names).removeprefix("; ")
+
+
+def resolve_recipe(name: str) -> RecipeTarget:
+    """The recipe called ``name``: a shipped one, a file, or a dotted module on the path (the cwd included).
+
+    Raises:
+        UserError: there is no such recipe.
+    """
+    path = find_recipe(name)
+    if path is None:
+        own = next((p for p in (Path(name), Path(f"{name}.py")) if p.is_file()), None)
+        path = own.resolve() if own else None
+    add_to_path(os.getcwd())
+    if path is not None:
+        return RecipeTarget(name, path=path)
+    parts = name.split(".")
+    if "/" not in name and all(part.isidentifier() for part in parts) and not name.endswith(".py"):
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            found = None
+        if found is not None and len(parts) > 1:
+            return RecipeTarget(name, module=name)
+    hint = _nearest(name, "recipe") or "`tune ls` shows all recipes; a recipe of yours is given by its path."
+    raise UserError(f"there is no recipe '{name}': {hint}")
+
+
+def resolve_config(name: str, recipe: str | None = None) -> Path:
+    """The config called ``name``: a shipped one (those of ``recipe`` first), or a YAML file.
+
+    Raises:
+        UserError: there is no such config.
+    """
+    path = find_config(name, recipe)
+    if path is not None:
+        return path
+    if Path(name).is_file():
+        return Path(name)
+    hint = _nearest(name, "config") or "`tune ls` shows all configs; a config of yours is given by its path."
+    raise UserError(f"there is no config '{name}': {hint}")
+
+
+def recipe_named_by(config: Path) -> RecipeTarget:
+    """The recipe that ``config`` names in its first key.
+
+    Raises:
+        UserError: it names none.
+    """
+    name = recipe_of(config)
+    if name is None:
+        raise UserError(
+            f"{config}: it has no key 'recipe:' that says which recipe it is for: add one as its first line, or name "
+            "the recipe before --config."
+        )
+    return resolve_recipe(name)
+
+
+def add_to_path(folder: str) -> None:
+    """Let ``folder`` be imported from, after everything that is already on the path."""
+    if folder not in sys.path:
+        sys.path.append(folder)

@@ -1,0 +1,61 @@
+"""``tune cat``."""
+
+import argparse
+import textwrap
+from pathlib import Path
+
+from torchtune._cli.subcommand import Subcommand
+from torchtune._recipe_registry import find_config, find_recipe
+
+
+class Cat(Subcommand):
+    """Prints a config."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        self._parser = subparsers.add_parser(
+            "cat",
+            prog="tune cat",
+            help="Print a config",
+            description="Print a config, as it is or with its keys sorted.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                examples:
+                  $ tune cat llama3_2/1B_lora_single_device
+                  recipe: lora_finetune_single_device
+                  output_dir: /tmp/torchtune/llama3_2_1B/lora_single_device
+                  ...
+                  $ tune cat --sort my_config.yaml
+                To see all configs, run `tune ls`; to change one, copy it with `tune cp`.
+                """),
+        )
+        self._add_arguments()
+        self._parser.set_defaults(func=self._cat_cmd)
+
+    def _add_arguments(self) -> None:
+        self._parser.add_argument("config_name", help="name of a config, or path of a YAML file")
+        self._parser.add_argument("--sort", action="store_true", help="print the keys in alphabetical order")
+
+    def _cat_cmd(self, args: argparse.Namespace) -> None:
+        import yaml
+
+        name = args.config_name
+        path = find_config(name)
+        if path is None:
+            if find_recipe(name) is not None:
+                print(f"'{name}' is a recipe, not a config. Please use a config name.")
+                return
+            path = Path(name)
+            if path.suffix.lower() not in (".yaml", ".yml"):
+                self._parser.error(f"Invalid config format: '{name}'. Must be YAML (.yaml/.yml)")
+            if not path.is_file():
+                self._parser.error(f"Config '{name}' not found.")
+        text = path.read_text(encoding="utf-8")
+        try:
+            config = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            self._parser.error(f"Error parsing YAML file: {error}")
+        if config is None:
+            return
+        if args.sort:
+            text = yaml.safe_dump(config, sort_keys=True, allow_unicode=True, indent=4, width=80)
+        print(text, end="" if text.endswith("\n") else "\n")

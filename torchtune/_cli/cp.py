@@ -1,0 +1,72 @@
+"""``tune cp``."""
+
+import argparse
+import os
+import re
+import textwrap
+from pathlib import Path
+
+from torchtune._cli.subcommand import Subcommand
+from torchtune._recipe_registry import find_config, find_recipe
+from torchtune.utils import atomic_write
+
+_EXTENSION = re.compile(r"\.[A-Za-z]{1,4}")  # not the ".6B_lora" of "0.6B_lora"
+
+
+def destination_of(source: Path, destination: str) -> Path:
+    """Where a copy of ``source`` goes: into a directory, or to a file with the suffix of its kind."""
+    path = Path(destination)
+    if path.is_dir() or destination.endswith(("/", os.sep)):
+        return path / source.name
+    if path.suffix == source.suffix or (source.suffix == ".yaml" and path.suffix == ".yml"):
+        return path
+    stem = path.stem if _EXTENSION.fullmatch(path.suffix) else path.name
+    return path.with_name(stem + source.suffix)
+
+
+class Copy(Subcommand):
+    """Copies a recipe or a config, to be changed."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        self._parser = subparsers.add_parser(
+            "cp",
+            prog="tune cp",
+            usage="tune cp <recipe|config> destination [OPTIONS]",
+            help="Copy a recipe or config to a place of yours",
+            description="Copy a recipe or config to a file, or into a directory, to make it yours.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                examples:
+                  $ tune cp lora_finetune_single_device my_recipe.py
+                  Copied file to my_recipe.py
+
+                  $ tune cp llama3_2/1B_lora_single_device configs/ --make-parents
+                  Copied file to configs/1B_lora_single_device.yaml
+                To see what can be copied, run `tune ls`.
+                """),
+        )
+        self._add_arguments()
+        self._parser.set_defaults(func=self._cp_cmd)
+
+    def _add_arguments(self) -> None:
+        self._parser.add_argument("file", help="name of a recipe or config, as `tune ls` shows it")
+        self._parser.add_argument("destination", help="file or directory to copy it to")
+        self._parser.add_argument("-n", "--no-clobber", action="store_true", help="never overwrite a file")
+        self._parser.add_argument("--make-parents", action="store_true", help="create missing directories")
+
+    def _cp_cmd(self, args: argparse.Namespace) -> None:
+        source = find_recipe(args.file) or find_config(args.file)
+        if source is None:
+            self._parser.error(f"Invalid file name: {args.file}. Try `tune ls` to see all available files to copy.")
+        destination = destination_of(source, args.destination)
+        if args.no_clobber and destination.exists():
+            print(f"File already exists at {destination.absolute()}, not overwriting.")
+            return
+        if not destination.parent.is_dir() and not args.make_parents:
+            self._parser.error(
+                f"Cannot create regular file: '{destination}'. No such file or directory. "
+                "If the directory shall be created, add --make-parents."
+            )
+        with atomic_write(destination) as file:
+            file.write(source.read_bytes())
+        print(f"Copied file to {destination}")

@@ -1,0 +1,103 @@
+"""``tune download``."""
+
+import argparse
+import errno
+import os
+import textwrap
+from pathlib import Path
+
+from torchtune._cli.subcommand import Subcommand
+from torchtune.utils import UserError, write_json
+
+REPO_ID_FILE = "original_repo_id.json"
+
+
+class Download(Subcommand):
+    """Downloads a model from the Hugging Face hub."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        self._parser = subparsers.add_parser(
+            "download",
+            prog="tune download",
+            usage="tune download <repo-id> [OPTIONS]",
+            help="Download a model from the Hugging Face hub",
+            description="Download a model from the Hugging Face hub. A download that broke off goes on where it was.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                examples:
+                  $ tune download HuggingFaceTB/SmolLM2-135M-Instruct
+                  Successfully downloaded model repo and wrote to the following locations:
+                  /tmp/SmolLM2-135M-Instruct/config.json
+                  ...
+                  $ tune download meta-llama/Llama-3.2-1B-Instruct --ignore-patterns "original/*" --hf-token <TOKEN>
+                A gated repository needs a token (huggingface.co/settings/tokens) of an account that has its access.
+                """),
+        )
+        self._add_arguments()
+        self._parser.set_defaults(func=self._download_cmd)
+
+    def _add_arguments(self) -> None:
+        add = self._parser.add_argument
+        add("repo_id", help="name of the repository on the hub, as owner/name")
+        add("--output-dir", type=Path, help="directory for the files (default: /tmp/<name>)")
+        add("--hf-token", default=os.environ.get("HF_TOKEN"), help="token for gated repositories (default: $HF_TOKEN)")
+        add("--ignore-patterns", action="append", help="glob of files to leave out; may be given several times")
+        add("--source", choices=("huggingface", "kaggle"), default="huggingface", help="hub to download from")
+        add("--kaggle-username", help=argparse.SUPPRESS)
+        add("--kaggle-api-key", help=argparse.SUPPRESS)
+
+    def _download_cmd(self, args: argparse.Namespace) -> None:
+        if args.source == "kaggle" or args.kaggle_username or args.kaggle_api_key:
+            raise UserError(
+                "--source kaggle: Kaggle is no longer a source: download the model with the kagglehub package and set "
+                "checkpointer.checkpoint_dir to its folder."
+            )
+        output_dir = args.output_dir or Path("/tmp") / args.repo_id.rstrip("/").rpartition("/")[2]
+        if args.ignore_patterns:
+            print(f"Ignoring files matching the following patterns: {', '.join(args.ignore_patterns)}")
+        folder = download(args.repo_id, output_dir, token=args.hf_token, ignore_patterns=args.ignore_patterns)
+        print("Successfully downloaded model repo and wrote to the following locations:")
+        for path in sorted(folder.iterdir()):
+            print(path)
+
+
+def download(repo_id: str, output_dir: Path, *, token: str | None, ignore_patterns: list[str] | None) -> Path:
+    """Download ``repo_id`` into ``output_dir``; what is already there is not fetched again.
+
+    Raises:
+        UserError: no such repository, no access to it, no network, or no space.
+    """
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+
+    try:
+        # Asked first: with no network, snapshot_download is content with a folder that is only partly there.
+        HfApi(token=token).model_info(repo_id)
+        folder = snapshot_download(repo_id, local_dir=output_dir, ignore_patterns=ignore_patterns, token=token)
+    except errors.HFValidationError as error:
+        raise UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.") from error
+    except errors.GatedRepoError as error:
+        how = (
+            "the account of your token has no access: ask for it on the repository's page"
+            if token
+            else "a token of an account that has access is needed: give --hf-token, or set HF_TOKEN"
+        )
+        raise UserError(f"Repository '{repo_id}' is gated, and {how}.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"Repository '{repo_id}' not found on the Hugging Face Hub: check its spelling, or, if it is private, "
+            "give --hf-token with a token that may read it."
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise UserError(
+            f"Failed to download '{repo_id}': {constants.ENDPOINT} answered with status "
+            f"{error.response.status_code}: run the same command again later, it goes on where it stopped."
+        ) from error
+    except (errors.HTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOTDIR):
+            raise UserError(f"Failed to write '{repo_id}' to {output_dir}: {error.strerror}.") from error
+        raise UserError(
+            f"Failed to download '{repo_id}': no connection to {constants.ENDPOINT} ({str(error).splitlines()[0]}): "
+            "check the network and run the same command again, it goes on where it stopped."
+        ) from error
+    write_json(Path(folder) / REPO_ID_FILE, {"repo_id": repo_id})
+    return Path(folder)

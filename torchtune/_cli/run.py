@@ -1,0 +1,204 @@
+"""``tune run``."""
+
+import argparse
+import os
+import runpy
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtune._cli._target import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli.subcommand import Subcommand
+from torchtune._recipe_registry import get_all_recipes
+from torchtune.utils import UserError
+
+_USAGE = "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [key=value ...] [~key ...]"
+
+
+@dataclass
+class Command:
+    """The parts of a ``tune run`` command line."""
+
+    torchrun: list[str]
+    recipe: str | None
+    config: str | None
+    overrides: list[str]
+    dry_run: bool = False
+    help: bool = False
+
+
+def _is_override(token: str) -> bool:
+    return token.startswith("~") or ("=" in token and not token.startswith("-") and not Path(token).exists())
+
+
+def _split_torchrun(tokens: list[str]) -> int:
+    """How many of ``tokens`` are options of torchrun: its own parser knows which of them take a value."""
+    if not tokens or not tokens[0].startswith("-"):
+        return 0
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog, parser.usage = "tune run", _USAGE
+    parsed = parser.parse_args([*tokens, "<end>"])
+    return len(tokens) - len(parsed.training_script_args)
+
+
+def split(tokens: list[str]) -> Command:
+    """Take a command line apart.
+
+    Raises:
+        UserError: an option that is unknown, misplaced or lacks its value.
+    """
+    command = Command([], None, None, [])
+    rest: list[str] = []
+    waiting = iter(tokens)
+    for token in waiting:
+        flag, has_value, value = token.partition("=")
+        if flag == "--config":
+            if command.config is not None:
+                raise UserError("--config is given twice: a run has one config, changed by key=value.")
+            command.config = value if has_value else next(waiting, None)
+            if not command.config:
+                raise UserError("--config needs a value: the name of a config (see `tune ls`) or a YAML file.")
+        elif token == "--dry-run":
+            command.dry_run = True
+        elif token in ("-h", "--help"):
+            command.help = True
+        else:
+            rest.append(token)
+    count = _split_torchrun(rest)
+    command.torchrun, rest = rest[:count], rest[count:]
+    if rest and not _is_override(rest[0]):
+        command.recipe = rest.pop(0)
+    for token in rest:
+        if token.startswith("-"):
+            raise UserError(
+                f"{token}: unknown option: options of torchrun stand before the recipe, settings are given as key=value."
+            )
+        if not _is_override(token):
+            raise UserError(f"{token}: settings are given as key=value, or ~key to remove one.")
+    command.overrides = rest
+    return command
+
+
+class Run(Subcommand):
+    """Runs a recipe."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        # No character starts an option here: tokens are taken apart by `split`, some of them by torchrun's parser.
+        self._parser = subparsers.add_parser(
+            "run",
+            prog="tune run",
+            usage=_USAGE,
+            help="Run a recipe, here or on several processes through torchrun",
+            description="Check a config like code, then run a recipe with it.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            prefix_chars="\0",
+            add_help=False,
+            epilog=textwrap.dedent("""\
+                options:
+                  --config CONFIG  a config's name, or a YAML file; one that names its recipe needs no <recipe>
+                  --dry-run        check everything, print what the run needs, and stop
+                  -h, --help       this text; after a recipe, all of its settings
+                  key=value        a setting to use instead of the config's; key.sub=value inside a section
+                  ~key             a setting to leave out
+                torchrun's options (see `torchrun --help`) stand before the recipe and start one process per device.
+
+                examples:
+                  $ tune run lora_finetune_single_device --config llama3_2/1B_lora_single_device epochs=2
+                  $ tune run --config llama3_2/1B_lora_single_device optimizer.lr=2e-4 --dry-run
+                  $ tune run my_recipe.py --config my_config.yaml
+                  $ tune run lora_finetune_single_device --help
+                """),
+        )
+        self._add_arguments()
+        self._parser.set_defaults(func=self._run_cmd)
+
+    def _add_arguments(self) -> None:
+        self._parser.add_argument("tokens", nargs="*", help=argparse.SUPPRESS)
+
+    def _run_cmd(self, args: argparse.Namespace) -> None:
+        command = split(args.tokens)
+        if command.help and command.recipe is None and command.config is None:
+            self._parser.print_help()
+            return
+        if command.recipe is None and command.config is None:
+            self._parser.error("the following arguments are required: recipe, --config")
+        config = None if command.config is None else resolve_config(command.config, command.recipe)
+        recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
+        if command.help:
+            self._print_settings(recipe)
+            return
+        if config is None:
+            self._parser.error("The '--config' argument is required.")
+        if command.dry_run:
+            self._dry_run(recipe, config, command.overrides)
+        elif command.torchrun:
+            self._run_distributed(recipe, config, command)
+        else:
+            self._run_here(recipe, config, command.overrides)
+
+    def _print_settings(self, recipe: RecipeTarget) -> None:
+        from torchtune.config import describe_settings
+
+        print(describe_settings(recipe.load_main()))
+
+    def _dry_run(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
+        from torchtune.config import load_and_check
+        from torchtune.training import plan_run
+
+        print(plan_run(load_and_check(config, overrides, recipe.load_main())))
+
+    def _run_here(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
+        """Run in this process, as ``python recipe.py --config …`` would; the recipe's decorator checks the config."""
+        self._check_distributed(recipe, wanted=False)
+        sys.argv = [str(recipe.path or recipe.module), "--config", str(config), *overrides]
+        if recipe.path is not None:
+            sys.path.insert(0, str(recipe.path.parent))
+            runpy.run_path(str(recipe.path), run_name="__main__")
+        else:
+            runpy.run_module(recipe.module, run_name="__main__", alter_sys=True)
+
+    def _run_distributed(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
+        """Check the config once, then start one process per device with torchrun."""
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import get_args_parser, run
+
+        from torchtune.config import load_and_check
+
+        self._check_distributed(recipe, wanted=True)
+        load_and_check(config, command.overrides, recipe.load_main())
+        tokens = ["--config", str(config), *command.overrides]
+        if recipe.path is not None:
+            args = get_args_parser().parse_args([*command.torchrun, str(recipe.path), *tokens])
+        else:
+            args = get_args_parser().parse_args([*command.torchrun, "--module", recipe.module, *tokens])
+        if not args.rdzv_endpoint and args.nnodes in ("1", "1:1") and args.master_port is None:
+            args.standalone = True
+        # Workers import from this directory too, as a run in this process does.
+        paths = (os.environ.get("PYTHONPATH", ""), os.getcwd())
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        print("Running with torchrun...", flush=True)
+        try:
+            run(args)
+        except ChildFailedError as error:
+            codes = {failure.exitcode for failure in error.failures.values()}
+            if codes == {2}:  # a worker has printed what the user did wrong
+                sys.exit(2)
+            print(error, file=sys.stderr)
+            sys.exit(1)
+
+    def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
+        if not recipe.registered:
+            return
+        supported = next(r.supports_distributed for r in get_all_recipes() if r.name == recipe.name)
+        if wanted and not supported:
+            self._parser.error(
+                f"Recipe {recipe.name} does not support distributed training. Please run without torchrun commands."
+            )
+        if supported and not wanted:
+            self._parser.error(
+                f"Recipe {recipe.name} runs on several processes: say how many, for example "
+                f"tune run --nproc-per-node 2 {recipe.name} --config ..."
+            )

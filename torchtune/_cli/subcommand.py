@@ -1,0 +1,22 @@
+"""The shape of a subcommand of ``tune``."""
+
+import argparse
+from typing import Any
+
+
+class Subcommand:
+    """A subcommand: adds its parser to ``subparsers`` and says, as ``func``, what runs it.
+
+    Modules of subcommands import what is heavy inside that function, so that ``tune --help`` stays light.
+    """
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        raise TypeError(f"{type(self).__name__} is not a subcommand by itself: derive from it.")
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> "Subcommand":
+        """Make the subcommand."""
+        return cls(*args, **kwargs)
+
+    def _add_arguments(self) -> None:
+        """Add this subcommand's arguments to its parser."""

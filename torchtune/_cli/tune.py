@@ -1,0 +1,58 @@
+"""The command ``tune``."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from torchtune._cli.cat import Cat
+from torchtune._cli.cp import Copy
+from torchtune._cli.download import Download
+from torchtune._cli.ls import List
+from torchtune._cli.run import Run
+from torchtune._cli.validate import Validate
+from torchtune.utils import UserError
+
+
+class TuneCLIParser:
+    """Holds the parsers of ``tune`` and its subcommands."""
+
+    def __init__(self) -> None:
+        self._parser = argparse.ArgumentParser(
+            prog="tune",
+            description="Fine-tune language models: list, copy and run recipes, download models.",
+        )
+        self._parser.set_defaults(func=lambda args: self._parser.print_help())
+        subparsers = self._parser.add_subparsers(title="subcommands")
+        for subcommand in (Download, List, Copy, Run, Validate, Cat):
+            subcommand.create(subparsers)
+
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse ``args``, or the command line."""
+        return self._parser.parse_args(args)
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Run the chosen subcommand."""
+        args.func(args)
+
+
+def main() -> None:
+    """Entry point of ``tune``: a mistake of the user is one sentence and exit code 2, without a traceback."""
+    parser = TuneCLIParser()
+    args = parser.parse_args()
+    try:
+        parser.run(args)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

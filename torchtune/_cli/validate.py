@@ -1,0 +1,43 @@
+"""``tune validate``."""
+
+import argparse
+import textwrap
+
+from torchtune._cli._target import recipe_named_by, resolve_config
+from torchtune._cli.subcommand import Subcommand
+from torchtune._recipe_registry import recipe_of
+
+
+class Validate(Subcommand):
+    """Checks a config without running it."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        self._parser = subparsers.add_parser(
+            "validate",
+            prog="tune validate",
+            help="Check a config without running it",
+            description="Check a config: its keys, types and choices against its recipe, its components against their\n"
+            "signatures. Every mistake is shown at once.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                examples:
+                  $ tune validate llama3_2/1B_lora_single_device
+                  Config is well-formed!
+                  $ tune validate my_config.yaml optimizer.lr=2e-4
+                """),
+        )
+        self._add_arguments()
+        self._parser.set_defaults(func=self._validate_cmd)
+
+    def _add_arguments(self) -> None:
+        self._parser.add_argument("config", help="name of a config, or path of a YAML file")
+        self._parser.add_argument("overrides", nargs="*", help="settings to check instead of the config's: key=value")
+
+    def _validate_cmd(self, args: argparse.Namespace) -> None:
+        from torchtune.config import load_and_check
+
+        config = resolve_config(args.config)
+        # A config that names no recipe gets the component checks alone.
+        main = None if recipe_of(config) is None else recipe_named_by(config).load_main()
+        load_and_check(config, args.overrides, main)
+        print("Config is well-formed!")

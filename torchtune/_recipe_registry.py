@@ -1,0 +1,91 @@
+"""What recipes and configs exist: read off the files, so that a new file is all it takes to add one.
+
+A recipe is a ``.py`` file of the ``recipes`` package that lies beside ``torchtune``, in a checkout as in an
+installation; a config is a ``.yaml`` file under ``recipes/configs`` whose first key, ``recipe:``, names its recipe.
+"""
+
+import functools
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1] / "recipes"
+CONFIGS = ROOT / "configs"
+# Folders of the recipes package that hold no recipes.
+_NOT_RECIPES = frozenset({"configs", "__pycache__"})
+_RECIPE_KEY = re.compile(r"^recipe:[ \t]*[\"']?([\w./-]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
+
+
+@dataclass
+class Config:
+    """A shipped config: its name and its file, relative to ``recipes/configs``."""
+
+    name: str
+    file_path: str
+
+    @property
+    def path(self) -> Path:
+        """The file itself."""
+        return CONFIGS / self.file_path
+
+
+@dataclass
+class Recipe:
+    """A shipped recipe: its name, its file, relative to ``recipes``, and the configs written for it."""
+
+    name: str
+    file_path: str
+    configs: list[Config] = field(default_factory=list)
+    supports_distributed: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The file itself."""
+        return ROOT / self.file_path
+
+
+def _natural(name: str) -> list[tuple[bool, float, str]]:
+    """Order names as people do: ``0.5B`` before ``3B`` before ``14B``."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)
+    return [(False, float(part), "") if i % 2 else (True, 0.0, part) for i, part in enumerate(parts)]
+
+
+def recipe_of(config: str | Path) -> str | None:
+    """The recipe that a config file names in its ``recipe:`` key, or ``None``."""
+    found = _RECIPE_KEY.search(Path(config).read_text(encoding="utf-8"))
+    return found[1] if found else None
+
+
+@functools.cache
+def _scan() -> tuple[Recipe, ...]:
+    recipes = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).parts
+        if path.name != "__init__.py" and not _NOT_RECIPES.intersection(parts):
+            file_path = "/".join(parts)
+            name = file_path.removesuffix(".py")
+            recipes[name] = Recipe(name, file_path, supports_distributed="distributed" in path.stem)
+    for path in CONFIGS.rglob("*.yaml"):
+        file_path = path.relative_to(CONFIGS).as_posix()
+        recipe = recipe_of(path)
+        if recipe in recipes:
+            recipes[recipe].configs.append(Config(file_path.removesuffix(".yaml"), file_path))
+    for recipe in recipes.values():
+        recipe.configs.sort(key=lambda config: _natural(config.name))
+    return tuple(sorted(recipes.values(), key=lambda recipe: (recipe.name.startswith("dev/"), recipe.name)))
+
+
+def get_all_recipes() -> list[Recipe]:
+    """All recipes with their configs: by name, those under ``dev/`` last."""
+    return list(_scan())
+
+
+def find_recipe(name: str) -> Path | None:
+    """The file of the recipe called ``name``."""
+    return next((recipe.path for recipe in _scan() if recipe.name == name), None)
+
+
+def find_config(name: str, recipe: str | None = None) -> Path | None:
+    """The file of the config called ``name``, first among those of ``recipe``, then among all."""
+    ordered = sorted(_scan(), key=lambda candidate: candidate.name != recipe)
+    return next((config.path for each in ordered for config in each.configs if config.name == name), None)
