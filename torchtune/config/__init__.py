@@ -1,1 +1,24 @@
-"""."""
+"""Typed YAML: read with positions, checked like code, turned into objects."""
+
+from torchtune._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "Component": "_schema",
+        "ConfigError": "_errors",
+        "Configurable": "_configurable",
+        "HandedOver": "_schema",
+        "InstantiationError": "_errors",
+        "Range": "_schema",
+        "describe_settings": "_describe",
+        "instantiate": "_instantiate",
+        "load_and_check": "_parse",
+        "log_config": "_save",
+        "parse": "_parse",
+        "save_config": "_save",
+        "settings_of": "_parse",
+        "to_dict": "_save",
+        "validate": "_parse",
+    },
+)

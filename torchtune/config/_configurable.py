@@ -1,0 +1,69 @@
+"""Components that state their settings as a dataclass."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torchtune.config._check import Checker
+from torchtune.config._reader import Document
+from torchtune.config._schema import build_settings, settings_fields
+
+
+class Configurable:
+    """A class that nests a dataclass ``Config`` and is built by ``Config.build(**runtime)``.
+
+    The nested class needs no base; it gains ``build``, ``to_dict`` and ``from_dict``. ``__init__`` takes the config
+    first, then what only a run knows::
+
+        class Sampler(Configurable):
+            @dataclass(kw_only=True)
+            class Config:
+                # Randomness; 0 takes the likeliest token.
+                temperature: Annotated[float, Range(min=0)] = 1.0
+
+            def __init__(self, config: Config, *, vocab_size: int) -> None: ...
+
+        Sampler.Config(temperature=0.5).build(vocab_size=32)
+
+    In YAML, ``_component_`` names the class and the other keys are the fields of ``Config``; its types, ranges,
+    ``check()`` and any ``ValueError`` of ``__post_init__`` are part of validation.
+    """
+
+    Config: ClassVar[type]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        nested = cls.__dict__.get("Config")
+        if nested is None:
+            return  # inherits its parent's Config, and builds the parent unless it nests its own
+        if not dataclasses.is_dataclass(nested):
+            raise TypeError(f"{cls.__qualname__}.Config must be a dataclass.")
+        nested._owner = cls
+        nested.build, nested.to_dict, nested.from_dict = _build, _to_dict, classmethod(_from_dict)
+
+
+def _build(self: Any, *args: Any, **runtime: Any) -> Any:
+    """Make the object that this config describes."""
+    return self._owner(self, *args, **runtime)
+
+
+def _to_dict(self: Any) -> dict[str, Any]:
+    """The fields as plain values, nested configs too."""
+    from torchtune.config._save import to_dict
+
+    return to_dict(self)
+
+
+def _from_dict(cls: type, data: Mapping[str, Any]) -> Any:
+    """The inverse of ``to_dict``. Raises ``ConfigError`` with every mistake in ``data``."""
+    checker = Checker(Document(dict(data)))
+    values = checker.fields((), checker.document.data, cls)
+    checker.finish()
+    return build_settings(cls, values)
+
+
+def from_node(cls: type, given: Mapping[str, Any], *args: Any) -> Any:
+    """Build ``cls`` from YAML keys, which are fields of its ``Config``, and other keywords, which go to ``build``."""
+    names = settings_fields(cls.Config)
+    config = _from_dict(cls.Config, {key: value for key, value in given.items() if key in names})
+    return cls(config, *args, **{key: value for key, value in given.items() if key not in names})

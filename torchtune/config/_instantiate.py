@@ -1,0 +1,87 @@
+"""Objects from component nodes."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune.config._configurable import from_node
+from torchtune.config._errors import InstantiationError
+from torchtune.config._locate import locate
+from torchtune.config._reader import leaves
+from torchtune.config._schema import is_configurable
+
+
+def instantiate(
+    config: Mapping[str, Any] | DictConfig | None,
+    *args: Any,
+    caller_globals: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Build what a component node describes.
+
+    Args:
+        config: a mapping with ``_component_`` and arguments; nested components, in lists too, are built first.
+        *args: positional arguments of the outermost component.
+        caller_globals: where a path without dots is looked up; by default the caller's module.
+        **kwargs: arguments that take the place of those in ``config``; any objects, passed on as they are.
+
+    Returns:
+        The object, or ``None`` where ``config`` is ``None``.
+
+    Raises:
+        ValueError: ``config`` is not a mapping.
+        InstantiationError: it has no ``_component_``, or the path leads nowhere.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, (dict, DictConfig)):
+        raise ValueError(f"instantiate takes a mapping with a _component_ key, not {type(config).__name__}.")
+    if "_component_" not in config:
+        raise InstantiationError(f"instantiate needs a _component_ key: this node has {sorted(map(str, config))}")
+    if caller_globals is None:
+        caller_globals = sys._getframe(1).f_globals
+    return _create(_merge(_plain(config), kwargs), args, caller_globals)
+
+
+def _plain(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    """``config`` as a dict, interpolations resolved (against the parents that a ``DictConfig`` knows)."""
+    if isinstance(config, dict):
+        if not any(isinstance(value, str) and "${" in value for _, value in leaves(config)):
+            return config
+        config = OmegaConf.create(config, flags={"allow_objects": True})
+    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+
+
+def _merge(node: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``extra`` over ``node``: mappings are merged, everything else is replaced and never copied."""
+    merged = dict(node)
+    for key, value in extra.items():
+        value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        both = type(merged.get(key)) is dict and type(value) is dict
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[str, Any]) -> Any:
+    component = locate(node["_component_"], caller_globals)
+    given = {key: value for key, value in node.items() if key != "_component_"}
+    if is_configurable(component):
+        return from_node(component, given, *args)
+    if not callable(component):
+        raise InstantiationError(f"'{node['_component_']}' is a {type(component).__name__}, not a class or function")
+    return component(*args, **{key: _build(value, caller_globals) for key, value in given.items()})
+
+
+def _build(value: Any, caller_globals: dict[str, Any]) -> Any:
+    """Build the components inside ``value``; a value without any is returned itself."""
+    if type(value) is dict:
+        if "_component_" in value:
+            return _create(value, (), caller_globals)
+        built: Any = {key: _build(item, caller_globals) for key, item in value.items()}
+        return built if any(built[key] is not item for key, item in value.items()) else value
+    if type(value) is list:
+        built = [_build(item, caller_globals) for item in value]
+        return built if any(new is not old for new, old in zip(built, value, strict=True)) else value
+    return value

@@ -1,0 +1,104 @@
+"""From a dotted path to the class or function that it names."""
+
+import builtins
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from torchtune.config._errors import InstantiationError, did_you_mean
+from torchtune.utils import UserError
+
+# What importing somebody's module may raise; anything else is a bug that deserves its traceback.
+_IMPORT_FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
+    SyntaxError, TypeError, ValueError, UserError,
+)  # fmt: skip
+
+
+def _import(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except _IMPORT_FAILURES as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and not name.startswith(error.name):
+            reason = f"because '{error.name}' is not installed"
+        else:
+            where = f" ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else ""
+            reason = f"with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}"
+        raise InstantiationError(f"'{path}': module '{name}' failed to import {reason}") from error
+
+
+def _exists(name: str) -> bool:
+    if name in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _contents(module: Any) -> Iterable[str]:
+    submodules = [info.name for info in pkgutil.iter_modules(getattr(module, "__path__", []))]
+    return [name for name in {*dir(module), *submodules} if not name.startswith("_")]
+
+
+def _step(owner: Any, parts: list[str], index: int, path: str) -> Any:
+    """The member ``parts[index]`` of ``owner``: between dots modules come first, at the end attributes do."""
+    name, so_far = parts[index], ".".join(parts[: index + 1])
+    is_package = isinstance(owner, ModuleType) and hasattr(owner, "__path__")
+    last = index == len(parts) - 1
+    if is_package and not last and _exists(so_far):
+        return _import(so_far, path)
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        if is_package and _exists(so_far):
+            return _import(so_far, path)
+    except _IMPORT_FAILURES as error:  # a lazy package face imports on first use
+        if isinstance(error, ModuleNotFoundError):
+            raise InstantiationError(
+                f"'{path}': module '{so_far}' failed to import because '{error.name}' is not installed"
+            ) from error
+        raise InstantiationError(f"'{path}': '{so_far}' failed to import: {error}") from error
+    before = ".".join(parts[:index])
+    hint = did_you_mean(name, _contents(owner))
+    if is_package and not last:
+        raise InstantiationError(f"'{path}': there is no module '{so_far}'{hint}")
+    kind = "module" if isinstance(owner, ModuleType) else "class"
+    raise InstantiationError(f"'{path}': {kind} '{before}' has no attribute '{name}'{hint}")
+
+
+def locate(path: object, caller_globals: dict[str, Any] | None = None) -> Any:
+    """The object that ``path`` names: ``package.module.Class``, ``….Class.method``, or a name of the recipe's file.
+
+    Raises:
+        InstantiationError: it does not exist, or its module cannot be imported; the message says which.
+        ValueError: the path has an empty part (``a..b``).
+    """
+    if not isinstance(path, str) or not path:
+        raise InstantiationError(f"_component_ must be the dotted path of a class or function, not {path!r}")
+    parts = path.split(".")
+    if not all(parts):
+        raise ValueError(f"'{path}' is not a dotted path: a part between the dots is empty")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    scope = caller_globals or {}
+    if parts[0] in scope and (len(parts) == 1 or not _exists(parts[0])):
+        found = scope[parts[0]]
+    elif _exists(parts[0]):
+        found = _import(parts[0], path)
+    else:
+        names = {"torch", "torchtune", *scope, *(name for name in sys.modules if "." not in name and name[0] != "_")}
+        known = names - set(dir(builtins)) - set(sys.stdlib_module_names)
+        hint = did_you_mean(parts[0], known)
+        if len(parts) == 1:
+            raise InstantiationError(f"there is no '{path}' in the recipe's file, nor a module of that name{hint}")
+        advice = hint or ": install it, or correct the name"
+        raise InstantiationError(f"'{path}': there is no module '{parts[0]}' here{advice}")
+    for index in range(1, len(parts)):
+        found = _step(found, parts, index, path)
+    return found

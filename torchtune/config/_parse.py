@@ -1,0 +1,165 @@
+"""The way in: from ``recipe.py --config file.yaml key=value`` to checked settings."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune.config import _overrides, _unread
+from torchtune.config._check import Checker
+from torchtune.config._describe import describe_settings
+from torchtune.config._errors import ConfigError, Mistake
+from torchtune.config._reader import Document, interpolate, read
+from torchtune.config._schema import build_settings, settings_fields
+from torchtune.config._values import anything
+from torchtune.utils import UserError, get_logger, log_once
+
+USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
+
+
+def settings_of(recipe_main: Callable[..., Any]) -> type:
+    """The annotation of a recipe's argument: its settings dataclass, or ``DictConfig`` (also where there is none)."""
+    function = inspect.unwrap(recipe_main)
+    parameters = list(inspect.signature(function).parameters)
+    hints = typing.get_type_hints(function)
+    found = hints.get(parameters[0]) if parameters else None
+    if dataclasses.is_dataclass(found):
+        return found
+    from omegaconf import DictConfig
+
+    return DictConfig
+
+
+def find_config(config: str | Path) -> Path:
+    """A config by path or by the name of a shipped one. Raises ``ConfigError`` where there is neither."""
+    path = Path(config)
+    if path.is_file():
+        return path
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        from torchtune._recipe_registry import find_config as shipped
+
+        found = shipped(str(config))
+        if found is not None:
+            return Path(found)
+        raise ConfigError([Mistake("", str(config), "is neither a file nor a shipped config: see 'tune ls'")])
+    raise ConfigError([Mistake("", str(config), "there is no such file")])
+
+
+def load_and_check(config_path: str | Path, overrides: Sequence[str], recipe: Callable[..., Any] | type) -> Any:
+    """Read a config and check it against a recipe before anything else is opened.
+
+    Args:
+        config_path: path, or name of a shipped config.
+        overrides: ``key=value`` and ``~key`` of the command line.
+        recipe: a ``recipe_main`` (wrapped by ``parse`` or not), or its settings dataclass.
+
+    Returns:
+        An instance of the recipe's settings dataclass; a resolved ``DictConfig`` for a recipe annotated so.
+
+    Raises:
+        ConfigError: lists every mistake with file and line.
+    """
+    document = read(find_config(config_path))
+    _overrides.apply(document, overrides)
+    if inspect.isclass(recipe):
+        cls, scope = recipe, vars(sys.modules[recipe.__module__])
+    else:
+        cls, scope = settings_of(recipe), inspect.unwrap(recipe).__globals__
+    if not dataclasses.is_dataclass(cls):
+        return _check_untyped(document, scope, None if inspect.isclass(recipe) else recipe)
+    return _check_typed(document, cls, scope)
+
+
+def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
+    fields = settings_fields(cls)
+    plain = {name: item.default for name, item in fields.items() if isinstance(item.default, (str, int, float, list))}
+    interpolate(document, plain)
+    for key, replacement in getattr(cls, "retired", {}).items():
+        if key in document.data and key not in fields:
+            message = f"{document.place((key,)).text}: '{key}' has no effect any more: {replacement}."
+            log_once(get_logger(), message, level=30)
+            del document.data[key]
+    name = document.data.get("recipe") if "recipe" not in fields else None
+    checker = Checker(document, scope)
+    values = checker.fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
+    checker.finish()
+    settings = build_settings(cls, values)
+    if name is not None:
+        settings.recipe = name  # kept for save_config: the saved file still says which recipe it is for
+    return settings
+
+
+def _check_untyped(document: Document, scope: dict[str, Any], recipe: Callable[..., Any] | None) -> Any:
+    from omegaconf import OmegaConf
+
+    references = interpolate(document, {})
+    checker = Checker(document, scope)
+    anything((), document.data, checker)
+    if recipe is not None:
+        _unread.check(document, inspect.unwrap(recipe), references)
+    checker.finish()
+    return OmegaConf.create(document.data)
+
+
+def validate(cfg: Any) -> None:
+    """Check every component of a config against its signature; arguments that a recipe may hand over may be missing.
+
+    Raises:
+        ConfigError: lists every mistake.
+    """
+    from omegaconf import OmegaConf
+
+    data = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else copy.deepcopy(dict(cfg))
+    document = Document(data)
+    interpolate(document, {})
+    checker = Checker(document)
+    anything((), document.data, checker)
+    checker.finish()
+
+
+def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Make a recipe's main function read its settings from the command line.
+
+    The wrapper takes ``--config X`` (or ``--config=X``) and overrides from ``sys.argv``, checks everything, and ends
+    the process with what the recipe returns. Mistakes are printed without a traceback; the exit code is then 2.
+    Called with settings, it runs the recipe with them and returns.
+    """
+
+    @functools.wraps(recipe_main)
+    def wrapper(*settings: Any) -> Any:
+        if settings:
+            return recipe_main(*settings)
+        try:
+            config_path, overrides = _split_arguments(sys.argv[1:], recipe_main)
+            result = recipe_main(load_and_check(config_path, overrides, recipe_main))
+        except UserError as error:
+            if not isinstance(error, ConfigError) or os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        sys.exit(result)
+
+    return wrapper
+
+
+def _split_arguments(arguments: Sequence[str], recipe_main: Callable[..., Any]) -> tuple[str, list[str]]:
+    """``--config`` and the overrides of a command line; ``--help`` prints the settings and ends the process."""
+    if "-h" in arguments or "--help" in arguments:
+        print(f"usage: {Path(sys.argv[0]).name} {USAGE}\n\n{describe_settings(settings_of(recipe_main))}", end="")
+        sys.exit(0)
+    config, overrides, rest = None, [], iter(arguments)
+    for token in rest:
+        if token == "--config":
+            config = next(rest, "")
+        elif token.startswith("--config="):
+            config = token.partition("=")[2]
+        else:
+            overrides.append(token)
+    if not config:
+        raise ConfigError([Mistake(_overrides.COMMAND_LINE, "--config", "name a config: --config FILE_OR_NAME")])
+    return config, overrides

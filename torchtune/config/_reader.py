@@ -1,0 +1,244 @@
+"""YAML with positions: plain values, and the file and line where every key stands."""
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchtune.config._errors import ConfigError, KeyPath, Mistake, did_you_mean, dotted
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Scalars of YAML 1.2 where 1.1 surprises: ``2e-5`` and ``1e5`` are floats, dates are text."""
+
+
+_FLOAT = re.compile(
+    r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
+    |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
+    re.VERBOSE,
+)
+_REPLACED = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rows if tag not in _REPLACED]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was written; ``raw`` is its text if it came from the command line."""
+
+    text: str
+    line: int = 0
+    raw: str | None = None
+
+
+@dataclass
+class Document:
+    """A config as plain dicts, lists and scalars, and the place of every key path in it."""
+
+    data: dict[str, Any]
+    name: str = ""
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    def place(self, path: KeyPath) -> Place:
+        """The place of ``path``, or of the nearest section around it that was written."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.places:
+                return self.places[path[:end]]
+        return Place(self.name)
+
+    def add(self, path: KeyPath, reason: str, at: KeyPath | None = None) -> None:
+        """Note a mistake; ``at`` is the key to point to where it is not ``path``."""
+        mistake = Mistake(self.place(path if at is None else at).text, dotted(path), reason)
+        if mistake not in self.mistakes:
+            self.mistakes.append(mistake)
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` with every mistake, in the order of the lines."""
+        if self.mistakes:
+            raise ConfigError(sorted(self.mistakes, key=lambda m: (m.place == "command line", _line(m.place))))
+
+    def set(self, path: KeyPath, value: Any, place: Place) -> None:
+        """Put ``value`` at ``path``; what stood there is forgotten. The parent must exist."""
+        parent = functools.reduce(lambda node, key: node[key], path[:-1], self.data)
+        parent[path[-1]] = value
+        self.forget(path)
+        self.places[path] = place
+
+    def forget(self, path: KeyPath) -> None:
+        """Drop the places of ``path`` and of everything below it."""
+        for known in [known for known in self.places if known[: len(path)] == path]:
+            del self.places[known]
+
+
+def _line(place: str) -> int:
+    line = place.rpartition(":")[2]
+    return int(line) if line.isdigit() else 0
+
+
+class _Builder:
+    """Turns the nodes of one file into values, noting places and duplicate keys."""
+
+    def __init__(self, loader: _Loader, document: Document) -> None:
+        self.loader, self.document, self.open = loader, document, set()
+
+    def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        if node in self.open:
+            self.document.add(path, "contains itself through a YAML alias")
+            return None
+        if isinstance(node, yaml.ScalarNode):
+            return self.loader.construct_object(node, deep=True)
+        self.open.add(node)
+        if isinstance(node, yaml.SequenceNode):
+            value: Any = []
+            for index, item in enumerate(node.value):
+                self._note((*path, index), item)
+                value.append(self.build(item, (*path, index)))
+        else:
+            value = self._mapping(node, path)
+        self.open.discard(node)
+        return value
+
+    def _note(self, path: KeyPath, node: yaml.Node) -> None:
+        line = node.start_mark.line + 1
+        self.document.places[path] = Place(f"{self.document.name}:{line}", line)
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
+        value: dict[Any, Any] = {}
+        merged: dict[Any, Any] = {}
+        for key_node, item in node.value:
+            if key_node.tag == _MERGE:
+                for source in item.value if isinstance(item, yaml.SequenceNode) else [item]:
+                    built = self.build(source, path)
+                    merged = {**(built if isinstance(built, dict) else {}), **merged}
+                continue
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":null"):
+                self.document.add(path, "has a key that is not a plain name")
+                continue
+            key = self.loader.construct_object(key_node)
+            key = key if isinstance(key, int) and not isinstance(key, bool) and path else key_node.value
+            full = (*path, key)
+            if key in value:
+                first = self.document.places[full].text.rpartition(":")[2]
+                self._note(full, key_node)
+                self.document.add(full, f"is given twice, first in line {first}: remove one")
+                continue
+            self._note(full, key_node)
+            value[key] = self.build(item, full)
+        return {**merged, **value}
+
+
+def read(path: str | Path) -> Document:
+    """Read a YAML file. Raises ``ConfigError`` where it cannot be read at all; other mistakes are collected."""
+    name = str(path)
+    document = Document({}, name, {(): Place(f"{name}:1", 1)})
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([Mistake(name, "", f"cannot be read: {error.strerror}")]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Mistake(name, "", f"is not UTF-8 text (byte {error.start})")]) from error
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            document.data = _Builder(loader, document).build(node, ())
+        elif node is not None:
+            document.add((), "must hold settings (key: value), not a single value or a list")
+    except yaml.YAMLError as error:
+        raise ConfigError([_syntax(name, error)]) from error
+    return document
+
+
+def _syntax(name: str, error: yaml.YAMLError) -> Mistake:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    place = f"{name}:{mark.line + 1}" if mark else name
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    context = getattr(error, "context", None)
+    return Mistake(place, "", f"is not valid YAML: {problem}{f' ({context})' if context else ''}")
+
+
+def read_value(text: str) -> Any:
+    """The value of an override: a scalar with its YAML type, or a list, mapping or quoted text in flow style.
+
+    Raises ``yaml.YAMLError`` for an unclosed list or mapping.
+    """
+    stripped = text.strip()
+    if stripped in ("", "None"):
+        return None
+    if stripped[0] in "[{":
+        return yaml.load(stripped, Loader=_Loader)
+    loader = _Loader(stripped if stripped[0] in "\"'" else "")
+    if stripped[0] in "\"'":
+        try:
+            return loader.get_single_data()
+        except yaml.YAMLError:
+            return text  # a quotation mark that opens no quoted text is text
+    tag = loader.resolve(yaml.ScalarNode, stripped, (True, False))
+    return loader.construct_object(yaml.ScalarNode(tag, stripped if tag != "tag:yaml.org,2002:str" else text))
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every scalar below ``value`` with its path."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+    else:
+        for key, item in items:
+            yield from leaves(item, (*path, key))
+
+
+UNRESOLVED = "\0"  # what stands where an interpolation failed; the checks pass over it
+
+
+def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
+    """Replace every ``${…}`` by its value; ``defaults`` are seen by references, but stay out of the document.
+
+    Returns the dotted names that are referred to.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    written = [(path, text) for path, text in leaves(document.data) if isinstance(text, str) and "${" in text]
+    if not written:
+        return set()
+
+    def replace(path: KeyPath, value: Any) -> None:
+        functools.reduce(lambda node, key: node[key], path[:-1], document.data)[path[-1]] = value
+
+    references = {name for _, text in written for name in re.findall(r"\$\{\s*(\.*[\w.\-]+)\s*\}", text)}
+    for path, text in written:
+        try:
+            OmegaConf.create({"value": text})
+        except OmegaConfBaseException:
+            document.add(path, f"'{text}' is not a valid interpolation: write ${{key}} or ${{section.key}}")
+            replace(path, UNRESOLVED)
+    config = OmegaConf.create({**defaults, **document.data})
+    names = [dotted(path[:end]) for path, _ in leaves(document.data) for end in range(1, len(path) + 1)]
+    values: list[tuple[KeyPath, Any]] = []
+    for path, text in written:
+        parent = functools.reduce(lambda node, key: node[key], path[:-1], config)
+        try:
+            value = parent[path[-1]]
+            resolved = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            missing = re.search(r"Interpolation key '([^']*)' not found", str(error))
+            if missing:
+                hint = did_you_mean(missing[1], [*names, *defaults])
+                reason = f"'{text}' refers to '{missing[1]}', which does not exist{hint}"
+            else:
+                reason = f"'{text}' cannot be resolved: {str(error).splitlines()[0]}"
+            document.add(path, reason)
+            resolved = UNRESOLVED
+        values.append((path, resolved))
+    for path, resolved in values:
+        replace(path, resolved)
+    return references

@@ -1,0 +1,163 @@
+"""What a settings dataclass says about each setting: markers for annotations, and its fields read back."""
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+UNIONS = (Union, types.UnionType)
+PLAIN = (bool, int, float, str, type(None))
+_NAMES = {type(None): "null", Any: "anything"}
+
+
+class Component:
+    """Annotation of a setting that names a class or function and its arguments.
+
+    In YAML it is a section with a ``_component_`` key; in the settings instance, a resolved ``DictConfig`` for
+    ``torchtune.config.instantiate``.
+    """
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number, in ``Annotated[int, Range(min=1)]``: ``min`` and ``max`` belong to it, ``above`` and
+    ``below`` do not."""
+
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __str__(self) -> str:
+        bounds = ((">=", self.min), (">", self.above), ("<=", self.max), ("<", self.below))
+        return " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` is within the bounds (NaN never is)."""
+        return value == value and (
+            (self.min is None or value >= self.min)
+            and (self.above is None or value > self.above)
+            and (self.max is None or value <= self.max)
+            and (self.below is None or value < self.below)
+        )
+
+
+@dataclass(frozen=True, init=False)
+class HandedOver:
+    """What the recipe gives a component besides its YAML: positional arguments (named for messages) and keywords.
+
+    ``rules`` bounds arguments that are written in YAML, for components whose signature cannot say so.
+    """
+
+    positional: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    rules: Mapping[str, Range] = field(default_factory=dict)
+
+    def __init__(
+        self, *positional: str, keywords: tuple[str, ...] = (), rules: Mapping[str, Range] | None = None
+    ) -> None:
+        for name, value in (("positional", positional), ("keywords", keywords), ("rules", dict(rules or {}))):
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a settings dataclass."""
+
+    name: str
+    annotation: Any
+    required: bool
+    default: Any
+
+    @property
+    def type_text(self) -> str:
+        """The type as it is shown in help and messages."""
+        return type_text(self.annotation)
+
+
+@functools.cache
+def settings_fields(cls: type) -> dict[str, Setting]:
+    """The fields of a settings dataclass by name, annotations evaluated."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = {}
+    for item in dataclasses.fields(cls):
+        if item.init:
+            required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+            default = None if required else item.default
+            if item.default_factory is not dataclasses.MISSING:
+                default = item.default_factory()
+            found[item.name] = Setting(item.name, hints[item.name], required, default)
+    return found
+
+
+def split_annotated(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """``Annotated[int, Range(min=1)]`` -> ``(int, (Range(min=1),))``."""
+    if get_origin(annotation) is Annotated:
+        return get_args(annotation)[0], annotation.__metadata__
+    return annotation, ()
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; a single type is its own alternative."""
+    return get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
+
+
+def type_text(annotation: Any) -> str:
+    """``list[int] | None`` -> ``"list of int or null"``."""
+    base, extras = split_annotated(annotation)
+    if extras:
+        bounds = "".join(f" {extra}" for extra in extras if isinstance(extra, Range))
+        return type_text(base) + bounds
+    origin, args = get_origin(base), get_args(base)
+    if origin in UNIONS:
+        parts = [type_text(part) for part in args]
+        return ", ".join(parts[:-1]) + f" or {parts[-1]}"
+    if origin is Literal:
+        return "one of " + ", ".join("null" if choice is None else str(choice) for choice in args)
+    if base is Component:
+        return "component"
+    if isinstance(base, type) and issubclass(base, enum.Enum):
+        return "one of " + ", ".join(str(member.value) for member in base)
+    if origin in (list, tuple, set) or (origin and issubclass(origin, typing.Sequence)):
+        return "list of " + type_text(args[0])
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"mapping of {type_text(args[0])} to {type_text(args[1])}"
+    if base in (dict, list):
+        return "mapping" if base is dict else "list"
+    return _NAMES[base] if base in _NAMES else getattr(base, "__name__", str(base))
+
+
+def is_configurable(target: Any) -> bool:
+    """Whether ``target`` is a class with a nested ``Config`` dataclass that builds it."""
+    nested = getattr(target, "Config", None) if isinstance(target, type) else None
+    return dataclasses.is_dataclass(nested) and callable(getattr(nested, "build", None))
+
+
+def build_settings(cls: type, values: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass ``cls`` from checked values: component nodes become ``DictConfig``."""
+    fields = settings_fields(cls)
+    return cls(**{name: _final(value, fields[name].annotation) for name, value in values.items()})
+
+
+def _final(value: Any, annotation: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    base, _ = split_annotated(annotation)
+    for member in members(base):
+        kind, _ = split_annotated(member)
+        origin, args = get_origin(kind) or kind, get_args(kind)
+        if isinstance(value, dict) and origin is Component:
+            return OmegaConf.create(value)
+        if isinstance(value, dict) and dataclasses.is_dataclass(origin):
+            return build_settings(origin, value)
+        if isinstance(value, dict) and origin is dict and len(args) == 2:
+            return {key: _final(item, args[1]) for key, item in value.items()}
+        if isinstance(value, list) and origin is list and args:
+            return [_final(item, args[0]) for item in value]
+        if isinstance(value, list) and origin is tuple:
+            return tuple(value)
+    return value

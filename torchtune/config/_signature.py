@@ -1,0 +1,266 @@
+"""Which arguments a callable accepts, ``**kwargs`` followed to the calls that they feed."""
+
+import ast
+import functools
+import importlib
+import inspect
+import textwrap
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from torchtune.config._errors import InstantiationError
+from torchtune.config._locate import locate
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument that may be given by name."""
+
+    annotation: Any = Any
+    required: bool = False
+
+
+@dataclass
+class Accepts:
+    """What a callable accepts: ``order`` are those that positional arguments fill, ``open`` takes any name."""
+
+    named: dict[str, Argument] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    positional_only: set[str] = field(default_factory=set)
+    variadic: bool = False
+    open: bool = False
+
+
+_DEPTH = 8  # of **kwargs handed from call to call
+
+
+def accepts(target: Callable[..., Any], depth: int = 0) -> Accepts:
+    """Read the signature of a class, function, method or partial."""
+    if isinstance(target, functools.partial):
+        inner = accepts(target.func, depth)
+        return _consume(inner, len(target.args), {}, optional=set(target.keywords))
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return Accepts(open=True, variadic=True)
+    found = Accepts()
+    catch_all = None
+    source = inspect.unwrap(_implementation(target)[0])
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            found.variadic = True
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            catch_all = name
+        else:
+            found.named[name] = Argument(_annotation(parameter, source), parameter.default is parameter.empty)
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                found.order.append(name)
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                found.positional_only.add(name)
+    if catch_all is not None:
+        _follow(target, catch_all, found, depth)
+    return found
+
+
+def _annotation(parameter: inspect.Parameter, source: Any) -> Any:
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return Any
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, getattr(source, "__globals__", {}))
+        except (NameError, TypeError, AttributeError, SyntaxError):
+            return Any  # names that exist for type checkers only
+    if parameter.default is None and annotation is not Any:
+        try:
+            return typing.Optional[annotation]  # noqa: UP045 (works for any form, a quoted one too)
+        except TypeError:
+            return Any
+    return annotation
+
+
+def _implementation(target: Any) -> tuple[Any, type | None]:
+    """The function that takes the arguments, and the class that defines it."""
+    if inspect.isclass(target):
+        for owner in target.__mro__:
+            for name in ("__init__", "__new__"):
+                if name in vars(owner) and owner is not object:
+                    return getattr(owner, name), owner
+        return target, None
+    if inspect.ismethod(target):
+        cls = target.__self__ if inspect.isclass(target.__self__) else type(target.__self__)
+        owner = next((c for c in cls.__mro__ if target.__name__ in vars(c)), None)
+        return target.__func__, owner
+    if not inspect.isroutine(target):
+        return type(target).__call__, type(target)
+    return target, None
+
+
+def _consume(inner: Accepts, positional: int, given: set[str] | dict, optional: set[str] = frozenset()) -> Accepts:
+    """``inner`` after some positional and keyword arguments were passed to it."""
+    taken = {*inner.order[:positional], *given, *inner.positional_only}
+    named = {name: argument for name, argument in inner.named.items() if name not in taken}
+    for name in optional & set(named):
+        named[name] = Argument(named[name].annotation)
+    order = [name for name in inner.order[positional:] if name in named]
+    return Accepts(named, order, set(), inner.variadic, inner.open)
+
+
+def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
+    """Add to ``found`` what ``**catch_all`` of ``target`` may hold."""
+    if depth >= _DEPTH:
+        found.open = True
+        return
+    if getattr(target, "__name__", "") == "load_dataset" and target.__module__.partition(".")[0] == "datasets":
+        found.named |= dict.fromkeys(_builder_names() - set(found.named), Argument())
+        return
+    function, owner = _implementation(target)
+    function = inspect.unwrap(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        found.open = True
+        return
+    uses = _Uses(catch_all)
+    for statement in getattr(tree, "body", []):
+        uses.visit(statement)
+    if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)) or uses.unknown:
+        found.open = True
+        return
+    subject = target if inspect.isclass(target) else getattr(target, "__self__", None)
+    scope = _Scope(function, owner, subject, tree)
+    found.named |= dict.fromkeys(uses.names - set(found.named), Argument())
+    for call in uses.calls:
+        try:
+            callee, skipped = scope.callee(call)
+        except (LookupError, AttributeError, InstantiationError, ValueError):
+            found.open = True
+            continue
+        passed = [a for a in call.args[skipped:] if not isinstance(a, ast.Starred)]
+        inner = accepts(callee, depth + 1)
+        inner = _consume(inner, len(passed), {keyword.arg for keyword in call.keywords if keyword.arg})
+        found.open |= inner.open
+        alone = len(uses.calls) == 1 and not uses.names
+        for name, argument in inner.named.items():
+            found.named.setdefault(name, Argument(argument.annotation, argument.required and alone))
+
+
+class _Uses(ast.NodeVisitor):
+    """What a function does with its ``**kwargs``: the calls that it feeds, the names that it takes out."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.calls, self.names, self.unknown = name, [], set(), False
+
+    def _is(self, node: ast.AST | None) -> bool:
+        return isinstance(node, ast.Name) and node.id == self.name
+
+    def visit_Call(self, node: ast.Call) -> None:
+        rest: list[ast.AST] = [*node.args]
+        for keyword in node.keywords:
+            if keyword.arg is None and self._is(keyword.value):
+                self.calls.append(node)
+            else:
+                rest.append(keyword.value)
+        function = node.func
+        if isinstance(function, ast.Attribute) and self._is(function.value):
+            if function.attr in ("pop", "get", "setdefault") and node.args and isinstance(node.args[0], ast.Constant):
+                self.names.add(node.args[0].value)
+            elif function.attr not in ("update", "copy", "keys"):
+                self.unknown = True
+        else:
+            rest.append(function)
+        for child in rest:
+            self.visit(child)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if self._is(node.value) and isinstance(node.slice, ast.Constant):
+            self.names.add(node.slice.value)
+        else:
+            self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if isinstance(node.left, ast.Constant) and len(node.comparators) == 1 and self._is(node.comparators[0]):
+            self.names.add(node.left.value)
+        else:
+            self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        if not self._is(node.test):  # "if kwargs:" asks only whether there are any
+            self.visit(node.test)
+        for child in [*node.body, *node.orelse]:
+            self.visit(child)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.unknown |= self._is(node)  # passed on as a whole, or replaced: anything may happen to it
+
+
+class _Scope:
+    """Names as the body of a function sees them."""
+
+    def __init__(self, function: Any, owner: type | None, subject: Any, tree: ast.AST) -> None:
+        self.function, self.owner, self.subject = function, owner, subject
+        self.imports: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                self.imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            elif isinstance(node, ast.Import):
+                self.imports |= {a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
+                                 for a in node.names}  # fmt: skip
+
+    def callee(self, call: ast.Call) -> tuple[Any, int]:
+        """The object that ``call`` calls, and how many of its positional arguments are not the callee's own."""
+        found = self.resolve(call.func)
+        if found is functools.partial and call.args:
+            return self.resolve(call.args[0]), 1
+        return found, 0
+
+    def resolve(self, node: ast.AST) -> Any:
+        """Evaluate a name or a chain of attributes. Raises ``LookupError`` where it cannot."""
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
+                return self._parent(node.attr)
+            return getattr(self.resolve(node.value), node.attr)
+        if not isinstance(node, ast.Name):
+            raise LookupError(ast.dump(node))
+        if node.id in ("self", "cls") and self.owner is not None:
+            return self.subject or self.owner
+        if node.id in self.imports:
+            return locate(self.imports[node.id])
+        code, cells = self.function.__code__, self.function.__closure__ or ()
+        for name, cell in zip(code.co_freevars, cells, strict=False):
+            if name == node.id:
+                try:
+                    return cell.cell_contents
+                except ValueError as error:
+                    raise LookupError(name) from error
+        if node.id in code.co_varnames:
+            raise LookupError(node.id)  # a local variable: known only at run time
+        scope = {**vars(importlib.import_module("builtins")), **self.function.__globals__}
+        return scope[node.id]
+
+    def _parent(self, name: str) -> Any:
+        order = self.subject.__mro__ if inspect.isclass(self.subject) else (self.owner or object).__mro__
+        start = order.index(self.owner) + 1 if self.owner in order else 0
+        for cls in order[start:]:
+            if name in vars(cls):
+                if cls is object:
+                    return lambda: None
+                return cls if name == "__init__" else functools.partial(getattr(cls, name), None)
+        raise LookupError(name)
+
+
+def _builder_names() -> set[str]:
+    """What ``load_dataset`` passes on to the readers of JSON, CSV, Parquet and text files."""
+    names: set[str] = set()
+    for kind, config in (
+        ("json", "JsonConfig"),
+        ("csv", "CsvConfig"),
+        ("parquet", "ParquetConfig"),
+        ("text", "TextConfig"),
+    ):
+        module = importlib.import_module(f"datasets.packaged_modules.{kind}.{kind}")
+        cls = getattr(module, config)
+        names |= {item.name for item in fields(cls)} if is_dataclass(cls) else set()
+    return names

@@ -1,0 +1,170 @@
+"""A value against an annotation: what is wrong with it, and the value in its final type."""
+
+import dataclasses
+import enum
+import os
+import pathlib
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, get_args, get_origin
+
+from torchtune.config._errors import KeyPath, did_you_mean
+from torchtune.config._reader import UNRESOLVED, Document
+from torchtune.config._schema import PLAIN, Component, HandedOver, Range, members, split_annotated, type_text
+
+
+class Visitor(Protocol):
+    """What is told about the structured values that a check comes across."""
+
+    def component(self, path: KeyPath, node: dict[str, Any], hand: HandedOver | None) -> None:
+        """A component node, and what is handed over to it (``None``: unknown)."""
+
+    def fields(self, path: KeyPath, data: dict[str, Any], cls: type) -> dict[str, Any]:
+        """A mapping that is an instance of the dataclass ``cls``; returns its checked values."""
+
+
+_PATHS = (os.PathLike, pathlib.Path, pathlib.PurePath)
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: ``'two' (str)``."""
+    if value is None:
+        return "null"
+    kind = {dict: "a mapping", list: "a list"}.get(type(value))
+    if kind is not None:
+        return kind
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def is_component(value: Any) -> bool:
+    """Whether ``value`` is a section with a ``_component_`` key."""
+    return isinstance(value, dict) and "_component_" in value
+
+
+def _fits(value: Any, member: Any) -> bool | None:
+    """Whether the kind of ``value`` is that of ``member``; ``None`` where an annotation cannot tell."""
+    base, _ = split_annotated(member)
+    origin = get_origin(base) or base
+    if origin is Any or isinstance(origin, (typing.TypeVar, str)):
+        return None
+    if origin is Literal:
+        return any(type(choice) is type(value) and choice == value for choice in get_args(base))
+    if origin is Component:
+        return isinstance(value, dict)
+    if origin in (None, type(None)):
+        return value is None
+    if origin is float:
+        return type(value) in (int, float)
+    if origin in PLAIN:
+        return type(value) is origin
+    if not isinstance(origin, type):
+        return None
+    if dataclasses.is_dataclass(origin):
+        return isinstance(value, dict)
+    if issubclass(origin, enum.Enum):
+        return value in [choice.value for choice in origin] or value in origin.__members__
+    if issubclass(origin, _PATHS):
+        return isinstance(value, str)
+    if issubclass(origin, Mapping):
+        return isinstance(value, dict)
+    if issubclass(origin, (Sequence, set, frozenset)) and origin is not str:
+        return isinstance(value, list)
+    if f"{origin.__module__}.{origin.__name__}" == "torch.Tensor":
+        return False  # YAML has no way to write one
+    return None
+
+
+def check_value(document: Document, path: KeyPath, value: Any, annotation: Any, visitor: Visitor) -> Any:
+    """Check ``value`` against ``annotation``, note every mistake, and return the value in its final type.
+
+    Component nodes are handed to ``visitor`` and returned as they are; dataclasses stay plain mappings.
+    """
+    base, extras = split_annotated(annotation)
+    hand = next((extra for extra in extras if isinstance(extra, HandedOver)), HandedOver())
+    ranges = [extra for extra in extras if isinstance(extra, Range)]
+    if isinstance(value, str) and UNRESOLVED in value:
+        return value
+    alternatives = members(base)
+    raw = document.place(path).raw
+    if raw is not None and path in document.places and not isinstance(value, (dict, list, str)) and value is not None:
+        texts = [str in (m, split_annotated(m)[0]) for m in alternatives]
+        if any(texts) and not any(_fits(value, m) for m in alternatives):
+            return raw  # a number typed on the command line for a setting that is text
+    fits = [(_fits(value, member), member) for member in alternatives]
+    chosen = next((member for fit, member in fits if fit), None)
+    if chosen is None:
+        if not any(fit is None for fit, _ in fits):
+            _refuse(document, path, value, annotation)
+            return value
+        return anything(path, value, visitor)
+    if is_component(value) and not any(split_annotated(member)[0] is Component for member in alternatives):
+        return anything(path, value, visitor)
+    value = _inside(document, path, value, chosen, hand, visitor)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        for bounds in ranges + [extra for extra in split_annotated(chosen)[1] if isinstance(extra, Range)]:
+            if not bounds.holds(value):
+                document.add(path, f"must be {bounds}, not {value}")
+    return value
+
+
+def anything(path: KeyPath, value: Any, visitor: Visitor) -> Any:
+    """Hand over every component node in a value of unknown type."""
+    if is_component(value):
+        visitor.component(path, value, None)
+    elif isinstance(value, (dict, list)):
+        for key, item in list(value.items()) if isinstance(value, dict) else list(enumerate(value)):
+            anything((*path, key), item, visitor)
+    return value
+
+
+def _inside(document: Document, path: KeyPath, value: Any, member: Any, hand: HandedOver, visitor: Visitor) -> Any:
+    """Check what a value of the right kind contains, and convert it."""
+    base, _ = split_annotated(member)
+    origin, args = get_origin(base) or base, get_args(base)
+    if origin is Component:
+        if is_component(value):
+            visitor.component(path, value, hand)
+        else:
+            hint = did_you_mean("_component_", map(str, value)).replace("did you mean", "rename")
+            document.add(path, "needs a _component_ key that names the class or function" + hint.replace("?", ""))
+        return value
+    if origin is float:
+        return float(value)
+    if dataclasses.is_dataclass(origin):
+        return visitor.fields(path, value, origin)
+    if isinstance(value, dict) and len(args) == 2:
+        return {key: check_value(document, (*path, key), item, args[1], visitor) for key, item in value.items()}
+    if isinstance(value, list) and args and isinstance(origin, type):
+        fixed = issubclass(origin, tuple) and args[-1] is not Ellipsis
+        if fixed and len(args) != len(value):
+            document.add(path, f"must have {len(args)} items, not {len(value)}")
+            return value
+        kinds = args if fixed else [args[0]] * len(value)
+        # A list of components hands the same things over to each of them.
+        kinds = [typing.Annotated[kind, hand] if Component in members(kind) else kind for kind in kinds]
+        return [
+            check_value(document, (*path, index), item, kind, visitor)
+            for index, (item, kind) in enumerate(zip(value, kinds, strict=True))
+        ]
+    if isinstance(value, (dict, list)):
+        return anything(path, value, visitor)
+    return value
+
+
+def _refuse(document: Document, path: KeyPath, value: Any, annotation: Any) -> None:
+    base, _ = split_annotated(annotation)
+    choices = [str(choice) for member in members(base) if get_origin(member) is Literal for choice in get_args(member)]
+    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    if isinstance(value, str) and not hint and any(split_annotated(m)[0] in (int, float, bool) for m in members(base)):
+        hint = ": write it without quotation marks" if _is_number(value) else ""
+    article = "" if type_text(base).startswith("one of") else "a "
+    document.add(path, f"must be {article}{type_text(annotation)}, not {shown(value)}{hint}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in ("true", "false")
+    return True
