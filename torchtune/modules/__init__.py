@@ -1,1 +1,33 @@
-"""."""
+"""Layers and tokenizers: the pieces that models are made of."""
+
+from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.attention_utils import attention, create_block_causal_mask, packed_block_causal_mask
+from torchtune.modules.common_utils import delete_kv_caches, disable_kv_cache, local_kv_cache
+from torchtune.modules.embedding_utils import resize_token_embeddings
+from torchtune.modules.feed_forward import FeedForward, swiglu
+from torchtune.modules.kv_cache import KVCache
+from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
+from torchtune.modules.rms_norm import RMSNorm, rms_norm
+from torchtune.modules.tied_linear import TiedLinear
+from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
+
+__all__ = [
+    "FeedForward",
+    "KVCache",
+    "MultiHeadAttention",
+    "RMSNorm",
+    "RotaryPositionalEmbeddings",
+    "TiedLinear",
+    "TransformerDecoder",
+    "TransformerSelfAttentionLayer",
+    "apply_rope",
+    "attention",
+    "create_block_causal_mask",
+    "delete_kv_caches",
+    "disable_kv_cache",
+    "local_kv_cache",
+    "packed_block_causal_mask",
+    "resize_token_embeddings",
+    "rms_norm",
+    "swiglu",
+]

@@ -1,0 +1,186 @@
+"""Public builders, made from a family's table of sizes: ``x()``, ``lora_x(...)``, ``qlora_x(...)``."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_type_hints
+
+from torchtune.models._build import build
+from torchtune.models._description import Description
+from torchtune.models._spec import ModelSpec
+from torchtune.modules.transformer import TransformerDecoder
+
+LoraAttnModules = list[Literal["q_proj", "k_proj", "v_proj", "output_proj"]]
+Builder = Callable[..., TransformerDecoder]
+
+_LORA_DOC = """
+    Args:
+        lora_attn_modules: projections of attention that get an adapter.
+        apply_lora_to_mlp: whether the feed-forward projections do.
+        apply_lora_to_output: whether the output projection does; it must not be tied to the embeddings.{numbers}
+        lora_rank: rank of the adapters.
+        lora_alpha: their scale is ``lora_alpha / lora_rank``.
+        lora_dropout: dropout before the adapters.
+        use_dora: learn the magnitude of the adapted weights apart (DoRA).
+        quantize_base: hold the frozen weights in four bits.{tie}
+    """
+_NUMBERS_DOC = "\n        (sizes of the model): as in :func:`{base}`."
+_TIE_DOC = "\n        tie_word_embeddings: whether the output projection shares its weight with the embeddings."
+
+
+def model_builders(
+    module: str,
+    title: str,
+    spec: ModelSpec,
+    sizes: Mapping[str, Description],
+    *,
+    lora: bool = True,
+    qlora: bool = True,
+    tie_option: bool = False,
+) -> dict[str, Builder]:
+    """Builders for every row of a family's table.
+
+    Args:
+        module: ``__name__`` of the module that publishes them.
+        title: name of the family in sentences, for example ``"Llama 3"``.
+        spec: the family.
+        sizes: builder name -> description.
+        lora: also make ``lora_*``.
+        qlora: also make ``qlora_*``.
+        tie_option: whether the builders take ``tie_word_embeddings``.
+
+    Returns:
+        Name -> function, with real signatures, annotations and docstrings.
+    """
+    builders: dict[str, Builder] = {}
+    for name, description in sizes.items():
+        sentence = f"{title} {_size_of(name)}"
+        numbers = (
+            f"{description.num_layers} layers, {description.embed_dim:,} wide, vocabulary "
+            f"{description.vocab_size:,}, up to {description.max_seq_len:,} tokens."
+        )
+        base = _base_builder(spec, description, tie_option)
+        builders[name] = _dress(base, name, module, f"Build {sentence}: {numbers}" + _tie_args(tie_option))
+        if lora:
+            builders[f"lora_{name}"] = lora_builder(base, f"lora_{name}", module, f"{sentence} with LoRA adapters")
+        if lora and qlora:
+            builders[f"qlora_{name}"] = lora_builder(
+                base, f"qlora_{name}", module, f"{sentence} with LoRA adapters over a 4-bit base", quantize_base=True
+            )
+    return builders
+
+
+def lora_builder(base: Builder, name: str, module: str, what: str, *, quantize_base: bool = False) -> Builder:
+    """The LoRA variant of a builder: its own arguments, keyword-only, between the two halves of LoRA's.
+
+    Args:
+        base: builder without an adapter.
+        name: of the new function.
+        module: ``__name__`` of the module that publishes it.
+        what: what it builds, for its docstring.
+        quantize_base: default of that argument.
+    """
+    own = inspect.signature(base).parameters
+    required = any(parameter.default is inspect.Parameter.empty for parameter in own.values())
+    signature = _lora_signature(base, required, quantize_base)
+    adapter = tuple(key for key in signature.parameters if key not in own)
+
+    def builder(*args: Any, **kwargs: Any) -> TransformerDecoder:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = bound.arguments
+        model = base(**{key: values[key] for key in own})
+        return add_lora(model, **{key: values[key] for key in adapter})
+
+    builder.__signature__ = signature
+    builder.__annotations__ = {key: parameter.annotation for key, parameter in signature.parameters.items()}
+    builder.__annotations__["return"] = TransformerDecoder
+    numbers = _NUMBERS_DOC.format(base=base.__name__) if required else ""
+    tie = _TIE_DOC if "tie_word_embeddings" in own and not required else ""
+    return _dress(builder, name, module, f"Build {what}.\n{_LORA_DOC.format(numbers=numbers, tie=tie)}")
+
+
+def add_lora(
+    model: TransformerDecoder,
+    lora_attn_modules: LoraAttnModules,
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> TransformerDecoder:
+    """Give a model LoRA adapters, by the argument names of the ``lora_*`` builders, and return it."""
+    from torchtune.modules.conversion import apply_conversions
+    from torchtune.modules.peft import LoRA
+
+    lora = LoRA(
+        rank=lora_rank,
+        alpha=lora_alpha,
+        dropout=lora_dropout,
+        attn_modules=lora_attn_modules,
+        apply_to_mlp=apply_lora_to_mlp,
+        apply_to_output=apply_lora_to_output,
+        use_dora=use_dora,
+        quantize_base=quantize_base,
+    )
+    apply_conversions(model, [lora])
+    return model
+
+
+def scale_hidden_dim_for_mlp(dim: int, multiple_of: int = 256) -> int:
+    """Width of Llama's feed-forward layers: two thirds of ``4 * dim``, rounded up to a multiple."""
+    hidden = int(2 * (4 * dim) / 3)
+    return -(-hidden // multiple_of) * multiple_of
+
+
+def _base_builder(spec: ModelSpec, description: Description, tie_option: bool) -> Builder:
+    if not tie_option:
+
+        def builder() -> TransformerDecoder:
+            return build(description, spec)
+
+        return builder
+
+    def tying_builder(tie_word_embeddings: bool = True) -> TransformerDecoder:
+        return build(replace(description, tie_word_embeddings=tie_word_embeddings), spec)
+
+    return tying_builder
+
+
+def _lora_signature(base: Builder, required: bool, quantize_base: bool) -> inspect.Signature:
+    def parameters(function: Builder) -> dict[str, inspect.Parameter]:
+        hints = get_type_hints(function)
+        found = inspect.signature(function).parameters
+        return {key: value.replace(annotation=hints[key]) for key, value in found.items()}
+
+    own, adapter = parameters(base), parameters(add_lora)
+    del adapter["model"]
+    adapter["quantize_base"] = adapter["quantize_base"].replace(default=quantize_base)
+    if not required:
+        return inspect.Signature([*adapter.values(), *own.values()], return_annotation=TransformerDecoder)
+    first = ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output")
+    keywords = {key: value for key, value in adapter.items() if key not in first}
+    for key in ("lora_rank", "lora_alpha"):
+        keywords[key] = keywords[key].replace(default=inspect.Parameter.empty)
+    rest = [value.replace(kind=inspect.Parameter.KEYWORD_ONLY) for value in {**own, **keywords}.values()]
+    return inspect.Signature([*(adapter[key] for key in first), *rest], return_annotation=TransformerDecoder)
+
+
+def _dress(function: Builder, name: str, module: str, doc: str) -> Builder:
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = module
+    function.__doc__ = doc
+    return function
+
+
+def _tie_args(tie_option: bool) -> str:
+    return f"\n\n    Args:{_TIE_DOC}\n    " if tie_option else ""
+
+
+def _size_of(name: str) -> str:
+    """``"qwen2_5_1_5b_instruct"`` -> ``"1.5B instruct"``."""
+    number, unit, rest = re.search(r"(?:^|_)(\d(?:_\d+)?|\d+)([bm])(?:_(\w+))?$", name).groups()
+    return f"{number.replace('_', '.')}{unit.upper()}" + (f" {rest}" if rest else "")

@@ -1,0 +1,20 @@
+"""The sizes of Llama 3.1: those of Llama 3 with stretched positions, and one more."""
+
+from dataclasses import replace
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Llama3RopeScaling
+from torchtune.models.llama3._model_builders import SIZES as LLAMA3
+from torchtune.models.llama3._model_builders import SPEC as LLAMA3_SPEC
+
+SPEC = replace(LLAMA3_SPEC, name="llama3_1")
+
+_8B = replace(LLAMA3["llama3_8b"], max_seq_len=131_072, rope_scaling=Llama3RopeScaling())
+
+SIZES = {
+    "llama3_1_8b": _8B,
+    "llama3_1_70b": replace(_8B, num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64),
+    "llama3_1_405b": replace(_8B, num_layers=126, embed_dim=16_384, intermediate_dim=53_248, num_heads=128),
+}
+BUILDERS = model_builders(__name__, "Llama 3.1", SPEC, SIZES)
+globals().update(BUILDERS)

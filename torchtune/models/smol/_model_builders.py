@@ -1,0 +1,33 @@
+"""The sizes of SmolLM 2. Its positions are not scaled."""
+
+from functools import partial
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import LLAMA
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
+
+SPEC = ModelSpec(
+    name="smol",
+    architectures=("LlamaForCausalLM",),
+    from_hf_config=LLAMA.read,
+    to_hf_config=LLAMA.write,
+    weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
+    model_types=("SMOLLM2",),
+    capabilities=frozenset({"documents", "kv_cache", "lora"}),
+)
+
+_smollm2 = partial(
+    Description, vocab_size=49_152, max_seq_len=8192, head_dim=64, rope_base=100_000.0, tie_word_embeddings=True
+)
+
+SIZES = {
+    "smollm2_135m": _smollm2(num_layers=30, embed_dim=576, intermediate_dim=1536, num_heads=9, num_kv_heads=3),
+    "smollm2_360m": _smollm2(num_layers=32, embed_dim=960, intermediate_dim=2560, num_heads=15, num_kv_heads=5),
+    "smollm2_1_7b": _smollm2(
+        num_layers=24, embed_dim=2048, intermediate_dim=8192, num_heads=32, num_kv_heads=32, rope_base=130_000.0
+    ),
+}
+BUILDERS = model_builders(__name__, "SmolLM2", SPEC, SIZES)
+globals().update(BUILDERS)

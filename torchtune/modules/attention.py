@@ -1,0 +1,148 @@
+"""Multi-head attention with grouped queries."""
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.data._documents import Documents
+from torchtune.modules.attention_utils import _MaskType, attention
+from torchtune.modules.kv_cache import KVCache
+from torchtune.modules.position_embeddings import apply_rope
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention in which groups of query heads share a key and value head (Ainslie et al. 2023, arXiv:2305.13245).
+
+    Args:
+        embed_dim: d, size of the input.
+        num_heads: n, query heads.
+        num_kv_heads: n_kv, key and value heads.
+        head_dim: h.
+        q_proj: ``d -> n * h``.
+        k_proj: ``d -> n_kv * h``.
+        v_proj: ``d -> n_kv * h``.
+        output_proj: ``n * h -> d``.
+        pos_embeddings: rotates queries and keys ``[b, s, n, h]``, called with ``input_pos=``.
+        q_norm: normalises every query head.
+        k_norm: normalises every key head; given if and only if ``q_norm`` is.
+        kv_cache: filled and read by every call, if given.
+        max_seq_len: kept for information.
+        is_causal: whether positions see only earlier ones when neither mask nor documents say so.
+        attn_dropout: probability of dropping an attention weight in training.
+        qk_norm_before_rope: order of norm and rotation.
+
+    Raises:
+        ValueError: numbers that do not fit together.
+    """
+
+    def __init__(
+        self,
+        *,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        q_proj: nn.Module,
+        k_proj: nn.Module,
+        v_proj: nn.Module,
+        output_proj: nn.Module,
+        pos_embeddings: nn.Module | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        kv_cache: KVCache | None = None,
+        max_seq_len: int = 4096,
+        is_causal: bool = True,
+        attn_dropout: float = 0.0,
+        qk_norm_before_rope: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
+        if not 0.0 <= attn_dropout <= 1.0:
+            raise ValueError(f"attn_dropout must lie in [0, 1], got {attn_dropout}.")
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("q_norm and k_norm must be given together.")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.embed_dim = embed_dim
+        self.head_dim = head_dim
+        self.max_seq_len = max_seq_len
+        self.is_causal = is_causal
+        self.attn_dropout = attn_dropout
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.kv_cache = kv_cache
+        self.cache_enabled = kv_cache is not None
+        self.q_proj = q_proj
+        self.k_proj = k_proj
+        self.v_proj = v_proj
+        self.output_proj = output_proj
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.pos_embeddings = pos_embeddings
+
+    def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
+        """Make room for ``max_seq_len`` positions of ``batch_size`` rows, on the device that tensors are made on."""
+        if self.kv_cache is None:
+            self.kv_cache = KVCache(batch_size, max_seq_len, self.num_kv_heads, self.head_dim, dtype)
+            self.cache_enabled = True
+
+    def reset_cache(self) -> None:
+        """Empty the cache. Raises ``RuntimeError`` if there is none."""
+        if self.kv_cache is None:
+            raise RuntimeError("There is no key-value cache to reset: call setup_cache() first.")
+        self.kv_cache.reset()
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        mask: _MaskType | None = None,
+        input_pos: Tensor | None = None,
+        documents: Documents | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: ``[b, s, d]``, where queries come from.
+            y: ``[b, t, d]``, where keys and values come from; by default ``x``.
+            mask: bool ``[b, s, t]`` (True: attend) or a ``BlockMask``. With a cache, t is its length.
+            input_pos: positions ``[b, s]``, for ``pos_embeddings``.
+            documents: boundaries; instead of a mask.
+            rope: cosine and sine of the positions, if the caller has them already.
+
+        Returns:
+            Tensor ``[b, s, d]``.
+        """
+        y = x if y is None else y
+        q = self._heads(self.q_proj(x), self.q_norm, input_pos, rope)
+        k = self._heads(self.k_proj(y), self.k_norm, input_pos, rope)
+        v = self.v_proj(y).unflatten(-1, (-1, self.head_dim))
+        if self.kv_cache is not None and self.cache_enabled:
+            k, v = (t.transpose(1, 2) for t in self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2)))
+            q = q.to(k.dtype)
+        out = attention(
+            q,
+            k,
+            v,
+            documents=documents,
+            mask=mask,
+            is_causal=self.is_causal,
+            dropout_p=self.attn_dropout if self.training else 0.0,
+        )
+        return self.output_proj(out.flatten(-2).to(x.dtype))
+
+    def _heads(
+        self, x: Tensor, norm: nn.Module | None, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Projected queries or keys ``[b, s, n * h]``, normalised and rotated ``[b, s, n, h]``."""
+        x = x.unflatten(-1, (-1, self.head_dim))
+        if norm is not None and self.qk_norm_before_rope:
+            x = norm(x)
+        if rope is not None:
+            x = apply_rope(x, *rope, self.pos_embeddings.layout)
+        elif self.pos_embeddings is not None:
+            x = self.pos_embeddings(x, input_pos=input_pos)
+        if norm is not None and not self.qk_norm_before_rope:
+            x = norm(x)
+        return x

@@ -1,0 +1,219 @@
+"""Attention over documents and masks: which kernel runs is decided here, and nowhere else."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from torchtune.data._documents import Documents
+from torchtune.utils import get_logger, log_once
+
+_MaskType = Tensor | BlockMask
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    documents: Documents | None = None,
+    mask: _MaskType | None = None,
+    is_causal: bool = True,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Scaled dot-product attention, ``softmax(q kᵀ / √h) v``, with grouped queries.
+
+    At most one of ``documents`` and ``mask`` is given. With neither, every row is one causal sequence (or, if not
+    ``is_causal``, every position sees every other).
+
+    Args:
+        q: queries ``[b, s, n, h]``.
+        k: keys ``[b, t, n_kv, h]``; n is a multiple of n_kv.
+        v: values ``[b, t, n_kv, h]``.
+        documents: boundaries in the flattened ``b * s`` positions; each document attends causally to itself alone.
+        mask: bool ``[b, s, t]`` (True: attend), or a ``BlockMask`` of flex attention.
+        is_causal: read only without ``mask`` and ``documents``.
+        dropout_p: probability of dropping an attention weight.
+
+    Returns:
+        Tensor ``[b, s, n, h]``.
+
+    Raises:
+        ValueError: both ``documents`` and ``mask``.
+    """
+    if documents is not None:
+        if mask is not None:
+            raise ValueError("Attention takes either documents or a mask, not both.")
+        if _use_varlen(q, dropout_p):
+            return _varlen_attention(q, k, v, documents.cu_seqlens, _round_up(documents.max_length))
+        return per_document_attention(q, k, v, documents, dropout_p)
+    if isinstance(mask, BlockMask):
+        if dropout_p > 0.0:
+            raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
+        out = compile_friendly_flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return out.transpose(1, 2)
+    return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
+    """SDPA on ``[b, s, n, h]`` tensors; ``mask`` is bool ``[b, s, t]``."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=None if mask is None else mask[:, None],
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+@torch.compiler.disable(recursive=False)
+def per_document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout_p: float = 0.0) -> Tensor:
+    """Causal attention within each document: one SDPA call per run of documents of equal length.
+
+    No mask exists, and the work is the sum of the squares of the lengths. Kept out of compiled graphs, so that
+    a new set of lengths compiles nothing.
+
+    Args:
+        q: queries ``[b, s, n, h]``.
+        k: keys ``[b, s, n_kv, h]``.
+        v: values ``[b, s, n_kv, h]``.
+        documents: cover the flattened ``b * s`` positions.
+        dropout_p: probability of dropping an attention weight.
+
+    Returns:
+        Tensor ``[b, s, n, h]``.
+
+    Raises:
+        ValueError: the documents do not cover the positions.
+    """
+    b, s = q.shape[:2]
+    if documents.num_tokens != b * s:
+        raise ValueError(f"The documents cover {documents.num_tokens} positions, the batch has {b} x {s}.")
+    runs = [(length, sum(1 for _ in run)) for length, run in groupby(documents.lengths)]
+    if len(runs) == 1:
+        length, count = runs[0]
+        parts = [t.reshape(count, length, *t.shape[2:]) for t in (q, k, v)]
+        return _dense_attention(*parts, None, True, dropout_p).reshape(b, s, *q.shape[2:])
+    sizes = [length * count for length, count in runs]
+    outputs = []
+    for (length, count), *parts in zip(runs, *(t.flatten(0, 1).split(sizes) for t in (q, k, v)), strict=True):
+        parts = [t.unflatten(0, (count, length)) for t in parts]
+        outputs.append(_dense_attention(*parts, None, True, dropout_p).flatten(0, 1))
+    return torch.cat(outputs).view(b, s, *q.shape[2:])
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype, documents: bool, dropout_p: float = 0.0) -> str:
+    """Name of the kernel that :func:`attention` uses for tensors of this kind, for the log."""
+    if not documents:
+        return "torch scaled_dot_product_attention, causal"
+    if device.type == "cuda" and dtype in _FLASH_DTYPES and dropout_p == 0.0 and _varlen() is not None:
+        return "torch varlen_attn (flash attention over documents)"
+    return "torch scaled_dot_product_attention, document by document"
+
+
+def log_attention_backend(device: torch.device, dtype: torch.dtype, documents: bool) -> None:
+    """Say once which kernel attention uses."""
+    log_once(get_logger(), f"Attention on {device.type} in {dtype}: {attention_backend(device, dtype, documents)}.")
+
+
+def _use_varlen(q: Tensor, dropout_p: float) -> bool:
+    return q.is_cuda and q.dtype in _FLASH_DTYPES and dropout_p == 0.0 and q.shape[-1] <= 256 and _varlen() is not None
+
+
+@functools.cache
+def _varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
+    """(function, arguments that make it causal, whether it groups queries), by what this release of torch has."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" in known:
+        causal = {"window_size": (-1, 0)}
+    elif "is_causal" in known:
+        causal = {"is_causal": True}
+    else:
+        return None
+    return varlen_attn, causal, "enable_gqa" in known
+
+
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
+    b, s, n, h = q.shape
+    function, options, groups = _varlen()
+    if n != k.shape[2]:
+        if groups:
+            options = {**options, "enable_gqa": True}
+        else:
+            k, v = (t[:, :, :, None].expand(-1, -1, -1, n // t.shape[2], -1).flatten(2, 3) for t in (k, v))
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    return function(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **options).view(b, s, n, h)
+
+
+def _round_up(length: int, step: int = 512) -> int:
+    """Few distinct values, so that a compiled layer sees few distinct constants; the kernel only needs a bound."""
+    return -(-length // step) * step
+
+
+def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
+    """bool mask ``[b, s, s]`` in which every packed document is causal and sees only itself.
+
+    Args:
+        seq_lens: for each row of the batch, the lengths of its documents; they sum to s.
+    """
+    masks = [
+        torch.block_diag(*(torch.ones(n, n, dtype=torch.bool, device=row.device).tril() for n in row.tolist()))
+        for row in seq_lens
+    ]
+    return torch.stack(masks)
+
+
+def packed_block_causal_mask(seq_lens: list[Tensor]) -> BlockMask | Tensor:
+    """The same as :func:`create_block_causal_mask`, on CUDA as a ``BlockMask`` that is never materialised.
+
+    Batches that carry :class:`torchtune.data.Documents` need neither.
+    """
+    if seq_lens[0].device.type != "cuda":
+        return create_block_causal_mask(seq_lens)
+    device = seq_lens[0].device
+    ids = torch.stack(
+        [torch.arange(len(row), device=device).repeat_interleave(row.to(torch.int64)) for row in seq_lens]
+    )
+
+    def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+
+    return create_block_mask(same_document, ids.shape[0], None, ids.shape[1], ids.shape[1], device=device)
+
+
+@functools.cache
+def compile_flex_attention() -> Callable[..., Tensor]:
+    """The compiled kernel of flex attention."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@torch.compiler.disable(recursive=False)
+def compile_friendly_flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+    """Flex attention on ``[b, n, s, h]``, compiled on its own whatever surrounds it."""
+    kernel = compile_flex_attention() if q.is_cuda else flex_attention
+    return kernel(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def kv_offset_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, offset: int) -> Tensor:
+    """Flex mask for queries that start ``offset`` positions into the cache."""
+    return kv_idx <= q_idx + offset
+
+
+def causal_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Causal flex mask."""
+    return q_idx >= kv_idx

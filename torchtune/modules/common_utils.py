@@ -1,0 +1,104 @@
+"""Key-value caches switched on and off, and small helpers on modules."""
+
+import contextlib
+from collections.abc import Generator
+
+import torch
+from torch import nn
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "kv_cache") and hasattr(module, "cache_enabled")]
+
+
+def _require_caches(model: nn.Module, action: str) -> list[nn.Module]:
+    attentions = _attention_modules(model)
+    if not any(module.kv_cache is not None for module in attentions):
+        raise ValueError(f"The model has no key-value caches to {action}: call setup_caches() first.")
+    return attentions
+
+
+@contextlib.contextmanager
+def local_kv_cache(
+    model: nn.Module,
+    *,
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    encoder_max_seq_len: int | None = None,
+    decoder_max_seq_len: int | None = None,
+) -> Generator[None, None, None]:
+    """Give the model key-value caches inside the block, and take them away after it.
+
+    Args:
+        model: has ``setup_caches``.
+        batch_size: rows of the largest batch.
+        device: of the caches.
+        dtype: of the caches.
+        encoder_max_seq_len: positions of the encoder's cache.
+        decoder_max_seq_len: positions of the decoder's cache; by default the model's ``max_seq_len``.
+
+    Raises:
+        ValueError: the model has caches already.
+    """
+    if model.caches_are_setup():
+        raise ValueError("The model has key-value caches already: call delete_kv_caches() before making local ones.")
+    with torch.device(device):
+        model.setup_caches(
+            batch_size, dtype, encoder_max_seq_len=encoder_max_seq_len, decoder_max_seq_len=decoder_max_seq_len
+        )
+    try:
+        yield
+    finally:
+        delete_kv_caches(model)
+
+
+@contextlib.contextmanager
+def disable_kv_cache(model: nn.Module) -> Generator[None, None, None]:
+    """Ignore the model's key-value caches inside the block; they keep what they hold.
+
+    Raises:
+        ValueError: the model has no caches, or they are ignored already.
+    """
+    attentions = _require_caches(model, "disable")
+    if not any(module.cache_enabled for module in attentions):
+        raise ValueError("The model's key-value caches are disabled already.")
+    enabled = [module.cache_enabled for module in attentions]
+    for module in attentions:
+        module.cache_enabled = False
+    try:
+        yield
+    finally:
+        for module, state in zip(attentions, enabled, strict=True):
+            module.cache_enabled = state
+
+
+def delete_kv_caches(model: nn.Module) -> None:
+    """Remove the model's key-value caches. Raises ``ValueError`` if it has none."""
+    for module in _require_caches(model, "delete"):
+        module.kv_cache = None
+        module.cache_enabled = False
+
+
+def slice_str_to_array(slice_str: str, length: int) -> list[bool]:
+    """Which of ``length`` items a string selects: ``"0,2"``, ``"1:3"``, ``":-1"``, ``"::2"``, or a mix by commas.
+
+    Raises:
+        ValueError: no number or slice, or an index outside the list.
+    """
+    chosen = [False] * length
+    for part in slice_str.split(","):
+        try:
+            numbers = [int(number) if number.strip() else None for number in part.split(":")]
+        except ValueError as error:
+            raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.") from error
+        if len(numbers) > 3 or (len(numbers) == 1 and numbers[0] is None):
+            raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.")
+        if len(numbers) == 1:
+            if not -length <= numbers[0] < length:
+                raise ValueError(f"Index {numbers[0]} in '{slice_str}' is outside a list of {length}.")
+            chosen[numbers[0]] = True
+            continue
+        for index in range(length)[slice(*numbers)]:
+            chosen[index] = True
+    return chosen

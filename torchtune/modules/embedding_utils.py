@@ -1,0 +1,46 @@
+"""Growing and shrinking the vocabulary of a model."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
+    """Change the number of tokens that the model knows, in place.
+
+    Existing rows of the embedding and of the output projection stay; new rows get the mean of the old ones, so that
+    new tokens start as average tokens. A tied output follows by itself.
+
+    Args:
+        model: has ``tok_embeddings``, and an ``output`` that is a linear layer or tied.
+        num_embeddings: new size of the vocabulary, at least 1.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    if num_embeddings < 1:
+        raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")
+    embedding = model.tok_embeddings
+    embedding.weight = _resized(embedding.weight, num_embeddings)
+    embedding.num_embeddings = num_embeddings
+    output = model.output
+    if isinstance(output, nn.Module):
+        output.weight = _resized(output.weight, num_embeddings)
+        if getattr(output, "bias", None) is not None:
+            output.bias = _resized(output.bias, num_embeddings)
+        output.out_features = num_embeddings
+    description = getattr(model, "description", None)
+    if description is not None:
+        model.description = dataclasses.replace(description, vocab_size=num_embeddings)
+
+
+def _resized(parameter: nn.Parameter, rows: int) -> nn.Parameter:
+    old = parameter.data
+    new = old.new_empty((rows, *old.shape[1:]))
+    kept = min(rows, old.shape[0])
+    new[:kept] = old[:kept]
+    if rows > kept:
+        new[kept:] = old.float().mean(dim=0).to(old.dtype)
+    return nn.Parameter(new, requires_grad=parameter.requires_grad)

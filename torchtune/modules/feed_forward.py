@@ -1,0 +1,66 @@
+"""The gated feed-forward layer of a transformer."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` (Shazeer 2020), elementwise; keeps only its two inputs for the backward pass."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up  # the compiler makes one kernel of it and decides what to keep
+    return _SwiGLU.apply(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Recomputes ``silu(gate)`` in the backward pass instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate, up = ctx.saved_tensors
+        grad_gate = grad_up = None
+        if ctx.needs_input_grad[1]:
+            grad_up = F.silu(gate).mul_(grad)
+        if ctx.needs_input_grad[0]:
+            grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, grad_up
+
+
+class FeedForward(nn.Module):
+    """``down(activation(gate(x)) * up(x))``, or ``down(activation(gate(x)))`` without ``up_proj``.
+
+    Args:
+        gate_proj: projection ``embed_dim -> hidden``; held as ``w1``.
+        down_proj: projection ``hidden -> embed_dim``; held as ``w2``.
+        up_proj: projection ``embed_dim -> hidden``; held as ``w3``.
+        activation: elementwise, applied to the gate.
+    """
+
+    def __init__(
+        self,
+        *,
+        gate_proj: nn.Module,
+        down_proj: nn.Module,
+        up_proj: nn.Module | None = None,
+        activation: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.w1 = gate_proj
+        self.w2 = down_proj
+        self.w3 = up_proj
+        self.activation = nn.SiLU() if activation is None else activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., embed_dim]`` to ``[..., embed_dim]``."""
+        gate = self.w1(x)
+        if self.w3 is None:
+            return self.w2(self.activation(gate))
+        up = self.w3(x)
+        if type(self.activation) is nn.SiLU:
+            return self.w2(swiglu(gate, up))
+        return self.w2(self.activation(gate) * up)

@@ -1,0 +1,163 @@
+"""Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Layout = Literal["interleaved", "half"]
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Turn pairs of channels by the angle of their position; computed in float32.
+
+    Args:
+        x: ``[b, s, n, h]``.
+        cos: float32 ``[b or 1, s, 1, h / 2]``, cosine of every angle.
+        sin: the same for the sine.
+        layout: the pairs: ``"interleaved"`` (0, 1), (2, 3) …, or ``"half"`` (0, h/2), (1, h/2 + 1) ….
+
+    Returns:
+        Tensor of the shape and dtype of ``x``.
+    """
+    if torch.compiler.is_compiling():
+        return _rotate(x, cos, sin, layout)
+    return _Rotation.apply(x, cos, sin, layout)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    wide = x.float()
+    if layout == "interleaved":
+        if not torch.compiler.is_compiling():
+            pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
+        first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: nothing of ``x`` is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = layout
+        return _rotate(x, cos, sin, layout)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin, ctx.layout), None, None, None
+
+
+class RotaryPositionalEmbeddings(nn.Module):
+    """Rotary positions.
+
+    Holds no tensors: the frequencies are numbers of Python, so that building on the meta device, ``to_empty`` and
+    casts lose nothing. :meth:`cos_sin` is meant to be called once per forward pass and shared by all layers.
+
+    Args:
+        dim: channels of a head, h.
+        max_seq_len: kept for information; positions beyond it work too.
+        base: of the geometric series of wavelengths.
+        layout: which channels of a head form a pair; see :func:`apply_rope`.
+    """
+
+    def __init__(
+        self, dim: int, max_seq_len: int = 4096, base: float = 10_000, *, layout: Layout = "interleaved"
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        if dim % 2:
+            raise ValueError(f"Rotary positions need an even head size, got {dim}.")
+        self.dim = dim
+        self.max_seq_len = max_seq_len
+        self.base = base
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
+        self._frequencies: list[float] = self._scale(1.0 / (base**exponents)).tolist()
+
+    def _scale(self, frequencies: Tensor) -> Tensor:
+        """Hook for variants: float32 [h / 2] to float32 [h / 2]."""
+        return frequencies
+
+    def rope_init(self) -> None:
+        """Nothing to do; kept for callers that materialise models by hand."""
+
+    @torch.no_grad()
+    def cos_sin(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for positions ``[b, s]`` or ``[s]``: two float32 tensors ``[b or 1, s, 1, h / 2]``."""
+        if input_pos.ndim == 1:
+            input_pos = input_pos.unsqueeze(0)
+        frequencies = torch.tensor(self._frequencies, dtype=torch.float32, device=input_pos.device)
+        angles = input_pos.to(torch.float32)[:, :, None, None] * frequencies
+        return angles.cos(), angles.sin()
+
+    def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
+        """Rotate queries or keys.
+
+        Args:
+            x: ``[b, s, n, h]``.
+            input_pos: positions ``[b, s]`` or ``[s]``; by default 0 … s - 1.
+
+        Returns:
+            Tensor of the shape and dtype of ``x``.
+        """
+        if input_pos is None:
+            input_pos = torch.arange(x.shape[1], device=x.device)
+        return apply_rope(x, *self.cos_sin(input_pos), self.layout)
+
+    def extra_repr(self) -> str:
+        """Head size and base."""
+        return f"dim={self.dim}, base={self.base}, layout={self.layout}"
+
+
+class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
+    """Rotary positions whose slow frequencies are stretched as in Llama 3.1 (arXiv:2407.21783).
+
+    Wavelengths above ``old_context_len / low_freq_factor`` are multiplied by ``scale_factor``; those below
+    ``old_context_len / high_freq_factor`` stay; frequencies in between are interpolated linearly.
+
+    Args:
+        dim: channels of a head, h.
+        max_seq_len: kept for information.
+        base: of the geometric series of wavelengths.
+        scale_factor: see above.
+        low_freq_factor: see above.
+        high_freq_factor: see above.
+        old_context_len: see above.
+        layout: which channels of a head form a pair.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        max_seq_len: int = 4096,
+        base: float = 10_000,
+        scale_factor: float = 8,
+        low_freq_factor: float = 1,
+        high_freq_factor: float = 4,
+        old_context_len: int = 8192,
+        *,
+        layout: Layout = "interleaved",
+    ) -> None:
+        self.scale_factor = scale_factor
+        self.low_freq_factor = low_freq_factor
+        self.high_freq_factor = high_freq_factor
+        self.old_context_len = old_context_len
+        super().__init__(dim, max_seq_len, base, layout=layout)
+
+    def _scale(self, frequencies: Tensor) -> Tensor:
+        wavelengths = 2 * math.pi / frequencies
+        low, high = self.low_freq_factor, self.high_freq_factor
+        slow = wavelengths > self.old_context_len / low
+        fast = wavelengths < self.old_context_len / high
+        if high == low:  # no band in between
+            return torch.where(slow, frequencies / self.scale_factor, frequencies)
+        blend = (self.old_context_len / wavelengths - low) / (high - low)
+        between = (1 - blend) * frequencies / self.scale_factor + blend * frequencies
+        return torch.where(slow, frequencies / self.scale_factor, torch.where(fast, frequencies, between))

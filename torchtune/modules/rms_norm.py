@@ -1,0 +1,81 @@
+"""Root mean square normalisation."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tensor:
+    """``x / sqrt(mean(x², last dimension) + eps) * scale``, computed in float32 (Zhang & Sennrich 2019).
+
+    Args:
+        x: ``[..., d]``, any floating dtype.
+        eps: added to the mean square.
+        scale: ``[d]`` or ``None`` for no scaling.
+
+    Returns:
+        Tensor ``[..., d]`` of the dtype of ``x``.
+    """
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _EagerRMSNorm.apply(x, scale, eps)
+    normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)
+    return normed if scale is None else normed * scale
+
+
+class _EagerRMSNorm(torch.autograd.Function):
+    """The same with few passes over memory; keeps the input and one number per row for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, scale, rstd)
+        if scale is None:
+            return torch.mul(wide, rstd).to(x.dtype)
+        if x.dtype == torch.float32:
+            return torch.mul(wide, rstd).mul_(scale)
+        return torch.mul(wide, rstd, out=wide).to(x.dtype).mul_(scale)  # rounded before scaling, as checkpoints expect
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, scale, rstd = ctx.saved_tensors
+        normed = x.float() * rstd
+        wide = grad.float()
+        grad_scale = None
+        if ctx.needs_input_grad[1]:
+            grad_scale = torch.einsum("...d,...d->d", normed, wide).to(scale.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_scale, None
+        if scale is not None:
+            wide = wide * scale
+        inner = torch.linalg.vecdot(wide, normed, dim=-1).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = torch.addcmul(wide, normed, inner, value=-1).mul_(rstd)
+        return grad_x.to(x.dtype), grad_scale, None
+
+
+class RMSNorm(nn.Module):
+    """:func:`rms_norm` with a learned ``scale``.
+
+    Args:
+        dim: size of the last dimension.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.normalized_shape = (dim,)
+        self.eps = eps
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def reset_parameters(self) -> None:
+        """Set the scale to one."""
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., dim]`` to ``[..., dim]``, same dtype."""
+        return rms_norm(x, self.eps, self.scale)
+
+    def extra_repr(self) -> str:
+        """Size and eps."""
+        return f"{self.normalized_shape[0]}, eps={self.eps}"

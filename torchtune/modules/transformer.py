@@ -1,0 +1,276 @@
+"""The decoder: embeddings, layers, norm, output."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.data._documents import Documents
+from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.attention_utils import _MaskType, log_attention_backend
+from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
+
+
+class TransformerSelfAttentionLayer(nn.Module):
+    """One pre-norm layer: attention, then feed-forward, each added to its input.
+
+    Args:
+        attn: attention.
+        mlp: feed-forward ``[b, s, d] -> [b, s, d]``.
+        sa_norm: before attention; by default nothing.
+        mlp_norm: before the feed-forward.
+        sa_scale: after attention, before the addition.
+        mlp_scale: after the feed-forward, before the addition.
+        mask_mod: changes the mask of this layer: ``mask_mod(mask, b, s, s)``.
+    """
+
+    def __init__(
+        self,
+        attn: MultiHeadAttention,
+        mlp: nn.Module,
+        *,
+        sa_norm: nn.Module | None = None,
+        mlp_norm: nn.Module | None = None,
+        sa_scale: nn.Module | None = None,
+        mlp_scale: nn.Module | None = None,
+        mask_mod: Callable[[_MaskType | None, int, int, int], _MaskType] | None = None,
+    ) -> None:
+        super().__init__()
+        self.attn = attn
+        self.mlp = mlp
+        self.sa_norm = sa_norm or nn.Identity()
+        self.mlp_norm = mlp_norm or nn.Identity()
+        self.sa_scale = sa_scale or nn.Identity()
+        self.mlp_scale = mlp_scale or nn.Identity()
+        self.mask_mod = mask_mod
+
+    def setup_caches(
+        self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
+    ) -> None:
+        """Make the key-value cache; the encoder's length does not matter here."""
+        self.attn.setup_cache(batch_size, dtype, max_seq_len=decoder_max_seq_len)
+
+    def caches_are_setup(self) -> bool:
+        """Whether there is a key-value cache."""
+        return self.attn.kv_cache is not None
+
+    def caches_are_enabled(self) -> bool:
+        """Whether the key-value cache is in use."""
+        return self.attn.cache_enabled
+
+    def reset_cache(self) -> None:
+        """Empty the key-value cache."""
+        self.attn.reset_cache()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: _MaskType | None = None,
+        input_pos: Tensor | None = None,
+        documents: Documents | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """``[b, s, d]`` to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the rest."""
+        if self.mask_mod is not None:
+            b, s, _ = x.shape
+            mask = self.mask_mod(mask, b, s, s)
+        attended = self.attn(self.sa_norm(x), mask=mask, input_pos=input_pos, documents=documents, rope=rope)
+        h = self.sa_scale(attended) + x
+        return h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
+
+
+class TransformerDecoder(nn.Module):
+    """A decoder-only language model.
+
+    Args:
+        tok_embeddings: token embedding.
+        layers: the layers, or one layer of which ``num_layers`` copies are made.
+        max_seq_len: longest sequence, and default length of the key-value cache.
+        num_heads: query heads of a layer.
+        head_dim: size of a head.
+        norm: after the last layer.
+        output: hidden states to logits; a module, or a callable such as :class:`TiedLinear`.
+        num_layers: number of copies, if ``layers`` is a single layer.
+        output_hidden_states: indices of layers whose input is returned as well (``len(layers)``: the last output).
+
+    Attributes:
+        skip_output_layer: if set to True, :meth:`forward` returns what the output projection would have read.
+        description: what the model was built from, if :func:`torchtune.models.build` built it.
+        spec: the family it belongs to, likewise.
+    """
+
+    def __init__(
+        self,
+        *,
+        tok_embeddings: nn.Embedding,
+        layers: nn.Module | list[nn.Module] | nn.ModuleList,
+        max_seq_len: int,
+        num_heads: int,
+        head_dim: int,
+        norm: nn.Module,
+        output: nn.Module | Callable[[Tensor], Tensor],
+        num_layers: int | None = None,
+        output_hidden_states: list[int] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(layers, list):
+            layers = nn.ModuleList(layers)
+        elif not isinstance(layers, nn.ModuleList):
+            if num_layers is None:
+                raise ValueError("num_layers must say how many copies of the single layer to make.")
+            layers = nn.ModuleList([copy.deepcopy(layers) for _ in range(num_layers)])
+        elif num_layers is not None:
+            raise ValueError("num_layers is for a single layer, but a list of layers was given.")
+        self.tok_embeddings = tok_embeddings
+        self.layers = layers
+        self.norm = norm
+        self.output = output
+        self.output_hidden_states = output_hidden_states or []
+        self.max_seq_len = max_seq_len
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.skip_output_layer = False
+        self.encoder_max_cache_seq_len: int | None = None
+        self.decoder_max_cache_seq_len: int | None = None
+        self.description = None
+        self.spec = None
+
+    def setup_caches(
+        self,
+        batch_size: int,
+        dtype: torch.dtype,
+        *,
+        encoder_max_seq_len: int | None = None,
+        decoder_max_seq_len: int | None = None,
+    ) -> None:
+        """Make a key-value cache in every layer, on the device that tensors are made on.
+
+        From then on :meth:`forward` needs ``mask`` and ``input_pos``.
+
+        Args:
+            batch_size: rows of the largest batch.
+            dtype: of keys and values.
+            encoder_max_seq_len: not used by text decoders.
+            decoder_max_seq_len: positions that fit; by default ``max_seq_len``.
+        """
+        self.encoder_max_cache_seq_len = encoder_max_seq_len
+        self.decoder_max_cache_seq_len = decoder_max_seq_len or self.max_seq_len
+        for layer in self.layers:
+            layer.setup_caches(
+                batch_size,
+                dtype,
+                encoder_max_seq_len=encoder_max_seq_len,
+                decoder_max_seq_len=self.decoder_max_cache_seq_len,
+            )
+
+    def caches_are_setup(self) -> bool:
+        """Whether the layers have key-value caches."""
+        return self.layers[0].caches_are_setup()
+
+    def caches_are_enabled(self) -> bool:
+        """Whether the layers use their key-value caches."""
+        return self.layers[0].caches_are_enabled()
+
+    def reset_caches(self) -> None:
+        """Empty the key-value caches. Raises ``RuntimeError`` if there are none."""
+        if not self.caches_are_enabled():
+            raise RuntimeError("There are no key-value caches to reset: call setup_caches() first.")
+        for layer in self.layers:
+            layer.reset_cache()
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        *,
+        mask: _MaskType | None = None,
+        documents: Documents | None = None,
+        input_pos: Tensor | None = None,
+        input_embeds: Tensor | None = None,
+        encoder_input: Tensor | None = None,
+        encoder_mask: Tensor | None = None,
+    ) -> Tensor | list[Tensor]:
+        """Predict the next token at every position.
+
+        With neither ``mask`` nor ``documents`` each row is one causal sequence, so that padding on its right is
+        harmless.
+
+        Args:
+            tokens: int64 ``[b, s]``, or ``None`` with ``input_embeds``.
+            mask: bool ``[b, s, t]`` (True: attend) or a ``BlockMask``; with a cache, t is the cache's length.
+            documents: boundaries in the flattened batch, instead of a mask.
+            input_pos: positions ``[b, s]`` or ``[s]``; by default from the documents, or 0 … s - 1.
+            input_embeds: ``[b, s, d]`` instead of tokens.
+            encoder_input: handed to the layers, for those that look at an encoder.
+            encoder_mask: likewise.
+
+        Returns:
+            Logits, float32 ``[b, s, v]``; hidden states ``[b, s, d]`` if ``skip_output_layer``; preceded by the
+            hidden states asked for, in a list, if ``output_hidden_states``.
+
+        Raises:
+            ValueError: a sequence longer than ``max_seq_len``, a cache without mask and positions, or both tokens
+                and embeddings.
+        """
+        if (tokens is None) == (input_embeds is None):
+            raise ValueError("Give either tokens or input_embeds, and not both.")
+        h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
+        self._check(h, mask, documents, input_pos)
+        if input_pos is None:
+            input_pos = self._positions(h, documents)
+        if not torch.compiler.is_compiling():
+            log_attention_backend(h.device, h.dtype, documents is not None)
+        tables = self._rope_tables(input_pos)
+        hidden = []
+        for index, layer in enumerate(self.layers):
+            if index in self.output_hidden_states:
+                hidden.append(h)
+            h = layer(
+                h,
+                mask=mask,
+                documents=documents,
+                input_pos=input_pos,
+                rope=tables.get(self._pos_embeddings(layer)),
+                encoder_input=encoder_input,
+                encoder_mask=encoder_mask,
+            )
+        if len(self.layers) in self.output_hidden_states:
+            hidden.append(h)
+        output = self.unembed(h)
+        return [*hidden, output] if hidden else output
+
+    def unembed(self, h: Tensor) -> Tensor:
+        """Last hidden states ``[b, s, d]`` to float32 logits ``[b, s, v]``, or as far as ``skip_output_layer`` says."""
+        h = self.norm(h)
+        if self.skip_output_layer:
+            return h
+        return self.output(h).float()
+
+    def _check(self, h: Tensor, mask: _MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
+        longest = h.shape[1] if documents is None else documents.max_length
+        if longest > self.max_seq_len:
+            raise ValueError(
+                f"A sequence of {longest} tokens is longer than the model's max_seq_len {self.max_seq_len}."
+            )
+        if self.caches_are_enabled():
+            if mask is None or input_pos is None:
+                raise ValueError("With key-value caches, forward needs both mask and input_pos.")
+            if documents is not None:
+                raise ValueError("Documents are for training; with key-value caches, give a mask.")
+
+    @staticmethod
+    def _positions(h: Tensor, documents: Documents | None) -> Tensor:
+        if documents is None:
+            return torch.arange(h.shape[1], device=h.device)
+        return documents.positions().view(h.shape[0], h.shape[1]).to(h.device)
+
+    @staticmethod
+    def _pos_embeddings(layer: nn.Module) -> nn.Module | None:
+        return getattr(getattr(layer, "attn", None), "pos_embeddings", None)
+
+    def _rope_tables(self, input_pos: Tensor) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+        """Cosine and sine for each distinct position embedding among the layers, computed once."""
+        kinds = {self._pos_embeddings(layer) for layer in self.layers}
+        return {kind: kind.cos_sin(input_pos) for kind in kinds if isinstance(kind, RotaryPositionalEmbeddings)}
