@@ -1,3 +1,58 @@
 """Messages, prompt templates, masks and collation: text in, token rows out."""
 
-from torchtune.data._documents import Documents as Documents
+from torchtune.data._chat_to_messages import OpenAIToMessages, ShareGPTToMessages
+from torchtune.data._collate import (
+    collate_documents,
+    left_pad_sequence,
+    padded_collate,
+    padded_collate_dpo,
+    padded_collate_packed,
+    padded_collate_sft,
+)
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, Transform
+from torchtune.data._documents import Documents
+from torchtune.data._images import format_content_with_images
+from torchtune.data._loader import BatchLoader
+from torchtune.data._messages import MaskingStrategy, Message, Role, mask_messages, validate_messages
+from torchtune.data._prompt_templates import (
+    ChatMLTemplate,
+    GrammarErrorCorrectionTemplate,
+    PromptTemplate,
+    PromptTemplateInterface,
+    QuestionAnswerTemplate,
+    SummarizeTemplate,
+)
+from torchtune.data._to_messages import AlpacaToMessages, ChosenRejectedToMessages, InputOutputToMessages
+from torchtune.data._truncate import truncate
+
+__all__ = [
+    "CROSS_ENTROPY_IGNORE_IDX",
+    "AlpacaToMessages",
+    "BatchLoader",
+    "ChatMLTemplate",
+    "ChosenRejectedToMessages",
+    "DataError",
+    "Documents",
+    "GrammarErrorCorrectionTemplate",
+    "InputOutputToMessages",
+    "MaskingStrategy",
+    "Message",
+    "OpenAIToMessages",
+    "PromptTemplate",
+    "PromptTemplateInterface",
+    "QuestionAnswerTemplate",
+    "Role",
+    "ShareGPTToMessages",
+    "SummarizeTemplate",
+    "Transform",
+    "collate_documents",
+    "format_content_with_images",
+    "left_pad_sequence",
+    "mask_messages",
+    "padded_collate",
+    "padded_collate_dpo",
+    "padded_collate_packed",
+    "padded_collate_sft",
+    "truncate",
+    "validate_messages",
+]

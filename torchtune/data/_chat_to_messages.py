@@ -1,0 +1,171 @@
+"""Rows that hold a whole conversation, to messages."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune.data._common import DataError, Transform
+from torchtune.data._images import format_content_with_images
+from torchtune.data._messages import ROLES, MaskingStrategy, Message, mask_messages
+from torchtune.data._to_messages import as_turn, check_column_map, column, image_item, resolve_masking
+
+
+def _turns(value: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        kind = "nothing" if value is None else type(value).__name__
+        raise DataError(f"column '{name}' holds {kind}, not a list of turns")
+    if not value:
+        raise DataError(f"column '{name}' holds a conversation without turns")
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Nested data without null fields: tables fill in every field that some other row has."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+class _ConversationTransform(Transform):
+    """What both conversation layouts share: the system prompt and the mask."""
+
+    new_system_prompt: str | None
+    masking_strategy: MaskingStrategy
+
+    def _finish(self, messages: list[Message]) -> list[Message]:
+        if self.new_system_prompt is not None:
+            messages = [message for message in messages if message.role != "system"]
+            messages.insert(0, Message(role="system", content=self.new_system_prompt))
+        mask_messages(messages, self.masking_strategy)
+        return messages
+
+
+class ShareGPTToMessages(_ConversationTransform):
+    """A row whose conversation is a list of ``{"from": "system" | "human" | "gpt", "value": text}``.
+
+    Args:
+        train_on_input: old spelling of ``masking_strategy``.
+        column_map: the columns of ``conversations`` and, if there is one, ``image``.
+        new_system_prompt: text of a system turn that takes the place of the conversation's own.
+        image_dir: folder of images that are given by file name.
+        image_tag: stands in the first user turn where the image belongs; ``None`` puts the image first.
+        masking_strategy: see :func:`mask_messages`.
+
+    Raises:
+        DataError: the map lacks a key; when called, a column is missing or is no conversation.
+    """
+
+    roles = {
+        "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+        "tool": "tool", "observation": "tool",
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        train_on_input: bool | None = None,
+        column_map: Mapping[str, str] | None = None,
+        new_system_prompt: str | None = None,
+        image_dir: Path | None = None,
+        image_tag: str | None = "<image>",
+        masking_strategy: str | MaskingStrategy | None = "train_on_assistant",
+    ) -> None:
+        defaults = {"conversations": "conversations", "image": "image"}
+        self.column_map = check_column_map(column_map, defaults, ("conversations",))
+        self.wants_image = column_map is not None and "image" in column_map
+        self.new_system_prompt = new_system_prompt
+        self.image_dir = None if image_dir is None else Path(image_dir)
+        self.image_tag = image_tag
+        self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"messages": [...]}``."""
+        name = self.column_map["conversations"]
+        image = None
+        if self.wants_image or "image" in sample:
+            image = image_item(column(sample, self.column_map.get("image", "image")), self.image_dir)["content"]
+        messages = []
+        for turn in _turns(column(sample, name), name):
+            as_turn(turn, "from", "value")
+            if turn["from"] not in self.roles:
+                raise DataError(f"'{turn['from']}' is not a speaker: use {', '.join(self.roles)}")
+            role, content = self.roles[turn["from"]], turn["value"]
+            if not isinstance(content, str):
+                raise DataError(f"a turn of '{turn['from']}' has no text")
+            if role == "user" and image is not None:
+                content = (
+                    format_content_with_images(content, image_tag=self.image_tag, images=[image])
+                    if self.image_tag is not None
+                    else [{"type": "image", "content": image}, {"type": "text", "content": content}]
+                )
+                image = None
+            messages.append(Message(role=role, content=content))
+        return {"messages": self._finish(messages)}
+
+
+class OpenAIToMessages(_ConversationTransform):
+    """A row whose conversation is a list of ``{"role", "content"}``, as chat APIs have them.
+
+    Tool calls, names, reasoning and other fields of a turn go along in ``Message.extra``; a column ``tools`` goes
+    along beside the messages.
+
+    Args:
+        train_on_input: old spelling of ``masking_strategy``.
+        column_map: the column of ``messages``.
+        new_system_prompt: text of a system turn that takes the place of the conversation's own.
+        masking_strategy: see :func:`mask_messages`.
+
+    Raises:
+        DataError: the map lacks a key; when called, a column is missing or is no conversation.
+    """
+
+    def __init__(
+        self,
+        train_on_input: bool | None = None,
+        column_map: Mapping[str, str] | None = None,
+        new_system_prompt: str | None = None,
+        masking_strategy: str | MaskingStrategy | None = "train_on_assistant",
+    ) -> None:
+        self.column_map = check_column_map(column_map, {"messages": "messages"}, ("messages",))
+        self.new_system_prompt = new_system_prompt
+        self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"messages": [...]}``, with ``tools`` where the row has them."""
+        name = self.column_map["messages"]
+        turns = [_without_nulls(turn) for turn in _turns(column(sample, name), name)]
+        messages = [self._message(turns, i) for i in range(len(turns))]
+        found: dict[str, Any] = {"messages": self._finish(messages)}
+        if sample.get("tools"):
+            found["tools"] = _without_nulls(sample["tools"])
+        return found
+
+    def _message(self, turns: list[Any], index: int) -> Message:
+        turn = turns[index]
+        if not isinstance(turn, Mapping) or "role" not in turn:
+            raise DataError(f"a turn must have 'role' and 'content', not {sorted(turn) if turn else turn!r}")
+        role = turn["role"]
+        if role not in ROLES:
+            raise DataError(f"'{role}' is not a role: use {', '.join(ROLES)}")
+        if "content" not in turn and not turn.get("tool_calls"):
+            raise DataError(f"a turn of '{role}' has no content")
+        content = turn.get("content", "")
+        following = turns[index + 1]["role"] if index + 1 < len(turns) and "role" in turns[index + 1] else None
+        waits = role in ("tool", "ipython") or (role == "assistant" and following in ("tool", "ipython"))
+        extra = {key: value for key, value in turn.items() if key not in ("role", "content")}
+        return Message(
+            role=role,
+            content=content if isinstance(content, str) else [self._part(part) for part in content],
+            ipython=role == "assistant" and following in ("tool", "ipython"),
+            eot=not waits,
+            extra=extra,
+        )
+
+    @staticmethod
+    def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+        if part.get("type") == "text":
+            return {"type": "text", "content": part["text"]}
+        if part.get("type") == "image_url":
+            return {"type": "image", "content": part["image_url"]["url"]}
+        raise DataError(f"a part of a turn has the type '{part.get('type')}': only text and image_url are known")

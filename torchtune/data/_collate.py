@@ -1,0 +1,226 @@
+"""From examples to a batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._documents import Documents
+
+Document = Mapping[str, Any]
+# An example is a document; a pack is a list of them.
+Example = Document | Sequence[Document]
+
+
+def _row(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.int64)
+
+
+def documents_of(example: Example) -> list[Document]:
+    """The documents of an example or of a pack."""
+    return [example] if isinstance(example, Mapping) else list(example)
+
+
+def collate_documents(batch: Sequence[Example]) -> dict[str, Any]:
+    """Lay all documents of a batch one after another: no padding.
+
+    Args:
+        batch: examples with ``tokens`` and pre-shifted ``labels``, or packs (lists of such examples).
+
+    Returns:
+        ``tokens``, ``labels``, ``input_pos``: int64 [1, s], s the number of tokens; ``input_pos`` restarts at 0 in
+        every document. ``documents``: :class:`~torchtune.data.Documents`.
+
+    Raises:
+        DataError: an example carries more than tokens and labels (images), or the two differ in length.
+    """
+    documents = [document for example in batch for document in documents_of(example)]
+    tokens = [_row(document["tokens"]) for document in documents]
+    labels = [_row(document["labels"]) for document in documents]
+    for document, row, label in zip(documents, tokens, labels, strict=True):
+        if extra := document.keys() - {"tokens", "labels", "mask"}:
+            raise DataError(
+                f"collate_documents takes text only, not '{min(extra)}': set collate_fn to one that batches it."
+            )
+        if len(row) != len(label):
+            raise DataError(f"An example has {len(row)} tokens but {len(label)} labels.")
+    boundaries = Documents.from_lengths([len(row) for row in tokens])
+    return {
+        "tokens": torch.cat(tokens)[None],
+        "labels": torch.cat(labels)[None],
+        "input_pos": boundaries.positions()[None],
+        "documents": boundaries,
+    }
+
+
+def left_pad_sequence(
+    sequences: Sequence[torch.Tensor], batch_first: bool = False, padding_value: float = 0
+) -> torch.Tensor:
+    """Like :func:`torch.nn.utils.rnn.pad_sequence`, with the padding in front.
+
+    Returns:
+        [b, s] (or [s, b] without ``batch_first``), s the longest length.
+    """
+    flipped = [sequence.flip(0) for sequence in sequences]
+    padded = pad_sequence(flipped, batch_first=batch_first, padding_value=padding_value)
+    return padded.flip(int(batch_first))
+
+
+def _pad_to_multiple(rows: torch.Tensor, multiple: int, value: int, left: bool = False) -> torch.Tensor:
+    """Pad the last dimension to the next multiple; aligned rows stay as they are."""
+    missing = -rows.shape[-1] % multiple
+    return F.pad(rows, (missing, 0) if left else (0, missing), value=value)
+
+
+def padded_collate(
+    batch: Sequence[Mapping[str, Any]],
+    *,
+    pad_direction: str,
+    keys_to_pad: Sequence[str],
+    padding_idx: int | Mapping[str, int],
+    pad_to_multiple_of: int = 1,
+    stack_on_new_dim: bool = False,
+) -> dict[str, Any]:
+    """Pad chosen keys of examples to their longest; other keys become tensors, with a new first dimension.
+
+    Args:
+        batch: examples.
+        pad_direction: ``"left"`` or ``"right"``.
+        keys_to_pad: keys whose values are sequences.
+        padding_idx: padding of all keys, or key -> padding.
+        pad_to_multiple_of: the length is a multiple of it.
+        stack_on_new_dim: stack the tensors of nested dicts (``encoder_input``) instead of concatenating them.
+
+    Raises:
+        DataError: a key is missing, ``keys_to_pad`` and a mapping ``padding_idx`` differ, or the direction is unknown.
+    """
+    if pad_direction not in ("left", "right"):
+        raise DataError(f"pad_direction must be 'left' or 'right', not '{pad_direction}'.")
+    keys = set(keys_to_pad)
+    if not keys or not keys <= set(batch[0]):
+        raise DataError(f"keys_to_pad {sorted(keys)} must name keys of the examples, which have {sorted(batch[0])}.")
+    if isinstance(padding_idx, Mapping) and set(padding_idx) != keys:
+        raise DataError(f"padding_idx names {sorted(padding_idx)}, but keys_to_pad {sorted(keys)}.")
+    left = pad_direction == "left"
+    out: dict[str, Any] = {}
+    for key in batch[0]:
+        values = [example[key] for example in batch]
+        if key not in keys:
+            out[key] = _stack(values, stack_on_new_dim)
+            continue
+        value = padding_idx[key] if isinstance(padding_idx, Mapping) else padding_idx
+        rows = [_row(item) for item in values]
+        pad = left_pad_sequence if left else pad_sequence
+        out[key] = _pad_to_multiple(pad(rows, batch_first=True, padding_value=value), pad_to_multiple_of, value, left)
+    return out
+
+
+def _stack(values: list[Any], stack_on_new_dim: bool) -> Any:
+    """One tensor from one value per example; nested dicts keep all of their keys."""
+    if isinstance(values[0], Mapping):
+        return {key: _stack([value[key] for value in values], stack_on_new_dim) for key in values[0]}
+    tensors = [torch.as_tensor(value) for value in values]
+    if stack_on_new_dim or tensors[0].dim() == 0:
+        return torch.stack(tensors)
+    return torch.cat(tensors) if tensors[0].dim() > 1 else torch.stack(tensors)
+
+
+def padded_collate_sft(
+    batch: Sequence[Mapping[str, Any]],
+    padding_idx: int = 0,
+    ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX,
+    pad_to_multiple_of: int = 1,
+    stack_on_new_dim: bool = False,
+    cp_degree: int = 1,
+) -> dict[str, Any]:
+    """Pad examples on the right to the longest.
+
+    Args:
+        batch: examples with ``tokens``, ``labels`` and, for multimodal models, ``encoder_input``.
+        padding_idx: padding of the tokens.
+        ignore_idx: padding of the labels.
+        pad_to_multiple_of: the length is a multiple of it.
+        stack_on_new_dim: stack the tensors of ``encoder_input`` instead of concatenating them.
+        cp_degree: ranks that share a sequence; above 1 the length divides by twice as many and ``input_pos`` is added.
+
+    Returns:
+        ``tokens``, ``labels``: int64 [b, s]; ``input_pos`` int64 [1, s] and ``encoder_input`` as described.
+    """
+    tokens = [_row(example["tokens"]) for example in batch]
+    labels = [_row(example["labels"]) for example in batch]
+    length = max(max(map(len, tokens)), max(map(len, labels)))
+    if cp_degree > 1:
+        pad_to_multiple_of *= 2 * cp_degree
+    length += -length % pad_to_multiple_of
+    out: dict[str, Any] = {
+        "tokens": torch.stack([F.pad(row, (0, length - len(row)), value=padding_idx) for row in tokens]),
+        "labels": torch.stack([F.pad(row, (0, length - len(row)), value=ignore_idx) for row in labels]),
+    }
+    if cp_degree > 1:
+        out["input_pos"] = torch.arange(length)[None]
+    if "encoder_input" in batch[0]:
+        out["encoder_input"] = _stack([example["encoder_input"] for example in batch], stack_on_new_dim)
+    return out
+
+
+def padded_collate_dpo(
+    batch: Sequence[Mapping[str, Sequence[int]]],
+    padding_idx: int = 0,
+    ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX,
+    pad_to_multiple_of: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad pairs of answers: all chosen rows, then all rejected rows.
+
+    Args:
+        batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``.
+        padding_idx: padding of the tokens.
+        ignore_idx: padding of the labels.
+        pad_to_multiple_of: the length is a multiple of it.
+
+    Returns:
+        tokens and labels, int64 [2 * b, s].
+    """
+    halves = ("chosen", "rejected")
+    tokens = [_row(example[f"{half}_input_ids"]) for half in halves for example in batch]
+    labels = [_row(example[f"{half}_labels"]) for half in halves for example in batch]
+    padded = (
+        pad_sequence(tokens, batch_first=True, padding_value=padding_idx),
+        pad_sequence(labels, batch_first=True, padding_value=ignore_idx),
+    )
+    return (
+        _pad_to_multiple(padded[0], pad_to_multiple_of, padding_idx),
+        _pad_to_multiple(padded[1], pad_to_multiple_of, ignore_idx),
+    )
+
+
+def padded_collate_packed(
+    batch: Sequence[Example], padding_idx: int = 0, ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX
+) -> dict[str, Any]:
+    """Stack packs as rows, padded on the right to the fullest pack; padding is a document of its own.
+
+    :func:`collate_documents` does the same without padding.
+
+    Returns:
+        ``tokens``, ``labels``, ``input_pos``: int64 [b, s]; ``documents``: :class:`~torchtune.data.Documents`.
+    """
+    packs = [documents_of(example) for example in batch]
+    length = max(sum(len(document["tokens"]) for document in pack) for pack in packs)
+    lengths: list[int] = []
+    tokens, labels = [], []
+    for pack in packs:
+        row = torch.cat([_row(document["tokens"]) for document in pack])
+        label = torch.cat([_row(document["labels"]) for document in pack])
+        missing = length - len(row)
+        lengths += [len(document["tokens"]) for document in pack] + ([missing] if missing else [])
+        tokens.append(F.pad(row, (0, missing), value=padding_idx))
+        labels.append(F.pad(label, (0, missing), value=ignore_idx))
+    boundaries = Documents.from_lengths(lengths)
+    return {
+        "tokens": torch.stack(tokens),
+        "labels": torch.stack(labels),
+        "input_pos": boundaries.positions().view(len(packs), length),
+        "documents": boundaries,
+    }

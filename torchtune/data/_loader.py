@@ -1,0 +1,174 @@
+"""Batches whose order is a function of the seed and the epoch, and whose position is two numbers."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+
+Batch = Any
+
+
+class BatchLoader:
+    """Yields, for every optimizer step, the micro-batches of this rank.
+
+    A step takes the next ``batch_size * accumulation_steps * world_size`` examples of the epoch's order, whoever
+    computes them: micro-batch ``a`` is a slice of ``batch_size * world_size`` of them, split among the ranks. The
+    order depends on ``seed`` and the epoch alone, so any position is reached at once and another number of ranks
+    with the same number of examples per step sees the same steps. Nothing is dropped: the last step of an epoch
+    holds what is left. A rank for which nothing is left gets an example without labels, so that all ranks do the
+    same number of forward passes.
+
+    Iterating starts at the current position and ends with the epoch; then :attr:`epoch` is the next one. The
+    position moves before a step is yielded: a state taken while the step is worked on continues after it.
+
+    Args:
+        dataset: examples by index, with a length.
+        batch_size: examples (or packs) per micro-batch and rank.
+        collate_fn: list of examples -> batch.
+        shuffle: visit the examples in random order.
+        seed: decides the order, with the epoch.
+        accumulation_steps: micro-batches per optimizer step.
+        max_steps_per_epoch: ends every epoch early.
+        rank: this process.
+        world_size: processes that share a step.
+
+    Raises:
+        DataError: the dataset is empty, or a number is below 1.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        collate_fn: Callable[[list[Any]], Batch],
+        shuffle: bool,
+        seed: int,
+        accumulation_steps: int = 1,
+        max_steps_per_epoch: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        numbers = {"batch_size": batch_size, "accumulation_steps": accumulation_steps, "world_size": world_size}
+        if max_steps_per_epoch is not None:
+            numbers["max_steps_per_epoch"] = max_steps_per_epoch
+        for name, number in numbers.items():
+            if number < 1:
+                raise DataError(f"{name} must be at least 1, not {number}.")
+        if not 0 <= rank < world_size:
+            raise DataError(f"rank {rank} is not one of {world_size} ranks.")
+        if len(dataset) == 0:
+            raise DataError("The dataset is empty: there is nothing to train on.")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.collate_fn = collate_fn
+        self.shuffle = shuffle
+        self.seed = seed
+        self.accumulation_steps = accumulation_steps
+        self.max_steps_per_epoch = max_steps_per_epoch
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self._step = 0
+
+    @property
+    def examples_per_step(self) -> int:
+        """Examples of an optimizer step, over all ranks."""
+        return self.batch_size * self.accumulation_steps * self.world_size
+
+    def __len__(self) -> int:
+        """Optimizer steps per epoch."""
+        steps = math.ceil(len(self.dataset) / self.examples_per_step)
+        return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch."""
+        self.epoch, self._step = epoch, 0
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """This rank's micro-batches of every remaining step of the epoch."""
+        order = self._order(self.epoch)
+        while self._step < len(self):
+            start = self._step * self.examples_per_step
+            batches = [self._collate(indices) for indices in self._split(order[start : start + self.examples_per_step])]
+            self._step += 1
+            yield batches
+        self.set_epoch(self.epoch + 1)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """int64 [number of examples]: the order of an epoch."""
+        if not self.shuffle:
+            return np.arange(len(self.dataset))
+        # RandomState's streams are frozen by numpy's compatibility policy; Generator's are not.
+        words = [self.seed & 0xFFFFFFFF, (self.seed >> 32) & 0xFFFFFFFF, epoch]
+        return np.random.RandomState(words).permutation(len(self.dataset))
+
+    def _split(self, step: np.ndarray) -> Iterator[tuple[np.ndarray, bool]]:
+        """(indices, is blank) of this rank's micro-batches of one step."""
+        width = self.batch_size * self.world_size
+        for start in range(0, len(step), width):
+            chunk = step[start : start + width]
+            mine = np.array_split(chunk, self.world_size)[self.rank]
+            yield (mine, False) if len(mine) else (chunk[:1], True)
+
+    def _collate(self, part: tuple[np.ndarray, bool]) -> Batch:
+        indices, blank = part
+        examples = [self.dataset[int(index)] for index in indices]
+        return self.collate_fn([_without_labels(example) for example in examples] if blank else examples)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        fingerprint = {
+            "dataset_length": len(self.dataset),
+            "examples_per_step": self.examples_per_step,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+        if (content := getattr(self.dataset, "fingerprint", None)) is not None:
+            fingerprint["dataset_content"] = content
+        return fingerprint
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: epoch, next step, and what the order was made from."""
+        return {"epoch": self.epoch, "step": self._step, "fingerprint": self._fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            DataError: the position means something else now; the message names what changed.
+        """
+        names = {
+            "dataset_length": "the number of examples (or packs)",
+            "examples_per_step": "examples per step (batch_size x gradient_accumulation_steps x ranks)",
+            "shuffle": "shuffle",
+            "seed": "seed",
+            "dataset_content": "the content of the dataset",
+        }
+        now, saved = self._fingerprint(), state["fingerprint"]
+        changes = [
+            f"{names.get(key, key)} was {saved[key]}, now {now[key]}"
+            for key in now
+            if key in saved and saved[key] != now[key]
+        ]
+        if changes:
+            raise DataError(
+                f"Cannot continue at the saved data position: {'; '.join(changes)}; "
+                "resume with what the run was started with, or start a new run."
+            )
+        self.epoch, self._step = int(state["epoch"]), int(state["step"])
+
+
+def _without_labels(example: Any) -> Any:
+    """The same example (or pack) with every label ignored."""
+    if isinstance(example, Mapping):
+        return {
+            key: torch.full((len(value),), CROSS_ENTROPY_IGNORE_IDX) if key.endswith("labels") else value
+            for key, value in example.items()
+        }
+    if isinstance(example, Sequence):
+        return [_without_labels(document) for document in example]
+    raise DataError(f"An example must be a mapping or a list of mappings, not {type(example).__name__}.")

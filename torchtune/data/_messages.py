@@ -1,0 +1,146 @@
+"""One turn of a conversation, and which turns are trained on."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Literal
+
+from torchtune.data._common import DataError
+
+Role = Literal["system", "user", "assistant", "ipython", "tool"]
+ROLES: tuple[str, ...] = ("system", "user", "assistant", "ipython", "tool")
+
+
+class Message:
+    """One turn of a conversation.
+
+    Args:
+        role: who speaks.
+        content: a text, or a list of ``{"type": "text" | "image", "content": ...}``.
+        masked: no token of the turn is trained on.
+        ipython: the assistant calls a tool here.
+        eot: the turn ends here, as opposed to waiting for a tool's answer.
+        extra: further fields of the turn that a chat template may read (``tool_calls``, ``name``,
+            ``reasoning_content`` …).
+
+    Raises:
+        ValueError: ``ipython`` on a turn that is not the assistant's or that contains media.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        content: str | list[dict[str, Any]],
+        masked: bool = False,
+        ipython: bool = False,
+        eot: bool = True,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self.role = role
+        self.content = [{"type": "text", "content": content}] if isinstance(content, str) else list(content)
+        self.masked = masked
+        self.ipython = ipython
+        self.eot = eot
+        self.extra = dict(extra or {})
+        if ipython and (self.contains_media or role != "assistant"):
+            raise ValueError(
+                f"Only a text turn of the assistant can call a tool (ipython=True), not one of role '{role}'"
+                f"{' with media' if self.contains_media else ''}."
+            )
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> "Message":
+        """Build from a mapping with ``role``, ``content`` and, as wanted, ``masked``, ``ipython``, ``eot``, ``extra``."""
+        return cls(
+            role=d["role"],
+            content=d["content"],
+            masked=d.get("masked", False),
+            ipython=d.get("ipython", False),
+            eot=d.get("eot", True),
+            extra=d.get("extra"),
+        )
+
+    def get_media(self) -> list[Any]:
+        """The images of the turn, in order."""
+        return [item["content"] for item in self.content if item["type"] == "image"]
+
+    @property
+    def contains_media(self) -> bool:
+        """Whether any part of the turn is not text."""
+        return any(item["type"] == "image" for item in self.content)
+
+    @property
+    def text_content(self) -> str:
+        """All text of the turn, joined."""
+        return "".join(item["content"] for item in self.content if item["type"] == "text")
+
+    def __repr__(self) -> str:
+        parts = [item["content"] if item["type"] == "text" else f"<{item['type']}>" for item in self.content]
+        return f"Message(role='{self.role}', content={parts!r})"
+
+
+class MaskingStrategy(Enum):
+    """Which turns are trained on."""
+
+    TRAIN_ON_ALL = "train_on_all"
+    TRAIN_ON_ASSISTANT = "train_on_assistant"
+    TRAIN_ON_LAST = "train_on_last"
+
+
+def masking_strategy_of(value: MaskingStrategy | str) -> MaskingStrategy:
+    """The strategy that a name means. Raises :class:`DataError` for an unknown name."""
+    try:
+        return MaskingStrategy(value)
+    except ValueError as error:
+        names = ", ".join(strategy.value for strategy in MaskingStrategy)
+        raise DataError(f"masking_strategy must be one of {names}, not '{value}'.") from error
+
+
+def mask_messages(messages: Sequence[Message], masking_strategy: MaskingStrategy | str) -> None:
+    """Set ``masked`` on every message, in place.
+
+    ``train_on_assistant`` trains on all turns of the assistant, ``train_on_last`` on its last one, ``train_on_all``
+    on users and tools too (not on users' turns with media). The system's turn is never trained on.
+
+    Raises:
+        DataError: unknown strategy.
+    """
+    strategy = masking_strategy_of(masking_strategy)
+    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    for i, message in enumerate(messages):
+        if message.role == "system":
+            message.masked = True
+        elif strategy is MaskingStrategy.TRAIN_ON_LAST:
+            message.masked = i != last
+        elif strategy is MaskingStrategy.TRAIN_ON_ALL:
+            message.masked = message.role == "user" and message.contains_media
+        else:
+            message.masked = message.role != "assistant"
+
+
+def validate_messages(messages: Sequence[Message]) -> None:
+    """Check that the turns follow each other as in a conversation.
+
+    Raises:
+        DataError: fewer than two turns; an assistant that does not answer a user or a tool; two user turns in a
+            row; a system turn that is not the first; a tool's answer that nothing asked for.
+    """
+    if len(messages) < 2:
+        raise DataError(f"a conversation needs at least 2 turns, this one has {len(messages)}")
+    last_role = ""
+    for i, message in enumerate(messages):
+        before = messages[i - 1] if i else None
+        if message.role == "system" and i:
+            raise DataError(f"turn {i} is a system turn, which may only be the first")
+        if message.role == "user" and last_role == "user":
+            raise DataError(f"turn {i} is a second user turn in a row")
+        if message.role == "assistant" and last_role not in ("user", "tool", "ipython"):
+            raise DataError(
+                f"turn {i} of the assistant follows {last_role or 'nothing'} instead of a user or tool turn"
+            )
+        if message.role in ("tool", "ipython") and last_role not in ("tool", "ipython") and not _calls_tool(before):
+            raise DataError(f"turn {i} is a tool's answer, but the turn before it calls no tool")
+        last_role = message.role
+
+
+def _calls_tool(message: Message | None) -> bool:
+    return message is not None and (message.ipython or bool(message.extra.get("tool_calls")))

@@ -1,0 +1,213 @@
+"""Rows of one question and one answer, or of two answers to compare, to messages."""
+
+import difflib
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune.data._common import DataError, Transform
+from torchtune.data._messages import MaskingStrategy, Message, mask_messages, masking_strategy_of
+
+
+def column(sample: Mapping[str, Any], name: str) -> Any:
+    """A column of a row. Raises :class:`DataError` with the columns that are there, the nearest first named."""
+    if name in sample:
+        return sample[name]
+    near = difflib.get_close_matches(name, list(sample), n=1, cutoff=0.5)
+    hint = f"; did you mean '{near[0]}'" if near else ""
+    present = ", ".join(f"'{key}'" for key in sample)
+    raise DataError(f"there is no column '{name}' among {present}{hint} (column_map says which column holds what)")
+
+
+def text_column(sample: Mapping[str, Any], name: str) -> str:
+    """A column of a row, as text. Raises :class:`DataError` where it is missing or holds no text."""
+    value = column(sample, name)
+    if not isinstance(value, str):
+        raise DataError(f"column '{name}' holds {'nothing' if value is None else type(value).__name__}, not a text")
+    return value
+
+
+def check_column_map(
+    column_map: Mapping[str, str] | None, defaults: Mapping[str, str], required: Sequence[str]
+) -> dict[str, str]:
+    """The column of every role; ``defaults`` without a map.
+
+    Raises:
+        DataError: the map lacks a required key or has an unknown one.
+    """
+    if column_map is None:
+        return dict(defaults)
+    for key in required:
+        if key not in column_map:
+            raise DataError(
+                f"column_map needs the key '{key}' (the column that holds it), it has {sorted(column_map)}."
+            )
+    for key in column_map:
+        if key not in defaults:
+            raise DataError(f"column_map has the unknown key '{key}': its keys are {', '.join(defaults)}.")
+    return dict(column_map)
+
+
+def resolve_masking(train_on_input: bool | None, masking_strategy: str | MaskingStrategy | None) -> MaskingStrategy:
+    """The strategy that both spellings together mean; ``train_on_input`` warns, and wins where it is given.
+
+    Raises:
+        DataError: unknown strategy.
+    """
+    if train_on_input is not None:
+        strategy = MaskingStrategy.TRAIN_ON_ALL if train_on_input else MaskingStrategy.TRAIN_ON_ASSISTANT
+        warnings.warn(
+            f"train_on_input={train_on_input} is deprecated: use masking_strategy='{strategy.value}'.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return strategy
+    return masking_strategy_of(masking_strategy or MaskingStrategy.TRAIN_ON_ASSISTANT)
+
+
+def image_item(value: Any, image_dir: Path | None) -> dict[str, Any]:
+    """A content item of an image, which may be a file name under ``image_dir``."""
+    if isinstance(value, str | Path) and image_dir is not None:
+        value = image_dir / value
+    return {"type": "image", "content": value}
+
+
+class InputOutputToMessages(Transform):
+    """A row with a question and an answer to a user turn and an assistant turn.
+
+    Args:
+        train_on_input: old spelling of ``masking_strategy``.
+        column_map: the columns of ``input``, ``output`` and, if there is one, ``image``.
+        new_system_prompt: text of a system turn put first.
+        image_dir: folder of images that are given by file name.
+        masking_strategy: see :func:`mask_messages`.
+
+    Raises:
+        DataError: the map lacks a key; when called, a column is missing or holds no text.
+    """
+
+    def __init__(
+        self,
+        train_on_input: bool | None = None,
+        column_map: Mapping[str, str] | None = None,
+        new_system_prompt: str | None = None,
+        image_dir: Path | None = None,
+        masking_strategy: str | MaskingStrategy | None = "train_on_assistant",
+    ) -> None:
+        defaults = {"input": "input", "output": "output", "image": "image"}
+        self.column_map = check_column_map(column_map, defaults, ("input", "output"))
+        self.wants_image = column_map is not None and "image" in column_map
+        self.new_system_prompt = new_system_prompt
+        self.image_dir = None if image_dir is None else Path(image_dir)
+        self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"messages": [...]}``."""
+        content: list[dict[str, Any]] = [{"type": "text", "content": text_column(sample, self.column_map["input"])}]
+        if self.wants_image or "image" in sample:
+            content.insert(0, image_item(column(sample, self.column_map.get("image", "image")), self.image_dir))
+        messages = [
+            Message(role="user", content=content),
+            Message(role="assistant", content=text_column(sample, self.column_map["output"])),
+        ]
+        if self.new_system_prompt is not None:
+            messages.insert(0, Message(role="system", content=self.new_system_prompt))
+        mask_messages(messages, self.masking_strategy)
+        return {"messages": messages}
+
+
+class AlpacaToMessages(Transform):
+    """A row of the Alpaca layout to a user turn, with its fixed preamble, and an assistant turn.
+
+    Args:
+        train_on_input: old spelling of ``masking_strategy``.
+        column_map: the columns of ``instruction``, ``output`` and, if there is one, ``input``.
+        masking_strategy: see :func:`mask_messages`.
+
+    Raises:
+        DataError: the map lacks a key; when called, a column is missing or holds no text.
+    """
+
+    template = {
+        "prompt_input": (
+            "Below is an instruction that describes a task, paired with an input that provides further context. "
+            "Write a response that appropriately completes the request.\n\n"
+            "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+        ),
+        "prompt_no_input": (
+            "Below is an instruction that describes a task. "
+            "Write a response that appropriately completes the request.\n\n"
+            "### Instruction:\n{instruction}\n\n### Response:\n"
+        ),
+    }
+
+    def __init__(
+        self,
+        train_on_input: bool | None = None,
+        column_map: Mapping[str, str] | None = None,
+        masking_strategy: str | MaskingStrategy | None = "train_on_all",
+    ) -> None:
+        defaults = {"instruction": "instruction", "input": "input", "output": "output"}
+        self.column_map = check_column_map(column_map, defaults, ("instruction", "output"))
+        self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"messages": [user, assistant]}``."""
+        instruction = text_column(sample, self.column_map["instruction"])
+        given = sample.get(self.column_map.get("input", "input")) or ""
+        layout = self.template["prompt_input" if given else "prompt_no_input"]
+        messages = [
+            Message(role="user", content=layout.format(instruction=instruction, input=given)),
+            Message(role="assistant", content=text_column(sample, self.column_map["output"])),
+        ]
+        mask_messages(messages, self.masking_strategy)
+        return {"messages": messages}
+
+
+class ChosenRejectedToMessages(Transform):
+    """A row with a better and a worse conversation (lists of ``{"role", "content"}``) to two lists of messages.
+
+    Args:
+        train_on_input: old spelling of ``masking_strategy``.
+        column_map: the columns of ``chosen`` and ``rejected``.
+        new_system_prompt: text of a system turn that takes the place of the conversations' own.
+        masking_strategy: see :func:`mask_messages`.
+
+    Raises:
+        DataError: the map lacks a key; when called, a column is missing or is no conversation.
+    """
+
+    def __init__(
+        self,
+        train_on_input: bool | None = None,
+        column_map: Mapping[str, str] | None = None,
+        new_system_prompt: str | None = None,
+        masking_strategy: str | MaskingStrategy | None = "train_on_assistant",
+    ) -> None:
+        defaults = {"chosen": "chosen", "rejected": "rejected"}
+        self.column_map = check_column_map(column_map, defaults, ("chosen", "rejected"))
+        self.new_system_prompt = new_system_prompt
+        self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"chosen": [...], "rejected": [...]}``."""
+        return {side: self._messages(column(sample, name)) for side, name in self.column_map.items()}
+
+    def _messages(self, turns: Any) -> list[Message]:
+        if not isinstance(turns, Sequence) or isinstance(turns, str):
+            raise DataError(f"a conversation must be a list of turns, not {type(turns).__name__}")
+        messages = [Message.from_dict({key: turn[key] for key in turn}) for turn in map(as_turn, turns)]
+        if self.new_system_prompt is not None:
+            messages = [message for message in messages if message.role != "system"]
+            messages.insert(0, Message(role="system", content=self.new_system_prompt))
+        mask_messages(messages, self.masking_strategy)
+        return messages
+
+
+def as_turn(turn: Any, role_key: str = "role", content_key: str = "content") -> Mapping[str, Any]:
+    """``turn`` itself. Raises :class:`DataError` unless it is a mapping with a role and a content."""
+    if not isinstance(turn, Mapping) or role_key not in turn or content_key not in turn:
+        found = sorted(turn) if isinstance(turn, Mapping) else type(turn).__name__
+        raise DataError(f"a turn must have '{role_key}' and '{content_key}', not {found}")
+    return turn
