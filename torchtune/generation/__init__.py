@@ -2,6 +2,7 @@
 
 from torchtune.generation._generation import generate, generate_next_token, sample
 from torchtune.generation._masks import get_causal_mask_from_padding_mask, get_position_ids_from_padding_mask
+from torchtune.generation._stream import stream
 
 __all__ = [
     "generate",
@@ -9,4 +10,5 @@ __all__ = [
     "get_causal_mask_from_padding_mask",
     "get_position_ids_from_padding_mask",
     "sample",
+    "stream",
 ]
