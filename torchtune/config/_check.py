@@ -19,7 +19,7 @@ class Checker:
         self.queue: list[tuple[KeyPath, dict[str, Any], HandedOver | None]] = []
         self.components: set[KeyPath] = set()
         self.known: dict[str, list[str]] = {}  # every name of the schema -> where it belongs
-        self.unknown: list[tuple[KeyPath, list[str], str]] = []
+        self.unknown: list[tuple[KeyPath, list[str], list[str], str]] = []
         self.missing: list[tuple[KeyPath, str]] = []
 
     def fields(self, path: KeyPath, data: dict[str, Any], cls: type, accepted: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -32,14 +32,14 @@ class Checker:
                 continue
             if key not in found:
                 unused = [name for name in found if name not in data]
-                self.unknown.append(((*path, key), unused, "there is no such setting"))
+                self.unknown.append(((*path, key), unused, list(found), "there is no such setting"))
             elif value == "???":
                 self.document.add((*path, key), "must be given: ??? stands for a value that you fill in")
             else:
                 values[key] = check_value(self.document, (*path, key), value, found[key].annotation, self)
         for name, setting in found.items():
             if setting.required and name not in data:
-                self.missing.append(((*path, name), f"is required (a {setting.type_text}) but not given"))
+                self.missing.append(((*path, name), f"is required ({setting.type_text}) but not given"))
         if self._count() == before:
             self._rules(path, cls, values)
         return values
@@ -129,7 +129,7 @@ class Checker:
                 self.document.add(here, f"is handed to {name} by the recipe: remove it")
             elif key not in signature.named and not signature.open:
                 unused = [known for known in signature.named if known not in node and known not in taken]
-                self.unknown.append((here, unused, f"{name} takes no argument '{key}'"))
+                self.unknown.append((here, unused, list(signature.named), f"{name} takes no argument '{key}'"))
                 anything(here, value, self)
             else:
                 argument = signature.named.get(str(key), Argument())
@@ -149,9 +149,11 @@ class Checker:
     def _suggest(self) -> None:
         """Give every unknown key the nearest right name; a key that is merely misspelt is not missing too."""
         meant: set[KeyPath] = set()
-        for path, unused, reason in self.unknown:
+        for path, unused, local_names, reason in self.unknown:
             key = str(path[-1])
-            local = nearest(key, unused)
+            local, other = nearest(key, unused), nearest(key, local_names)
+            if local is None or (other and _distance(key, other) < _distance(key, local)):
+                local = other  # a name that is there already is meant where it is nearer: a section, misspelt
             elsewhere = [full for full in self.known.get(key, []) if full != dotted(path)]
             if local and (not elsewhere or _distance(key, local) == 1):
                 hint = f"; did you mean '{local}'?"
@@ -159,8 +161,8 @@ class Checker:
             elif elsewhere:
                 hint = f"; did you mean '{elsewhere[0]}'?"
             else:
-                other = nearest(key, self.known)
-                hint = f"; did you mean '{self.known[other][0]}'?" if other else ""
+                far = nearest(key, self.known)
+                hint = f"; did you mean '{self.known[far][0]}'?" if far else ""
             self.document.add(path, reason + hint)
         for path, reason in self.missing:
             if path not in meant:

@@ -51,13 +51,16 @@ def find_config(config: str | Path) -> Path:
     raise ConfigError([Mistake("", str(config), "there is no such file")])
 
 
-def load_and_check(config_path: str | Path, overrides: Sequence[str], recipe: Callable[..., Any] | type) -> Any:
+def load_and_check(
+    config_path: str | Path, overrides: Sequence[str] = (), recipe: Callable[..., Any] | type | None = None
+) -> Any:
     """Read a config and check it against a recipe before anything else is opened.
 
     Args:
         config_path: path, or name of a shipped config.
         overrides: ``key=value`` and ``~key`` of the command line.
-        recipe: a ``recipe_main`` (wrapped by ``parse`` or not), or its settings dataclass.
+        recipe: a ``recipe_main`` (wrapped by ``parse`` or not), its settings dataclass, or ``None`` to check the
+            components alone.
 
     Returns:
         An instance of the recipe's settings dataclass; a resolved ``DictConfig`` for a recipe annotated so.
@@ -67,12 +70,12 @@ def load_and_check(config_path: str | Path, overrides: Sequence[str], recipe: Ca
     """
     document = read(find_config(config_path))
     _overrides.apply(document, overrides)
-    if inspect.isclass(recipe):
-        cls, scope = recipe, vars(sys.modules[recipe.__module__])
+    if recipe is None or inspect.isclass(recipe):
+        main, cls, scope = None, recipe, vars(sys.modules[recipe.__module__]) if recipe else {}
     else:
-        cls, scope = settings_of(recipe), inspect.unwrap(recipe).__globals__
+        main, cls, scope = inspect.unwrap(recipe), settings_of(recipe), inspect.unwrap(recipe).__globals__
     if not dataclasses.is_dataclass(cls):
-        return _check_untyped(document, scope, None if inspect.isclass(recipe) else recipe)
+        return _check_untyped(document, scope, main)
     return _check_typed(document, cls, scope)
 
 
@@ -102,7 +105,7 @@ def _check_untyped(document: Document, scope: dict[str, Any], recipe: Callable[.
     checker = Checker(document, scope)
     anything((), document.data, checker)
     if recipe is not None:
-        _unread.check(document, inspect.unwrap(recipe), references)
+        _unread.check(document, recipe, references)
     checker.finish()
     return OmegaConf.create(document.data)
 

@@ -47,6 +47,7 @@ class Document:
     name: str = ""
     places: dict[KeyPath, Place] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
+    copies: dict[KeyPath, KeyPath] = field(default_factory=dict)  # written as ${other}: whose mistakes it repeats
 
     def place(self, path: KeyPath) -> Place:
         """The place of ``path``, or of the nearest section around it that was written."""
@@ -63,8 +64,16 @@ class Document:
 
     def check(self) -> None:
         """Raise ``ConfigError`` with every mistake, in the order of the lines."""
-        if self.mistakes:
-            raise ConfigError(sorted(self.mistakes, key=lambda m: (m.place == "command line", _line(m.place))))
+        keys = {mistake.key for mistake in self.mistakes}
+        own = [mistake for mistake in self.mistakes if not self._repeats(mistake.key, keys)]
+        if own:
+            raise ConfigError(sorted(own, key=lambda m: (m.place == "command line", _line(m.place))))
+
+    def _repeats(self, key: str, keys: set[str]) -> bool:
+        copied = [(dotted(copy), dotted(origin)) for copy, origin in self.copies.items()]
+        return any(
+            key == copy or key.startswith(f"{copy}.") for copy, origin in copied if origin + key[len(copy) :] in keys
+        )
 
     def set(self, path: KeyPath, value: Any, place: Place) -> None:
         """Put ``value`` at ``path``; what stood there is forgotten. The parent must exist."""
@@ -235,10 +244,14 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
                 hint = did_you_mean(missing[1], [*names, *defaults])
                 reason = f"'{text}' refers to '{missing[1]}', which does not exist{hint}"
             else:
-                reason = f"'{text}' cannot be resolved: {str(error).splitlines()[0]}"
+                cause = str(error).splitlines()[0].rpartition("resolving interpolation: ")[2]
+                reason = f"'{text}' cannot be resolved: {cause}"
             document.add(path, reason)
-            resolved = UNRESOLVED
+            values.append((path, UNRESOLVED))
+            continue
         values.append((path, resolved))
+        if whole := re.fullmatch(r"\$\{\s*([\w\-][\w.\-]*)\s*\}", text):
+            document.copies[path] = tuple(int(part) if part.isdigit() else part for part in whole[1].split("."))
     for path, resolved in values:
         replace(path, resolved)
     return references

@@ -158,8 +158,7 @@ def _refuse(document: Document, path: KeyPath, value: Any, annotation: Any) -> N
     hint = did_you_mean(value, choices) if isinstance(value, str) else ""
     if isinstance(value, str) and not hint and any(split_annotated(m)[0] in (int, float, bool) for m in members(base)):
         hint = ": write it without quotation marks" if _is_number(value) else ""
-    article = "" if type_text(base).startswith("one of") else "a "
-    document.add(path, f"must be {article}{type_text(annotation)}, not {shown(value)}{hint}")
+    document.add(path, f"must be {type_text(annotation)}, not {shown(value)}{hint}")
 
 
 def _is_number(text: str) -> bool:

@@ -1,0 +1,221 @@
+# ruff: noqa: E501 (messages stand in one piece, as they are printed)
+"""The text of every kind of mistake in a typed config."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.torchtune.config.assets import typed_recipe, untyped_recipe
+from torchtune import config
+from torchtune.config import ConfigError, Range
+from torchtune.config._errors import nearest
+
+Mistakes = Callable[..., list[str]]
+Check = Callable[..., typed_recipe.Settings]
+PARTS = "tests.torchtune.config.assets.parts"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("bach_size=3", "bach_size: there is no such setting; did you mean 'batch_size'?"),
+        ("lr=1", "lr: there is no such setting; did you mean 'optimizer.lr'?"),
+        ("num_warmup_step=1", "num_warmup_step: there is no such setting; did you mean 'lr_scheduler.num_warmup_steps'?"),
+        ("xyzzy=1", "xyzzy: there is no such setting"),
+        ("optimzer.lr=1", "optimzer: there is no such setting; did you mean 'optimizer'?"),
+        ("batch_size=two", "batch_size: must be int >= 1, not 'two' (str)"),
+        ("batch_size='4'", "batch_size: must be int >= 1, not '4' (str): write it without quotation marks"),
+        ("batch_size=0", "batch_size: must be >= 1, not 0"),
+        ("batch_size=1.5", "batch_size: must be int >= 1, not 1.5 (float)"),
+        ("batch_size=true", "batch_size: must be int >= 1, not True (bool)"),
+        ("batch_size=[1, 2]", "batch_size: must be int >= 1, not a list"),
+        ("optimizer_in_bwd=3", "optimizer_in_bwd: must be bool, not 3 (int)"),
+        ("clip_grad_norm=0", "clip_grad_norm: must be > 0, not 0.0"),
+        ("clip_grad_norm=.nan", "clip_grad_norm: must be > 0, not nan"),
+        ("dtype=bf17", "dtype: must be one of bf16, fp32, not 'bf17' (str); did you mean 'bf16'?"),
+        ("buckets=[1, b]", "buckets.1: must be int, not 'b' (str)"),
+        ("prompt={user: [1]}", "prompt.user: must be str or null, not a list"),
+        ("output_dir=null", "output_dir: must be str, not null"),
+        ("model=null", "model: must be component, not null"),
+        ("model={width: 3}", "model: needs a _component_ key that names the class or function"),
+        ("model_converters=[{_componet_: a.b}]", "model_converters.0: needs a _component_ key that names the class or function; rename '_componet_'"),
+        ("optimizer.lr=-1e-3", "optimizer.lr: must be >= 0, not -0.001"),
+        ("optimizer.lr=fast", "optimizer.lr: must be float, not 'fast' (str)"),
+        ("optimizer.betas=[1, 2, 3]", "optimizer.betas: must have 2 items, not 3"),
+        ("optimizer.params=[1]", f"optimizer.params: is handed to {PARTS}.Optimizer by the recipe: remove it"),
+        ("optimizer.lrr=1", f"optimizer.lrr: {PARTS}.Optimizer takes no argument 'lrr'; did you mean 'lr'?"),
+        ("optimizer.epochs=1", f"optimizer.epochs: {PARTS}.Optimizer takes no argument 'epochs'; did you mean 'epochs'?"),
+        ("dataset.1.pakced=1", f"dataset.1.pakced: {PARTS}.alpaca_like takes no argument 'pakced'; did you mean 'packed'?"),
+        ("dataset.0.streming=1", f"dataset.0.streming: {PARTS}.chat_dataset takes no argument 'streming'; did you mean 'streaming'?"),
+        ("dataset.0.streaming=1", "dataset.0.streaming: must be bool, not 1 (int)"),
+        ("tokenizer.prompt_template.usr=x", f"tokenizer.prompt_template.usr: {PARTS}.Template takes no argument 'usr'; did you mean 'user'?"),
+        ("model.activation=gleu", "model.activation: must be one of gelu, silu, not 'gleu' (str); did you mean 'gelu'?"),
+        ("sampler.temprature=1", "sampler.temprature: there is no such setting; did you mean 'temperature'?"),
+        ("sampler.temperature=-1", "sampler.temperature: must be >= 0, not -1.0"),
+        ("metric_logger.projct=a", f"metric_logger.projct: {PARTS}.Logger takes no argument 'projct'; did you mean 'project'?"),
+        ("model=tests.torchtune.config.assets.parts.Modl", f"model._component_: '{PARTS}.Modl': module '{PARTS}' has no attribute 'Modl'; did you mean 'Model'?"),
+        ("model=torhc.nn.Linear", "model._component_: 'torhc.nn.Linear': there is no module 'torhc' here; did you mean 'torch'?"),
+        ("model=torchtune.cofnig.x.Y", "model._component_: 'torchtune.cofnig.x.Y': there is no module 'torchtune.cofnig'; did you mean 'config'?"),
+        ("model=no_such_package.x", "model._component_: 'no_such_package.x': there is no module 'no_such_package' here: install it, or correct the name"),
+        ("model=Modle", "model._component_: there is no 'Modle' in the recipe's file, nor a module of that name"),
+        ("model=a..b", "model._component_: 'a..b' is not a dotted path: a part between the dots is empty"),
+        ("model._component_=3", "model._component_: _component_ must be the dotted path of a class or function, not 3"),
+        ("model=torchtune.config", "model._component_: 'torchtune.config' is a module, not a class or function"),
+    ],
+)  # fmt: skip
+def test_one_mistake(mistakes: Mistakes, override: str, message: str) -> None:
+    found = [line.removeprefix("command line: ") for line in mistakes(override)]
+    expected_elsewhere = ("model=", "c.yaml")  # another component leaves the arguments of the first one behind
+    assert [line for line in found if not line.startswith(expected_elsewhere)] == [message]
+
+
+def test_all_mistakes_at_once_in_the_order_of_the_file(mistakes: Mistakes) -> None:
+    replace = {
+        "  layers: 4": "  layer: 4",
+        "lr: 2e-5": "lr: fast",
+        "seed: 7": "sed: 7",
+        "  path: ${output_dir}/tok": "  pth: tok",
+    }
+    assert mistakes("epochs=0", replace=replace) == [
+        f"c.yaml:9: model.layer: {PARTS}.Model takes no argument 'layer'; did you mean 'layers'?",
+        f"c.yaml:14: tokenizer.pth: {PARTS}.Tokenizer takes no argument 'pth'; did you mean 'path'?",
+        "c.yaml:31: optimizer.lr: must be float, not 'fast' (str)",
+        "c.yaml:51: sed: there is no such setting; did you mean 'seed'?",
+        "command line: epochs: must be >= 1, not 0",
+    ]
+
+
+def test_missing_keys(mistakes: Mistakes) -> None:
+    assert mistakes("~output_dir", replace={"${output_dir}/tok": "tok", "${output_dir}/logs": "logs"}) == [
+        "c.yaml:1: output_dir: is required (str) but not given"
+    ]
+    assert mistakes("~model.width") == [
+        f"c.yaml:6: model.width: {PARTS}.Model needs this argument, but it is not given"
+    ]
+    assert mistakes("~lr_scheduler.num_warmup_steps")[0].endswith(
+        "warmup_schedule needs this argument, but it is not given"
+    )
+
+
+def test_a_component_that_does_not_take_what_it_is_handed(mistakes: Mistakes) -> None:
+    found = mistakes("lr_scheduler={_component_: tests.torchtune.config.assets.parts.Template}")
+    assert (
+        f"command line: lr_scheduler: {PARTS}.Template takes no argument 'last_epoch', which the recipe hands over"
+        in found
+    )
+    found = mistakes("dataset={_component_: builtins.object}", "dataset_val=null")
+    assert found == [
+        "command line: dataset: builtins.object takes no argument for the tokenizer that the recipe hands over"
+    ]
+
+
+def test_a_mistake_is_not_repeated_where_it_is_referred_to(mistakes: Mistakes) -> None:
+    assert mistakes("batch_size=two") == ["command line: batch_size: must be int >= 1, not 'two' (str)"]
+    assert len(mistakes("dataset.0.split=3.5", "dataset.1.splt=x")) == 2
+
+
+def test_rules_across_settings(check: Check, mistakes: Mistakes) -> None:
+    assert mistakes("optimizer_in_bwd=true") == ["c.yaml:53: clip_grad_norm: cannot be used with optimizer_in_bwd"]
+    assert check("optimizer_in_bwd=true", "clip_grad_norm=null").optimizer_in_bwd
+    assert mistakes("sampler.top_p=2") == ["c.yaml:40: sampler: top_p is a probability: at most 1"]
+    assert mistakes("sampler.strategy=greedy", "sampler.top_p=0.5") == [
+        "command line: sampler.top_p: has no meaning with strategy=greedy"
+    ]
+
+
+def test_values_arrive_in_their_types(check: Check) -> None:
+    settings = check("clip_grad_norm=2", "output_dir=123", "debug_mode=1", "prompt.user=a=b: c", "dataset_val=null")
+    assert settings.clip_grad_norm == 2.0
+    assert isinstance(settings.clip_grad_norm, float)
+    assert settings.output_dir == "123"
+    assert settings.debug_mode == 1
+    assert settings.prompt == {"user": "a=b: c"}
+    assert settings.dataset_val is None
+    assert settings.tokenizer.path == "123/tokenizer.json"
+    assert settings.optimizer.lr == 2e-5
+    assert settings.dataset[1]._component_ == f"{PARTS}.alpaca_like"
+    assert settings.epochs == 3
+    assert settings.recipe == "typed_recipe"
+
+
+def test_defaults_are_seen_by_references(check: Check) -> None:
+    assert check("~batch_size").batch_size_val == 2
+
+
+def test_a_retired_key_warns_once(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        check("low_cpu_ram=true")
+    assert [record.getMessage() for record in caplog.records] == [
+        "command line: 'low_cpu_ram' has no effect any more: weights are always streamed."
+    ]
+
+
+def test_a_module_that_fails_to_import_says_why(
+    mistakes: Mistakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "needs_more.py").write_text("import package_that_is_not_there\n")
+    (tmp_path / "is_broken.py").write_text("def f(:\n")
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    assert (
+        "'needs_more.f': module 'needs_more' failed to import because 'package_that_is_not_there' is not installed"
+        in mistakes("model=needs_more.f")[0]
+    )
+    assert "module 'is_broken' failed to import with SyntaxError: " in mistakes("model=is_broken.f")[0]
+    assert "module 'raises' failed to import with ZeroDivisionError: division by zero" in mistakes("model=raises.f")[0]
+
+
+def test_an_untyped_recipe(tmp_path: Path) -> None:
+    file = Path(__file__).parent / "assets/untyped.yaml"
+    cfg = config.load_and_check(file, ["inference.max_steps=5"], untyped_recipe.recipe_main)
+    assert cfg.output_dir == "/tmp/run/out"
+    assert cfg.inference.max_steps == 5
+    with pytest.raises(ConfigError) as caught:
+        config.load_and_check(file, ["epcohs=3", "~epochs", "model.wdith=4"], untyped_recipe.recipe_main)
+    assert [str(mistake) for mistake in caught.value.errors] == [
+        "command line: epcohs: is never read by untyped_recipe.py; did you mean 'epochs'?",
+        f"command line: model.wdith: {PARTS}.Model takes no argument 'wdith'; did you mean 'width'?",
+    ]
+
+
+def test_components_alone(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"anything: 1\no:\n  _component_: {PARTS}.Optimizer\n  lrr: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load_and_check(tmp_path / "c.yaml", [], None)
+    assert [mistake.key for mistake in caught.value.errors] == ["o.lrr"]
+
+
+def test_validate_a_config_in_memory() -> None:
+    config.validate({"a": {"_component_": f"{PARTS}.Optimizer", "lr": 0.1}, "b": 3})
+    with pytest.raises(ConfigError, match=r"a\.b\.0\.usr: .*Template takes no argument 'usr'; did you mean 'user'"):
+        config.validate({"a": {"b": [{"_component_": f"{PARTS}.Template", "usr": 1}]}})
+
+
+def test_a_config_is_found_by_path_or_name() -> None:
+    with pytest.raises(ConfigError, match=r"no_such: is neither a file nor a shipped config: see 'tune ls'"):
+        config.load_and_check("no_such", [], typed_recipe.recipe_main)
+    with pytest.raises(ConfigError, match=r"no_such\.yaml: there is no such file"):
+        config.load_and_check("no_such.yaml", [], typed_recipe.recipe_main)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("rl", "lr"),
+        ("lrr", "lr"),
+        ("pakced", "packed"),
+        ("batchsize", "batch_size"),
+        ("zzz", None),
+        ("size_batch", "batch_size"),
+    ],
+)
+def test_the_nearest_name(name: str, found: str | None) -> None:
+    names = ["lr", "packed", "batch_size", "epochs", "weight_decay"]
+    assert nearest(name, names) == found or (name == "size_batch" and nearest(name, names) is None)
+
+
+def test_ranges() -> None:
+    assert str(Range(min=0, below=1)) == ">= 0 and < 1"
+    assert Range(above=0, max=1).holds(1)
+    assert not Range(above=0, max=1).holds(0)
