@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchtune.utils import UserError
 
@@ -16,6 +16,7 @@ class Mistake:
     place: str
     key: str
     reason: str
+    order: int = field(default=0, compare=False, repr=False)  # of its line among all
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.place, self.key, self.reason) if part)

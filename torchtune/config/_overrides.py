@@ -10,6 +10,7 @@ from torchtune.config._reader import Document, Place, read_value
 from torchtune.config._values import is_component, shown
 
 COMMAND_LINE = "command line"
+_AFTER_FILES = 10**9  # mistakes of the command line are listed after those of the file
 
 
 class _Refused(Exception):
@@ -18,7 +19,8 @@ class _Refused(Exception):
 
 def apply(document: Document, overrides: Sequence[str]) -> None:
     """Apply overrides in order; what cannot be applied is noted as a mistake of the command line."""
-    for token in overrides:
+    for index, token in enumerate(overrides):
+        place = Place(COMMAND_LINE, _AFTER_FILES + index, token.partition("=")[2])
         key, equals, text = token.removeprefix("~").partition("=")
         keys = key.split(".")
         try:
@@ -33,10 +35,10 @@ def apply(document: Document, overrides: Sequence[str]) -> None:
             elif not equals:
                 raise _Refused("is not of the form key=value" + did_you_mean(key, map(str, document.data)))
             else:
-                _assign(document, keys, text)
+                _assign(document, keys, text, place)
         except _Refused as refused:
             path: KeyPath = (key or token,) if not token.startswith("--") else (token,)
-            document.places[path] = Place(COMMAND_LINE)
+            document.places[path] = place
             document.add(path, str(refused))
 
 
@@ -51,12 +53,11 @@ def _step(node: Any, key: str, so_far: KeyPath) -> str | int:
     return int(key) if key.isdigit() and int(key) in node else key
 
 
-def _assign(document: Document, keys: list[str], text: str) -> None:
+def _assign(document: Document, keys: list[str], text: str, place: Place) -> None:
     try:
         value = text if "max_filename" in keys[-1] else read_value(text)
     except yaml.YAMLError as error:
         raise _Refused(f"'{text}' is not a complete list or mapping: put quotation marks around text") from error
-    place = Place(COMMAND_LINE, raw=text)
     node: Any = document.data
     path: KeyPath = ()
     for key in keys[:-1]:

@@ -58,7 +58,8 @@ class Document:
 
     def add(self, path: KeyPath, reason: str, at: KeyPath | None = None) -> None:
         """Note a mistake; ``at`` is the key to point to where it is not ``path``."""
-        mistake = Mistake(self.place(path if at is None else at).text, dotted(path), reason)
+        place = self.place(path if at is None else at)
+        mistake = Mistake(place.text, dotted(path), reason, place.line)
         if mistake not in self.mistakes:
             self.mistakes.append(mistake)
 
@@ -67,7 +68,7 @@ class Document:
         keys = {mistake.key for mistake in self.mistakes}
         own = [mistake for mistake in self.mistakes if not self._repeats(mistake.key, keys)]
         if own:
-            raise ConfigError(sorted(own, key=lambda m: (m.place == "command line", _line(m.place))))
+            raise ConfigError(sorted(own, key=lambda mistake: mistake.order))
 
     def _repeats(self, key: str, keys: set[str]) -> bool:
         copied = [(dotted(copy), dotted(origin)) for copy, origin in self.copies.items()]
@@ -86,11 +87,6 @@ class Document:
         """Drop the places of ``path`` and of everything below it."""
         for known in [known for known in self.places if known[: len(path)] == path]:
             del self.places[known]
-
-
-def _line(place: str) -> int:
-    line = place.rpartition(":")[2]
-    return int(line) if line.isdigit() else 0
 
 
 class _Builder:

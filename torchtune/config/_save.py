@@ -83,7 +83,7 @@ def _escape(value: Any) -> Any:
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_escape(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def save_config(settings: Any, path: str | Path) -> None:

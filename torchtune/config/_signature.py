@@ -123,9 +123,7 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
     except (OSError, TypeError, SyntaxError, IndexError):
         found.open = True
         return
-    uses = _Uses(catch_all)
-    for statement in getattr(tree, "body", []):
-        uses.visit(statement)
+    uses = _Uses(tree, catch_all)
     if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)) or uses.unknown:
         found.open = True
         return
@@ -142,58 +140,40 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
         inner = accepts(callee, depth + 1)
         inner = _consume(inner, len(passed), {keyword.arg for keyword in call.keywords if keyword.arg})
         found.open |= inner.open
+        if any(isinstance(a, ast.Starred) for a in call.args):
+            found.order += [name for name in inner.order if name not in found.order]
         alone = len(uses.calls) == 1 and not uses.names
         for name, argument in inner.named.items():
             found.named.setdefault(name, Argument(argument.annotation, argument.required and alone))
 
 
-class _Uses(ast.NodeVisitor):
+class _Uses:
     """What a function does with its ``**kwargs``: the calls that it feeds, the names that it takes out."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.calls, self.names, self.unknown = name, [], set(), False
+    def __init__(self, tree: ast.AST, name: str) -> None:
+        self.calls: list[ast.Call] = []
+        self.names: set[str] = set()
+        self.unknown = False
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id == name:
+                parent = parents[node]
+                self._use(parent, parents.get(parent))
 
-    def _is(self, node: ast.AST | None) -> bool:
-        return isinstance(node, ast.Name) and node.id == self.name
-
-    def visit_Call(self, node: ast.Call) -> None:
-        rest: list[ast.AST] = [*node.args]
-        for keyword in node.keywords:
-            if keyword.arg is None and self._is(keyword.value):
-                self.calls.append(node)
-            else:
-                rest.append(keyword.value)
-        function = node.func
-        if isinstance(function, ast.Attribute) and self._is(function.value):
-            if function.attr in ("pop", "get", "setdefault") and node.args and isinstance(node.args[0], ast.Constant):
-                self.names.add(node.args[0].value)
-            elif function.attr not in ("update", "copy", "keys"):
-                self.unknown = True
-        else:
-            rest.append(function)
-        for child in rest:
-            self.visit(child)
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        if self._is(node.value) and isinstance(node.slice, ast.Constant):
-            self.names.add(node.slice.value)
-        else:
-            self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        if isinstance(node.left, ast.Constant) and len(node.comparators) == 1 and self._is(node.comparators[0]):
-            self.names.add(node.left.value)
-        else:
-            self.generic_visit(node)
-
-    def visit_If(self, node: ast.If) -> None:
-        if not self._is(node.test):  # "if kwargs:" asks only whether there are any
-            self.visit(node.test)
-        for child in [*node.body, *node.orelse]:
-            self.visit(child)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        self.unknown |= self._is(node)  # passed on as a whole, or replaced: anything may happen to it
+    def _use(self, parent: ast.AST, above: ast.AST | None) -> None:
+        match parent, above:
+            case ast.keyword(arg=None), ast.Call():
+                self.calls.append(above)
+            case ast.Attribute(attr="pop" | "get" | "setdefault"), ast.Call(args=[ast.Constant(value=name), *_]):
+                self.names.add(name)
+            case ast.Subscript(slice=ast.Constant(value=name)), _:
+                self.names.add(name)
+            case ast.Compare(left=ast.Constant(value=name)), _:
+                self.names.add(name)
+            case ((ast.Attribute(attr="update" | "copy" | "keys") | ast.If()), _):
+                pass
+            case _:
+                self.unknown = True  # passed on as a whole, or replaced: anything may happen to it
 
 
 class _Scope:

@@ -1,0 +1,145 @@
+"""Objects from component nodes."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.torchtune.config.assets import parts
+from torchtune.config import Component, ConfigError, Configurable, InstantiationError, Range, instantiate
+
+PARTS = "tests.torchtune.config.assets.parts"
+
+
+def local_component(value: Any = None, **rest: Any) -> tuple[Any, dict[str, Any]]:
+    return value, rest
+
+
+def test_none_stays_none() -> None:
+    assert instantiate(None, 1, x=2) is None
+
+
+@pytest.mark.parametrize("make", [dict, OmegaConf.create])
+def test_nested_components_lists_and_interpolation(make: Any) -> None:
+    root = make({"size": 3, "model": {"_component_": f"{PARTS}.Model", "width": 4, "dropout": "${.width}"}})
+    assert instantiate(root["model"]).dropout == 4
+    node = {
+        "_component_": f"{PARTS}.Tokenizer",
+        "path": "p",
+        "prompt_template": [{"_component_": f"{PARTS}.Template", "user": "u"}, {"plain": {"deep": 1}}],
+    }
+    tokenizer = instantiate(make(node))
+    assert tokenizer.prompt_template[0].user == "u"
+    assert tokenizer.prompt_template[1] == {"plain": {"deep": 1}}
+    assert type(tokenizer.prompt_template) is list
+
+
+def test_interpolation_against_the_parent() -> None:
+    cfg = OmegaConf.create({"dir": "d", "tokenizer": {"_component_": f"{PARTS}.Tokenizer", "path": "${dir}/t"}})
+    assert instantiate(cfg.tokenizer).path == "d/t"
+
+
+def test_arguments_are_passed_on_as_they_are() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = instantiate({"_component_": f"{PARTS}.Optimizer", "lr": 1.0}, parameters, lr=0.5)
+    assert optimizer.params is parameters
+    assert optimizer.lr == 0.5
+    groups = [{"params": parameters, "lr": 1.0}]
+    assert instantiate({"_component_": f"{PARTS}.Optimizer"}, params=groups).params is groups
+    generator = (p for p in parameters)
+    assert isinstance(instantiate({"_component_": "torch.optim.AdamW", "lr": 1e-3}, generator), torch.optim.AdamW)
+
+
+def test_keywords_are_merged_over_the_config() -> None:
+    node = {"_component_": "local_component", "value": {"a": 1, "b": {"c": 2}}}
+    value, rest = instantiate(node, value={"b": {"d": 3}}, extra={"_component_": f"{PARTS}.Template", "user": "x"})
+    assert value == {"a": 1, "b": {"c": 2, "d": 3}}
+    assert rest["extra"].user == "x"
+    assert node["value"] == {"a": 1, "b": {"c": 2}}
+
+
+def test_positional_arguments_go_to_the_outermost_only() -> None:
+    node = {"_component_": f"{PARTS}.Tokenizer", "prompt_template": {"_component_": f"{PARTS}.Template"}}
+    tokenizer = instantiate(node, "path")
+    assert (tokenizer.path, tokenizer.prompt_template.user) == ("path", "")
+
+
+def test_names_without_dots_come_from_the_caller() -> None:
+    assert instantiate({"_component_": "local_component", "value": 1}) == (1, {})
+    assert instantiate({"_component_": "other"}, caller_globals={"other": dict}) == {}
+    with pytest.raises(InstantiationError, match="there is no 'nowhere' in the recipe's file"):
+        instantiate({"_component_": "nowhere"})
+
+
+def test_members_of_classes_can_be_named() -> None:
+    assert instantiate({"_component_": "builtins.dict.fromkeys"}, ["a"]) == {"a": None}
+
+
+def test_what_cannot_be_instantiated() -> None:
+    with pytest.raises(ValueError, match="takes a mapping with a _component_ key, not list"):
+        instantiate([1])
+    with pytest.raises(InstantiationError, match=r"needs a _component_ key: this node has \['a'\]"):
+        instantiate({"a": 1})
+    with pytest.raises(InstantiationError, match="has no attribute 'Modl'; did you mean 'Model'"):
+        instantiate({"_component_": f"{PARTS}.Modl"})
+    with pytest.raises(InstantiationError, match="is a module, not a class or function"):
+        instantiate({"_component_": PARTS})
+    with pytest.raises(ValueError, match="a part between the dots is empty"):
+        instantiate({"_component_": ".parts"})
+
+
+@dataclass(kw_only=True)
+class Inner:
+    size: Annotated[int, Range(min=1)] = 1
+    names: tuple[str, ...] = ()
+
+
+class Outer(Configurable):
+    @dataclass(kw_only=True)
+    class Config:
+        inner: Inner
+        part: Component | None = None
+        rate: float = 0.5
+
+    def __init__(self, config: Config, *args: Any, **runtime: Any) -> None:
+        self.config, self.args, self.runtime = config, args, runtime
+
+
+def test_a_configurable_round_trips() -> None:
+    data = {"inner": {"size": 3, "names": ["a"]}, "part": {"_component_": f"{PARTS}.Template"}, "rate": 1.0}
+    built = Outer.Config.from_dict(data)
+    assert built.inner == Inner(size=3, names=("a",))
+    assert instantiate(built.part).user == ""
+    assert built.to_dict() == data
+    assert Outer.Config.from_dict(built.to_dict()) == built
+    assert built.build(1, vocabulary=2).runtime == {"vocabulary": 2}
+
+
+def test_a_configurable_is_a_component() -> None:
+    node = {"_component_": f"{__name__}.Outer", "inner": {"size": 2}}
+    made = instantiate({**node, "_component_": "Outer"}, 7, vocabulary=5)
+    assert isinstance(made, Outer)
+    assert (made.config.inner.size, made.args, made.runtime) == (2, (7,), {"vocabulary": 5})
+    assert instantiate({"_component_": f"{PARTS}.Sampler"}, vocab_size=3).vocab_size == 3
+
+
+def test_mistakes_in_a_configurable_are_listed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Outer.Config.from_dict({"inner": {"size": 0, "nams": []}, "rat": 1})
+    assert [str(mistake) for mistake in caught.value.errors] == [
+        "inner.size: must be >= 1, not 0",
+        "inner.nams: there is no such setting; did you mean 'names'?",
+        "rat: there is no such setting; did you mean 'rate'?",
+    ]
+    with pytest.raises(ConfigError, match="top_p is a probability"):
+        parts.Sampler.Config.from_dict({"top_p": 3})
+
+
+def test_a_configurable_needs_a_dataclass() -> None:
+    with pytest.raises(TypeError, match=r"Bad\.Config must be a dataclass"):
+
+        class Bad(Configurable):
+            class Config:
+                pass

@@ -1,0 +1,88 @@
+# ruff: noqa: E501 (messages and tables stand in one piece)
+"""Recipes run from a command line, in processes of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.torchtune.config.assets import typed_recipe
+from torchtune.config import parse
+from torchtune.utils import UserError
+
+ROOT = Path(__file__).parents[3]
+ASSETS = Path("tests/torchtune/config/assets")
+
+
+def run(recipe: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ASSETS / recipe), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("form", [["--config", str(ASSETS / "typed.yaml")], [f"--config={ASSETS / 'typed.yaml'}"]])
+def test_a_recipe_runs(form: list[str]) -> None:
+    done = run("typed_recipe.py", "batch_size=5", *form, "optimizer.lr=1e-4")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "batch_size=5 lr=0.0001\n", "")
+
+
+def test_what_the_recipe_returns_is_the_exit_code() -> None:
+    assert run("typed_recipe.py", "--config", str(ASSETS / "typed.yaml"), "epochs=33").returncode == 3
+
+
+def test_mistakes_are_printed_without_a_traceback() -> None:
+    done = run("typed_recipe.py", "--config", str(ASSETS / "typed.yaml"), "bach_size=5", "optimizer.lr=-1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: the config has 2 mistakes:",
+        "  command line: bach_size: there is no such setting; did you mean 'batch_size'?",
+        "  command line: optimizer.lr: must be >= 0, not -1",
+    ]
+
+
+def test_no_config() -> None:
+    done = run("typed_recipe.py", "batch_size=5")
+    assert done.returncode == 2
+    assert "command line: --config: name a config: --config FILE_OR_NAME" in done.stderr
+
+
+def test_help() -> None:
+    done = run("typed_recipe.py", "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(
+        "usage: typed_recipe.py --config FILE_OR_NAME [key=value ...] [~key ...]\n\nSettings of"
+    )
+    assert "  seed: int or null >= 0 (default: null)" in done.stdout
+
+
+def test_an_untyped_recipe_runs() -> None:
+    done = run("untyped_recipe.py", "--config", str(ASSETS / "untyped.yaml"), "model.width=9")
+    assert (done.returncode, done.stdout) == (0, "width=9 steps=12\n")
+
+
+def test_errors_of_the_user_end_a_run_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @parse
+    def recipe_main(cfg: typed_recipe.Settings) -> None:
+        raise UserError("data.json: row 3 has no column 'input'.")
+
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--config", str(ROOT / ASSETS / "typed.yaml")])
+    with pytest.raises(SystemExit) as caught:
+        recipe_main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: data.json: row 3 has no column 'input'.\n"
+
+
+def test_a_recipe_can_be_called_with_settings() -> None:
+    assert parse(lambda cfg: cfg + 1)(3) == 4
+
+
+def test_importing_and_checking_load_no_torch() -> None:
+    code = (
+        "import sys; import torchtune.config as c; from torchtune.config import parse, instantiate, Component, validate;"
+        f"from tests.torchtune.config.assets import typed_recipe as r; c.load_and_check('{ASSETS}/typed.yaml', [], r.recipe_main);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,116 @@
+# ruff: noqa: E501 (tables stand in one piece)
+"""Settings written as YAML."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from tests.torchtune.config.assets import typed_recipe
+from torchtune import config
+from torchtune.config import describe_settings, load_and_check, log_config, save_config, settings_of, to_dict
+from torchtune.config._save import is_secret
+
+ASSETS = Path(__file__).parent / "assets"
+Check = Callable[..., typed_recipe.Settings]
+
+
+@pytest.mark.parametrize("name", ["typed.yaml", "torch_parts.yaml"])
+def test_the_saved_config_gives_the_same_settings(name: str, tmp_path: Path) -> None:
+    settings = load_and_check(ASSETS / name, ["prompt.user=a: 1e5 # b"], typed_recipe.recipe_main)
+    save_config(settings, tmp_path / "saved.yaml")
+    again = load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main)
+    assert again == settings
+    assert again.recipe == "typed_recipe"
+    save_config(again, tmp_path / "twice.yaml")
+    assert (tmp_path / "saved.yaml").read_text() == (tmp_path / "twice.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1e5",
+        "2e-5",
+        "123",
+        "null",
+        "None",
+        "true",
+        "a: b",
+        "x # y",
+        "${y}",
+        "a ${b} c",
+        "\\${z}",
+        "\\n",
+        "two\nlines",
+        "ü",
+        "",
+    ],
+)
+def test_texts_survive(text: str, check: Check, tmp_path: Path) -> None:
+    settings = check()
+    settings.prompt = {"user": text}
+    save_config(settings, tmp_path / "saved.yaml")
+    assert load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main).prompt == {"user": text}
+
+
+def test_values_changed_after_checking_are_saved(check: Check, tmp_path: Path) -> None:
+    settings = check("seed=null")
+    settings.seed = 11
+    save_config(settings, tmp_path / "saved.yaml")
+    assert load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main).seed == 11
+
+
+def test_secrets_are_not_written(check: Check, tmp_path: Path) -> None:
+    settings = check("hub_token=hf_abc", "dataset.0.name=x")
+    save_config(settings, tmp_path / "saved.yaml")
+    text = (tmp_path / "saved.yaml").read_text()
+    assert "hf_abc" not in text
+    again = load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main)
+    assert again.hub_token == "<redacted>"
+    assert to_dict(settings)["hub_token"] == "hf_abc"
+    nested = OmegaConf.create({"logger": {"api_key": "k", "list": [{"password": "p"}]}, "eos_token": "</s>"})
+    save_config(nested, tmp_path / "nested.yaml")
+    assert yaml.safe_load((tmp_path / "nested.yaml").read_text()) == {
+        "logger": {"api_key": "<redacted>", "list": [{"password": "<redacted>"}]},
+        "eos_token": "</s>",
+    }
+
+
+@pytest.mark.parametrize("key", ["token", "hf_token", "HF_TOKEN", "wandb_api_key", "apikey", "db_password", "client_secret", "auth_token"])  # fmt: skip
+def test_names_of_secrets(key: str) -> None:
+    assert is_secret(key)
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "max_new_tokens", "eos_token", "pad_token_id", "num_tokens", "special_tokens_path", "key"])  # fmt: skip
+def test_names_of_no_secrets(key: str) -> None:
+    assert not is_secret(key)
+
+
+def test_log_config(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="torchtune"):
+        log_config("typed_recipe", check("hub_token=hf_abc"))
+    (message,) = [record.getMessage() for record in caplog.records]
+    first, _, text = message.partition("\n\n")
+    assert first == "Running typed_recipe with resolved config:"
+    assert "hf_abc" not in text
+    keys = list(yaml.safe_load(text))
+    assert keys == sorted(keys)
+
+
+def test_help_text() -> None:
+    lines = describe_settings(typed_recipe.Settings).splitlines()
+    assert lines[0] == "Settings of the typed fixture."
+    assert lines[2:4] == ["  output_dir: str (required)", "      Where everything is written, the resolved config too."]
+    assert "  batch_size: int >= 1 (default: 2)" in lines
+    assert "  dtype: one of bf16, fp32 (default: bf16)" in lines
+    assert "  lr_scheduler: component or null (default: null)" in lines
+    assert "  buckets: list of int (default: [])" in lines
+    assert "  optimizer_in_bwd: bool (default: false)" in lines
+    assert "declares no settings" in describe_settings(config.settings_of(lambda cfg: None))
+
+
+def test_settings_of() -> None:
+    assert settings_of(typed_recipe.recipe_main) is typed_recipe.Settings

@@ -1,0 +1,150 @@
+# ruff: noqa: E501 (messages and tables stand in one piece)
+"""Which arguments callables accept, through ``**kwargs``."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torchtune.config.assets import parts
+from torchtune.config._signature import accepts
+
+
+def leaf(a: int, b: str = "", *, c: float = 0.0) -> None: ...
+
+
+def other(d: int = 0) -> None: ...
+
+
+def one_call(**kwargs: Any) -> None:
+    return leaf(1, **kwargs)
+
+
+def two_branches(flag: bool, **kwargs: Any) -> None:
+    return leaf(**kwargs) if flag else other(**kwargs)
+
+
+def named_already(**kwargs: Any) -> None:
+    leaf(a=1, b="x", **kwargs)
+
+
+def takes_out(**kwargs: Any) -> None:
+    kwargs.pop("x")
+    if "y" in kwargs:
+        kwargs["z"] = 1
+    other(**kwargs)
+
+
+def swallows(a: int = 0, **kwargs: Any) -> None: ...
+
+
+def passes_as_a_whole(**kwargs: Any) -> None:
+    print(kwargs)
+
+
+def to_a_variable(function: Any, **kwargs: Any) -> None:
+    function(**kwargs)
+
+
+def imports_inside(**kwargs: Any) -> Any:
+    from torch.optim import SGD
+
+    return SGD([], **kwargs)
+
+
+def to_a_partial(**kwargs: Any) -> Any:
+    return functools.partial(leaf, 1, **kwargs)
+
+
+def needs_what_is_not_there(**kwargs: Any) -> Any:
+    from no_such_package import init
+
+    return init(**kwargs)
+
+
+def loads(**kwargs: Any) -> Any:
+    import datasets
+
+    return datasets.load_dataset("json", **kwargs)
+
+
+def wrapped(function: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Base:
+    def __init__(self, size: int, depth: int = 1) -> None: ...
+
+    @classmethod
+    def make(cls, **kwargs: Any) -> "Base":
+        return cls(**kwargs)
+
+
+class Child(Base):
+    def __init__(self, extra: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
+class Grandchild(Child):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("target", "names", "required"),
+    [
+        (leaf, {"a", "b", "c"}, {"a"}),
+        (one_call, {"b", "c"}, set()),
+        (two_branches, {"flag", "a", "b", "c", "d"}, {"flag"}),
+        (named_already, {"c"}, set()),
+        (takes_out, {"x", "y", "z", "d"}, set()),
+        (swallows, {"a"}, set()),
+        (to_a_partial, {"b", "c"}, set()),
+        (functools.partial(leaf, 1, c=2.0), {"b", "c"}, set()),
+        (functools.partial(leaf, b=""), {"a", "b", "c"}, {"a"}),
+        (wrapped(leaf), {"a", "b", "c"}, {"a"}),
+        (Child, {"extra", "size", "depth"}, {"size"}),
+        (Grandchild, {"extra", "size", "depth"}, {"size"}),
+        (Base.make, {"size", "depth"}, {"size"}),
+        (parts.alpaca_like, {"tokenizer", "source", "column_map", "packed", "split", "filter_fn", "name", "streaming"}, {"tokenizer"}),
+    ],
+)  # fmt: skip
+def test_names(target: Any, names: set[str], required: set[str]) -> None:
+    found = accepts(target)
+    assert not found.open
+    assert set(found.named) == names
+    assert {name for name, argument in found.named.items() if argument.required} == required
+
+
+@pytest.mark.parametrize("target", [passes_as_a_whole, to_a_variable, needs_what_is_not_there, dict])
+def test_what_cannot_be_followed_stays_open(target: Any) -> None:
+    assert accepts(target).open
+
+
+def test_a_callee_that_is_imported_inside() -> None:
+    found = accepts(imports_inside)
+    assert {"lr", "momentum", "nesterov"} <= set(found.named)
+    assert "params" not in found.named
+
+
+def test_readers_of_files_are_known_behind_load_dataset() -> None:
+    found = accepts(loads)
+    assert not found.open
+    assert {"data_files", "split", "field", "delimiter", "sep", "columns", "sample_by", "keep_linebreaks"} <= set(
+        found.named
+    )
+    assert "path" not in found.named
+    assert "packed" not in found.named
+
+
+def test_positional_arguments_pass_through_a_wrapper() -> None:
+    assert accepts(wrapped(leaf)).order == ["a", "b"]
+
+
+def test_torch_optimizers() -> None:
+    found = accepts(torch.optim.AdamW)
+    assert found.order[0] == "params"
+    assert not found.open
