@@ -77,7 +77,7 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
     return out.transpose(1, 2)
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable
 def per_document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout_p: float = 0.0) -> Tensor:
     """Causal attention within each document: one SDPA call per run of documents of equal length.
 

@@ -42,14 +42,17 @@ class _EagerRMSNorm(torch.autograd.Function):
         x, scale, rstd = ctx.saved_tensors
         normed = x.float() * rstd
         wide = grad.float()
+        inner = normed * wide
         grad_scale = None
         if ctx.needs_input_grad[1]:
-            grad_scale = torch.einsum("...d,...d->d", normed, wide).to(scale.dtype)
+            grad_scale = inner.flatten(0, -2).sum(0).to(scale.dtype)
         if not ctx.needs_input_grad[0]:
             return None, grad_scale, None
-        if scale is not None:
+        if scale is None:
+            inner = inner.mean(-1, keepdim=True)
+        else:
+            inner = torch.matmul(inner, scale.float()).div_(x.shape[-1]).unsqueeze(-1)
             wide = wide * scale
-        inner = torch.linalg.vecdot(wide, normed, dim=-1).div_(x.shape[-1]).unsqueeze(-1)
         grad_x = torch.addcmul(wide, normed, inner, value=-1).mul_(rstd)
         return grad_x.to(x.dtype), grad_scale, None
 

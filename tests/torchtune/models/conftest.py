@@ -1,0 +1,114 @@
+"""The table of families that are compared with transformers: a new family adds a row."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from torchtune.models import from_hf_config
+from torchtune.modules import TransformerDecoder
+
+_SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# name -> (architecture of transformers, what its config says beyond the small sizes)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 6}),
+    "llama3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}),
+    "llama3_1": ("Llama", {"rope_parameters": _LLAMA3_ROPE}),
+    "llama3_2": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama_with_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "smol": (
+        "Llama",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}},
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+}
+
+
+@dataclass
+class Pair:
+    """The same random model twice, and the folder through which it went."""
+
+    name: str
+    hf: torch.nn.Module
+    folder: Path
+    model: TransformerDecoder
+
+
+def load_model(folder: Path) -> TransformerDecoder:
+    """Our model from a Hugging Face folder, in float32."""
+    with torch.device("meta"):
+        model = from_hf_config(folder)
+    model.to_empty(device="cpu")
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict(dict(model.spec.weight_map("hf").to_tune(weights.items(), model.description)))
+    return model.eval()
+
+
+def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tensor]:
+    """Our model as a Hugging Face folder; returns what was written."""
+    weights = dict(model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description))
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model.spec.to_hf_config(model.description)))
+    return weights
+
+
+def make_hf_model(name: str) -> torch.nn.Module:
+    """A small random model of transformers, with norms and biases that matter."""
+    import transformers
+
+    architecture, options = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{architecture}Config")(**{**_SMALL, **options})
+    hf = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in hf.named_parameters():
+            if "norm" in parameter_name:
+                parameter.normal_(1.0, 0.3)
+            elif parameter_name.endswith("bias"):
+                parameter.normal_()
+    return hf
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """One row of the table, as models."""
+    folder = tmp_path_factory.mktemp(request.param)
+    hf = make_hf_model(request.param)
+    hf.save_pretrained(folder)
+    return Pair(request.param, hf, folder, load_model(folder))
+
+
+@pytest.fixture
+def save_model() -> Callable[[TransformerDecoder, Path], dict[str, torch.Tensor]]:
+    """:func:`write_model`."""
+    return write_model

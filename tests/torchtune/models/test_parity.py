@@ -1,0 +1,89 @@
+"""Every family computes what transformers computes, and comes back from our files bit for bit."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from torchtune.data import Documents
+from torchtune.generation import generate
+from torchtune.modules import local_kv_cache
+
+TOKENS = torch.randint(1, 97, (2, 50), generator=torch.Generator().manual_seed(1))
+
+
+def test_logits_equal_in_float32(pair: Any) -> None:
+    with torch.no_grad():
+        ours, theirs = pair.model(TOKENS), pair.hf(TOKENS).logits
+    assert ours.dtype == torch.float32
+    assert (ours - theirs).abs().max() <= 1e-4
+
+
+def test_logits_equal_in_bfloat16_within_rounding(pair: Any) -> None:
+    """Both round; ours is no further from the float32 result than theirs, give or take."""
+    with torch.no_grad():
+        exact = pair.hf(TOKENS).logits
+        theirs = copy.deepcopy(pair.hf).bfloat16()(TOKENS).logits.float()
+        ours = copy.deepcopy(pair.model).bfloat16()(TOKENS)
+    assert (ours - exact).abs().mean() <= 1.2 * (theirs - exact).abs().mean()
+    assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max()
+
+
+def test_gradients_of_every_parameter_equal(pair: Any) -> None:
+    weights = torch.randn(2, 50, 97, generator=torch.Generator().manual_seed(2))
+    pair.model.zero_grad()
+    pair.hf.zero_grad()
+    (pair.model(TOKENS) * weights).sum().backward()
+    (pair.hf(TOKENS).logits * weights).sum().backward()
+    theirs = {name: parameter.grad for name, parameter in pair.hf.named_parameters()}
+    grads = ((name, parameter.grad) for name, parameter in pair.model.named_parameters())
+    ours = dict(pair.model.spec.weight_map("hf").to_external(grads, pair.model.description))
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        if not name.endswith("k_proj.bias"):  # exactly zero up to rounding: softmax does not see a shift of the keys
+            assert (ours[name] - grad).norm() <= 1e-4 * grad.norm(), name
+        else:
+            assert (ours[name] - grad).norm() <= 1e-4 * theirs[name.replace("k_proj", "q_proj")].norm(), name
+
+
+def test_packed_documents_equal_themselves_alone(pair: Any) -> None:
+    documents = Documents.from_lengths((20, 15, 15, 13, 1, 36))
+    row = TOKENS.view(1, -1)
+    with torch.no_grad():
+        packed = pair.model(row, documents=documents)
+        alone = torch.cat([pair.model(part) for part in row.split(documents.lengths, dim=1)], dim=1)
+    assert (packed - alone).abs().max() <= 1e-5
+    with torch.no_grad():  # and positions given by hand change nothing
+        again = pair.model(row, documents=documents, input_pos=documents.positions().view(1, -1))
+    assert torch.equal(packed, again)
+
+
+def test_saved_again_bit_equal_and_loadable_by_transformers(
+    pair: Any, tmp_path: Path, save_model: Callable[..., dict[str, torch.Tensor]]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    written = save_model(pair.model, tmp_path)
+    original = load_file(pair.folder / "model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
+    again, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
+    assert not any(loading.values()), loading
+    with torch.no_grad():
+        assert torch.equal(again.eval()(TOKENS).logits, pair.hf(TOKENS).logits)
+
+
+def test_cached_greedy_generation_gives_the_same_64_tokens(pair: Any) -> None:
+    prompt = TOKENS[:, :9].clone()
+    prompt[1, :4] = 0  # padding on the left
+    mask = (prompt != 0).long()
+    theirs = pair.hf.generate(prompt, attention_mask=mask, max_new_tokens=64, do_sample=False)
+    with local_kv_cache(pair.model, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=73):
+        ours, logits = generate(pair.model, prompt, max_generated_tokens=64, temperature=0.0)
+    assert torch.equal(ours, theirs)
+    assert logits.shape == (2, 64, 97)
+    uncached, _ = generate(pair.model, prompt, max_generated_tokens=16, temperature=0.0)
+    assert torch.equal(uncached, theirs[:, :25])
