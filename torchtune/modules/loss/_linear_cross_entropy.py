@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Rows whose float32 scores are held at once on CPU: few enough to stay in cache between the passes over them.
-_CPU_SCORE_ELEMENTS = 2**20
+# Softmax runs over so many scores at a time: on CPU few enough to stay in cache between its passes.
+_CPU_BLOCK = 2**20
+_BLOCK = 2**26
 
+# (logits, target) -> losses of rows.
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -21,22 +23,50 @@ def row_losses(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def row_losses_and_gradient(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy of every row [n]; ``logits`` [n, v] is overwritten with its gradient, softmax − one-hot."""
+    """Cross entropy of every row [n]; ``logits`` [n, v] is overwritten with its gradient, softmax − one-hot.
+
+    The largest probability is 1 / Σ exp(logit − largest logit), so it yields the normaliser without a pass of its own.
+    """
     compute = torch.promote_types(logits.dtype, torch.float32)
     column = target.unsqueeze(-1)
-    scores = torch.log_softmax(logits, -1, dtype=compute)
-    losses = scores.gather(-1, column).squeeze(-1).neg_()
-    scores = scores.exp_()
-    scores.scatter_add_(-1, column, torch.full_like(column, -1, dtype=compute))
-    logits.copy_(scores)
+    margins = logits.amax(-1).to(compute) - logits.gather(-1, column).squeeze(-1)
+    gradient = torch.softmax(logits, -1, dtype=compute)
+    losses = margins - gradient.amax(-1).log_()
+    gradient.scatter_add_(-1, column, torch.full_like(column, -1, dtype=compute))
+    logits.copy_(gradient)
     return losses
 
 
 def _in_blocks(function: RowLoss, logits: Tensor, target: Tensor) -> Tensor:
     """Apply ``function`` to blocks of rows and join what it returns."""
-    rows = max(1, _CPU_SCORE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(target)
+    block = _CPU_BLOCK if logits.device.type == "cpu" else _BLOCK
+    rows = max(1, block // logits.shape[1])
     parts = [function(*part) for part in zip(logits.split(rows), target.split(rows), strict=True)]
     return torch.cat(parts)
+
+
+class _WeightGradient:
+    """Sum of logits_gradientᵀ · hidden over chunks, in float32 at least where there is more than one chunk."""
+
+    def __init__(self, weight: Tensor, chunks: int) -> None:
+        compute = torch.promote_types(weight.dtype, torch.float32)
+        self.product = torch.empty_like(weight)
+        self.total = torch.zeros_like(weight, dtype=compute) if chunks > 1 and compute != weight.dtype else None
+        self.empty = True
+
+    def add(self, gradient: Tensor, hidden: Tensor) -> None:
+        """Add one chunk: gradient [n, v], hidden [n, d]."""
+        if self.empty or self.total is not None:
+            torch.mm(gradient.t(), hidden, out=self.product)
+        else:
+            self.product.addmm_(gradient.t(), hidden)
+        if self.total is not None:
+            self.total += self.product
+        self.empty = False
+
+    def result(self) -> Tensor:
+        """The sum [v, d] in the dtype of the weight."""
+        return self.product if self.total is None else self.product.copy_(self.total)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -49,27 +79,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Shapes: hidden [n, d], weight [v, d], target [n] -> scalar in float32 at least."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         compute = torch.promote_types(hidden.dtype, torch.float32)
-        num_chunks = -(-len(target) // chunk_rows)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = None
         total = torch.zeros((), dtype=compute, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = _WeightGradient(weight, chunks=-(-len(target) // chunk_rows)) if needs_weight else None
+        buffer = hidden.new_empty(min(chunk_rows, len(target)), weight.shape[0])
         for start in range(0, len(target), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = hidden[rows] @ weight.t()
+            logits = torch.mm(hidden[rows], weight.t(), out=buffer[: len(target[rows])])
             total += _in_blocks(with_gradient, logits, target[rows]).sum()
-            if needs_hidden:
+            if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[rows])
-            if not needs_weight:
-                continue
-            if grad_weight is None:
-                grad_weight = logits.t() @ hidden[rows]
-                if num_chunks > 1:
-                    grad_weight = grad_weight.to(compute)
-            elif grad_weight.dtype == logits.dtype:
-                grad_weight.addmm_(logits.t(), hidden[rows])
-            else:
-                grad_weight += logits.t() @ hidden[rows]
-        ctx.gradients = (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+            if grad_weight is not None:
+                grad_weight.add(logits, hidden[rows])
+        ctx.gradients = (grad_hidden, None if grad_weight is None else grad_weight.result())
         return total
 
     @staticmethod
@@ -100,7 +122,7 @@ def linear_cross_entropy_sum(
 
     Args:
         hidden: [n, d].
-        weight: [v, d], same dtype.
+        weight: [v, d]; hidden is cast to its dtype.
         target: int64 [n], without ignored entries.
         chunk_rows: rows whose logits exist at once.
         without_gradient: (logits, target) -> losses of rows.
@@ -109,9 +131,12 @@ def linear_cross_entropy_sum(
     Returns:
         scalar, float32 (float64 for float64 inputs).
     """
+    hidden = hidden.to(weight.dtype)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, target, chunk_rows, with_gradient)
     total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+    buffer = hidden.new_empty(min(chunk_rows, len(target)), weight.shape[0])
     for rows, targets in zip(hidden.split(chunk_rows), target.split(chunk_rows), strict=True):
-        total += _in_blocks(without_gradient, rows @ weight.t(), targets).sum()
+        logits = torch.mm(rows, weight.t(), out=buffer[: len(targets)])
+        total += _in_blocks(without_gradient, logits, targets).sum()
     return total

@@ -14,8 +14,10 @@ from torchtune.modules.loss._linear_cross_entropy import (
 from torchtune.modules.loss.loss_types import SFTLoss
 from torchtune.utils import get_logger, log_once
 
-# Fewer rows than this per chunk make the projection slow and save next to nothing.
-_MIN_CHUNK_ROWS = 128
+# Fewer positions per chunk make the products slow and save little memory; where the weight is trained, its gradient
+# is held anyway and is larger than the logits of so many positions.
+_MIN_CHUNK_ROWS = 256
+_MIN_CHUNK_ROWS_TRAINED = 512
 
 
 class LinearCrossEntropyLoss(SFTLoss, nn.Module):
@@ -27,7 +29,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     is anything else (an adapter, a bias, a soft cap) is recomputed in the backward pass.
 
     Args:
-        num_output_chunks: number of chunks, as long as each has 128 positions or more.
+        num_output_chunks: number of chunks; there are fewer where chunks would be so small (256 positions, 512 with
+            a trained projection) that they cost time and save nothing.
         ignore_index: label of positions without a label.
         tp_enabled: whether the output projection is split over a tensor-parallel group.
         mask_ignored_tokens: skip positions without a label before the projection; ``False`` keeps shapes fixed.
@@ -100,6 +103,15 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             return tied.weight
         return None
 
+    def _chunk_rows(self, rows: int, weight: Tensor | None) -> int:
+        """Positions per chunk."""
+        even = -(-rows // self.num_output_chunks)
+        if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
+            return max(_MIN_CHUNK_ROWS, even)
+        if weight.dtype.itemsize < 4 and rows <= 2 * weight.shape[1]:
+            return rows  # these logits take less memory than summing the weight's gradient in float32 would
+        return max(_MIN_CHUNK_ROWS_TRAINED, even)
+
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss over positions with a label, 0 (with zero gradients) where there is none.
 
@@ -124,8 +136,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             count = (target != self.ignore_index).sum().clamp(min=1)
         if len(target) == 0:
             return self._no_label(outputs)
-        chunk_rows = max(_MIN_CHUNK_ROWS, -(-len(target) // self.num_output_chunks))
         weight = self._plain_weight()
+        chunk_rows = self._chunk_rows(len(target), weight)
         if weight is None or not self.mask_ignored_tokens:
             total = self._recomputed(hidden, target, chunk_rows)
         else:
