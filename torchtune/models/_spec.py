@@ -125,5 +125,7 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
 
 def _checked(spec: Any, where: str) -> ModelSpec:
     if not isinstance(spec, ModelSpec):
-        raise ModelError(f"The model family at {where} is a {type(spec).__name__}, not a torchtune.models.ModelSpec.")
+        raise ModelError(
+            f"The model family at {where} is of type {type(spec).__name__}, not a torchtune.models.ModelSpec."
+        )
     return spec

@@ -1,0 +1,142 @@
+"""Configuration files of Hugging Face: read, refused by field, written."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtune.models import Description, Llama3RopeScaling, ModelError, from_hf_config, get_spec
+from torchtune.models.llama3 import llama3
+from torchtune.models.llama3_1 import SPEC as LLAMA3_1
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "transformers_version": "4.45.0",
+    "pretraining_tp": 1,
+    "eos_token_id": [128001, 128008],
+    "initializer_range": 0.02,
+}
+
+
+def _write(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = from_hf_config(_write(tmp_path, _LLAMA))
+    assert model.spec.name == "llama3"
+    assert model.description == Description(
+        vocab_size=97,
+        num_layers=2,
+        embed_dim=48,
+        intermediate_dim=80,
+        max_seq_len=256,
+        num_heads=6,
+        num_kv_heads=2,
+        rope_base=500_000.0,
+        rope_scaling=Llama3RopeScaling(factor=32.0),
+        tie_word_embeddings=True,
+    )
+    new = {key: value for key, value in _LLAMA.items() if not key.startswith("rope")}
+    new["rope_parameters"] = {**_LLAMA["rope_scaling"], "rope_theta": 500000.0}
+    assert model.spec.from_hf_config(new) == model.description
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "relu"),
+        ("sliding_window", 4096),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("partial_rotary_factor", 0.5),
+        ("num_local_experts", 8),
+        ("attn_logit_softcapping", 50.0),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_name(tmp_path: Path, field: str, value: Any) -> None:
+    config = {**_LLAMA, field: value}
+    if field == "sliding_window":
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_scaling": None}
+    with pytest.raises(ModelError, match=f"has {field} = "):
+        from_hf_config(_write(tmp_path, config))
+
+
+def test_a_window_that_is_switched_off_is_no_window() -> None:
+    config = {**_LLAMA, "architectures": ["Qwen2ForCausalLM"], "rope_scaling": None, "sliding_window": 4096}
+    spec = get_spec("qwen2")
+    assert spec.from_hf_config({**config, "use_sliding_window": False, "max_window_layers": 28}).q_bias
+    with pytest.raises(ModelError, match="sliding_window"):
+        spec.from_hf_config({**config, "use_sliding_window": True})
+
+
+def test_a_field_can_be_ignored_and_a_missing_one_is_named() -> None:
+    spec = get_spec("llama3")
+    assert spec.from_hf_config({**_LLAMA, "my_note": "x"}, ignore_fields=["my_note"]).vocab_size == 97
+    assert spec.from_hf_config({**_LLAMA, "my_note": None, "auto": False}).vocab_size == 97  # say nothing
+    with pytest.raises(ModelError, match="lacks the field 'hidden_size'"):
+        spec.from_hf_config({key: value for key, value in _LLAMA.items() if key != "hidden_size"})
+    broken = {key: value for key, value in _LLAMA["rope_scaling"].items() if key != "factor"}
+    with pytest.raises(ModelError, match="lacks the field 'factor'"):
+        spec.from_hf_config({**_LLAMA, "rope_scaling": broken})
+
+
+def test_folders_that_hold_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json in"):
+        from_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        from_hf_config(tmp_path)
+    with pytest.raises(ModelError, match="names no architecture"):
+        from_hf_config(_write(tmp_path, {"model_type": "llama"}))
+    with pytest.raises(ModelError, match="No model family reads the architecture 'MambaForCausalLM'"):
+        from_hf_config(_write(tmp_path, {"architectures": ["MambaForCausalLM"]}))
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_fields_left_out_have_the_values_of_transformers(architecture: str) -> None:
+    import transformers
+
+    spec = get_spec({"Llama": "llama3"}.get(architecture, architecture.lower()))
+    config = getattr(transformers, f"{architecture}Config")()
+    full = {**config.to_dict(), "architectures": [f"{architecture}ForCausalLM"], "sliding_window": None}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    least = {key: full[key] for key in sizes}
+    assert spec.from_hf_config(least) == spec.from_hf_config(full)
+
+
+def test_a_description_that_the_architecture_cannot_express_is_not_written() -> None:
+    with torch.device("meta"):
+        description = llama3(97, 2, 6, 2, 48, 256, intermediate_dim=80).description
+    assert LLAMA3_1.from_hf_config(LLAMA3_1.to_hf_config(description)) == description
+    for field, value in (("q_bias", True), ("qk_norm", "before_rope"), ("rope_layout", "half")):
+        with pytest.raises(ModelError, match=f"LlamaForCausalLM cannot express {field} = "):
+            LLAMA3_1.to_hf_config(dataclasses.replace(description, **{field: value}))
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM cannot express"):
+        get_spec("qwen3").to_hf_config(description)

@@ -1,0 +1,95 @@
+"""Every named size, on the meta device: names, shapes and counts of transformers and of the published tables."""
+
+import importlib
+from types import ModuleType
+
+import pytest
+import torch
+
+# family, builder, parameters, parameters of a rank-8 adapter on the four projections of attention (None: not published)
+SIZES = [
+    ("llama2", "llama2_7b", 6_738_415_616, 8388608),
+    ("llama2", "llama2_13b", 13_015_864_320, 13107200),
+    ("llama2", "llama2_70b", 68_976_648_192, 32768000),
+    ("llama3", "llama3_8b", 8_030_261_248, 6815744),
+    ("llama3", "llama3_70b", 70_553_706_496, 32768000),
+    ("llama3_1", "llama3_1_8b", 8_030_261_248, 6815744),
+    ("llama3_1", "llama3_1_70b", 70_553_706_496, 32768000),
+    ("llama3_1", "llama3_1_405b", 405_853_388_800, 101154816),
+    ("llama3_2", "llama3_2_1b", 1_235_814_400, 1703936),
+    ("llama3_2", "llama3_2_3b", 3_212_749_824, 4587520),
+    ("mistral", "mistral_7b", 7_241_732_096, 6815744),
+    ("qwen2", "qwen2_7b", 7_615_616_512, 5046272),
+    ("qwen2", "qwen2_0_5b", 494_032_768, 1081344),
+    ("qwen2", "qwen2_1_5b", 1_543_714_304, 2179072),
+    ("qwen2_5", "qwen2_5_0_5b", 494_032_768, 1081344),
+    ("qwen2_5", "qwen2_5_1_5b_base", 1_543_714_304, 2179072),
+    ("qwen2_5", "qwen2_5_1_5b_instruct", 1_543_714_304, 2179072),
+    ("qwen2_5", "qwen2_5_3b", 3_085_938_688, 3686400),
+    ("qwen2_5", "qwen2_5_7b_base", 7_615_616_512, 5046272),
+    ("qwen2_5", "qwen2_5_7b_instruct", 7_615_616_512, 5046272),
+    ("qwen2_5", "qwen2_5_14b_base", 14_770_033_664, 12582912),
+    ("qwen2_5", "qwen2_5_14b_instruct", 14_770_033_664, 12582912),
+    ("qwen2_5", "qwen2_5_32b_base", 32_763_876_352, 16777216),
+    ("qwen2_5", "qwen2_5_32b_instruct", 32_763_876_352, 16777216),
+    ("qwen2_5", "qwen2_5_72b_base", 72_706_203_648, 32768000),
+    ("qwen2_5", "qwen2_5_72b_instruct", 72_706_203_648, 32768000),
+    ("qwen3", "qwen3_0_6b_base", 596_049_920, 2293760),
+    ("qwen3", "qwen3_0_6b_instruct", 596_049_920, 2293760),
+    ("qwen3", "qwen3_1_7b_base", 1_720_574_976, 3211264),
+    ("qwen3", "qwen3_1_7b_instruct", 1_720_574_976, 3211264),
+    ("qwen3", "qwen3_4b_base", 4_022_468_096, 5898240),
+    ("qwen3", "qwen3_4b_instruct", 4_022_468_096, 5898240),
+    ("qwen3", "qwen3_8b_base", 8_190_735_360, 7667712),
+    ("qwen3", "qwen3_8b_instruct", 8_190_735_360, 7667712),
+    ("qwen3", "qwen3_14b_base", 14_768_307_200, 10485760),
+    ("qwen3", "qwen3_14b_instruct", 14_768_307_200, 10485760),
+    ("qwen3", "qwen3_32b", 32_762_123_264, 19922944),
+    ("smol", "smollm2_135m", 134_515_008, None),
+    ("smol", "smollm2_360m", 361_821_120, None),
+    ("smol", "smollm2_1_7b", 1_711_376_384, None),
+]
+
+
+def _module(family: str) -> ModuleType:
+    return importlib.import_module(f"torchtune.models.{family}")
+
+
+def test_every_builder_is_in_the_table() -> None:
+    named = {(family, name) for family, name, _, _ in SIZES}
+    for family in {family for family, _ in named}:
+        assert {(family, name) for name in _module(family)._model_builders.SIZES} == {
+            n for n in named if n[0] == family
+        }
+
+
+@pytest.mark.parametrize(("family", "name", "parameters", "adapter"), SIZES)
+def test_named_size(family: str, name: str, parameters: int, adapter: int | None) -> None:
+    with torch.device("meta"):
+        model = getattr(_module(family), name)()
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert model.spec is _module(family).SPEC
+
+    import transformers
+
+    config = model.spec.to_hf_config(model.description)
+    architecture = config["architectures"][0]
+    with torch.device("meta"):
+        theirs = getattr(transformers, architecture)(
+            getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**config)
+        )
+    expected = {key: value.shape for key, value in theirs.named_parameters()}
+    ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
+    assert {key: value.shape for key, value in ours} == expected
+    assert model.spec.from_hf_config(config) == model.description
+    assert model.spec.from_hf_config(theirs.config.to_dict()) == model.description
+
+
+@pytest.mark.parametrize(("family", "name", "parameters", "adapter"), SIZES)
+def test_adapter_size(family: str, name: str, parameters: int, adapter: int | None) -> None:
+    with torch.device("meta"):
+        model = getattr(_module(family), f"lora_{name}")(["q_proj", "k_proj", "v_proj", "output_proj"])
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert total - trainable == parameters
+    assert adapter is None or trainable == adapter

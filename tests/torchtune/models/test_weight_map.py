@@ -1,0 +1,189 @@
+"""Weight maps: every parameter exactly once, both ways, whatever the format."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtune.models import Description, WeightMap, WeightMapError, build, get_spec, list_specs
+from torchtune.models._weight_map import Row, Tied
+from torchtune.models._weight_ops import Identity, InterleaveRope, Split, Stack
+
+_VARIANTS = [
+    {},
+    {"tie_word_embeddings": True},
+    {"q_bias": True, "k_bias": True, "v_bias": True},
+    {"attn_output_bias": True, "mlp_bias": True, "qk_norm": "before_rope", "head_dim": 10},
+]
+
+
+def _description(**changes: object) -> Description:
+    sizes = {"vocab_size": 11, "num_layers": 2, "embed_dim": 16, "intermediate_dim": 20, "max_seq_len": 32}
+    return Description(**{**sizes, "num_heads": 4, "num_kv_heads": 2, **changes})
+
+
+_MAPS = [(name, kind) for name in list_specs() for kind in get_spec(name).weight_maps]
+
+
+@pytest.mark.parametrize("changes", _VARIANTS, ids=str)
+@pytest.mark.parametrize(("name", "kind"), _MAPS)
+def test_every_parameter_is_mapped_exactly_once_both_ways(name: str, kind: str, changes: dict[str, object]) -> None:
+    weight_map = get_spec(name).weight_map(kind)
+    description = _description(**changes)
+    torch.manual_seed(0)
+    state = build(description).state_dict()
+    for tensor in state.values():
+        tensor.normal_()
+    groups = weight_map.groups(description)
+    assert sorted(key for group in groups for key in group.tune) == sorted(state)
+    external = list(weight_map.to_external(state.items(), description))
+    assert len({key for key, _ in external}) == len(external)
+    random.Random(0).shuffle(external)  # any order of reading
+    again = list(weight_map.to_tune(external, description))
+    assert len(again) == len(state)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in again)
+    assert {key for group in weight_map.select([key for key, _ in external], description) for key in group.tune} == set(
+        state
+    )
+
+
+def test_llama_queries_are_reordered_and_qwen_ones_are_not() -> None:
+    description = _description(head_dim=4)
+    state = build(description).state_dict()
+    query = "layers.0.attn.q_proj.weight"
+    llama = dict(get_spec("llama3").weight_map("hf").to_external(state.items(), description))
+    qwen = dict(get_spec("qwen2").weight_map("hf").to_external(state.items(), description))
+    theirs = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(qwen[theirs], state[query])
+    # channels 0, 1, 2, 3 of a head are the pairs (0, 1), (2, 3) here and (0, 2), (1, 3) there
+    assert torch.equal(llama[theirs][:4], state[query][[0, 2, 1, 3]])
+    assert torch.equal(llama[theirs.replace("q_proj", "v_proj")], state[query.replace("q_proj", "v_proj")])
+
+
+def test_tied_output() -> None:
+    description = _description(tie_word_embeddings=True)
+    weight_map = get_spec("llama3").weight_map("hf")
+    state = build(description).state_dict()
+    external = dict(weight_map.to_external(state.items(), description))
+    assert "lm_head.weight" not in external
+    external["lm_head.weight"] = external["model.embed_tokens.weight"].clone()
+    assert set(dict(weight_map.to_tune(external.items(), description))) == set(state)
+    external["lm_head.weight"] = external["lm_head.weight"] + 1
+    with pytest.raises(WeightMapError, match=r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight'"):
+        list(weight_map.to_tune(external.items(), description))
+    meta = dict(get_spec("llama3").weight_map("meta").to_external(state.items(), description))
+    assert torch.equal(meta["output.weight"], state["tok_embeddings.weight"])  # Meta's files repeat it
+
+
+def test_untied_model_refuses_a_tied_checkpoint() -> None:
+    weight_map, description = get_spec("llama3").weight_map("hf"), _description()
+    names = [key for group in weight_map.groups(description) for key in group.external if key != "lm_head.weight"]
+    with pytest.raises(WeightMapError, match=r"lacks the tensor 'lm_head.weight'.*tie_word_embeddings=True"):
+        weight_map.select(names, description)
+
+
+def test_names_that_do_not_fit() -> None:
+    weight_map, description = get_spec("llama3").weight_map("hf"), _description()
+    names = [key for group in weight_map.groups(description) for key in group.external]
+    weight_map.select([*names, "model.layers.1.self_attn.rotary_emb.inv_freq"], description)  # carries nothing
+    with pytest.raises(WeightMapError, match=r"'model.layers.2.mlp.up_proj.weight' has no place.*2 layers"):
+        weight_map.select([*names, "model.layers.2.mlp.up_proj.weight"], description)
+    with pytest.raises(WeightMapError, match=r"lacks the tensor 'model.embed_tokens.weight' and 1 more"):
+        weight_map.select([key for key in names if "norm.weight" not in key or "layer" in key][1:], description)
+    tensor = ("model.norm.weight", torch.ones(16))
+    with pytest.raises(WeightMapError, match="twice"):
+        list(weight_map.to_tune([tensor, tensor], description, partial=True))
+    with pytest.raises(WeightMapError, match=r"lacks the tensor 'model.embed_tokens.weight' and 19 more"):
+        list(weight_map.to_tune([tensor], description))
+    with pytest.raises(WeightMapError, match=r"'norm.weight' has no name"):
+        list(weight_map.to_external([("norm.weight", torch.ones(16))], description))
+    with pytest.raises(WeightMapError, match=r"'tok_embeddings.weight' is missing"):
+        list(weight_map.to_external([("norm.scale", torch.ones(16))], description))
+
+
+def test_peft_names_follow_from_the_same_rows() -> None:
+    description = _description(head_dim=4)
+    ours = {
+        "layers.1.attn.q_proj.lora_a.weight": torch.randn(3, 16),
+        "layers.1.attn.q_proj.lora_b.weight": torch.randn(16, 3),
+        "layers.1.attn.q_proj.magnitude": torch.randn(16),
+        "layers.0.mlp.w2.lora_b.weight": torch.randn(16, 3),
+    }
+    for name, interleaved in (("llama3", True), ("qwen3", False)):
+        peft = get_spec(name).weight_map("hf").peft()
+        theirs = dict(peft.to_external(ours.items(), description, partial=True))
+        prefix = "base_model.model.model.layers.1.self_attn.q_proj"
+        assert set(theirs) == {
+            f"{prefix}.lora_A.weight",
+            f"{prefix}.lora_B.weight",
+            f"{prefix}.lora_magnitude_vector",
+            "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight",
+        }
+        order = [0, 2, 1, 3] if interleaved else [0, 1, 2, 3]
+        assert torch.equal(theirs[f"{prefix}.lora_A.weight"], ours["layers.1.attn.q_proj.lora_a.weight"])
+        assert torch.equal(theirs[f"{prefix}.lora_B.weight"][:4], ours["layers.1.attn.q_proj.lora_b.weight"][order])
+        assert torch.equal(theirs[f"{prefix}.lora_magnitude_vector"][:4], ours["layers.1.attn.q_proj.magnitude"][order])
+        again = dict(peft.to_tune(theirs.items(), description, partial=True))
+        assert all(torch.equal(again[key], tensor) for key, tensor in ours.items())
+
+
+def test_module_names() -> None:
+    weight_map, description = get_spec("llama3").weight_map("hf"), _description()
+    assert weight_map.external_module("layers.1.attn.output_proj", description) == "model.layers.1.self_attn.o_proj"
+    assert weight_map.external_module("output", description) == "lm_head"
+    assert weight_map.tune_name("model.norm.weight", description) == "norm.scale"
+    with pytest.raises(WeightMapError, match="no single module"):
+        weight_map.external_module("layers.1.attn", description)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mixture(Description):
+    """A description with experts in some layers, as an outside family might have it."""
+
+    num_experts: int = 3
+    expert_layers: tuple[int, ...] = (1,)
+
+
+_FUSED = WeightMap(
+    (
+        Row("h.{layer}.qkv", tuple(f"layers.{{layer}}.{x}" for x in "qkv"), Split(("q_dim", "kv_dim", "kv_dim"))),
+        Row("h.{layer}.experts.{expert}.up", "layers.{layer}.up", Stack(transpose=True), when="expert_layers"),
+        Row("embed", "embed", Identity()),
+    ),
+    tied=(Tied("head", "embed", when="tie_word_embeddings", write=True),),
+)
+
+
+def test_fused_and_stacked_tensors_stream_group_by_group() -> None:
+    description = _Mixture(**dataclasses.asdict(_description(head_dim=4)))
+    torch.manual_seed(0)
+    external = {f"h.{layer}.qkv": torch.randn(16 + 8 + 8, 12) for layer in range(2)}
+    external |= {f"h.1.experts.{expert}.up": torch.randn(20, 12) for expert in range(3)}
+    external["embed"] = torch.randn(11, 12)
+    ours = dict(_FUSED.to_tune(external.items(), description))
+    assert ours["layers.0.q"].shape == (16, 12)
+    assert ours["layers.1.up"].shape == (3, 12, 20)
+    assert "layers.0.up" not in ours
+    assert torch.equal(ours["layers.1.up"][2], external["h.1.experts.2.up"].T)
+    again = dict(_FUSED.to_external(ours.items(), description))
+    assert again.keys() == external.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in external.items())
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        yield "h.1.experts.0.up", external["h.1.experts.0.up"]
+        yield "embed", external["embed"]
+        raise AssertionError("read further than asked")
+
+    assert next(_FUSED.to_tune(stream(), description))[0] == "embed"
+    with pytest.raises(WeightMapError, match=r"h.1.experts.1.up' and 1 more"):
+        list(_FUSED.to_tune([("h.1.experts.0.up", torch.randn(20, 12))], description, partial=True))
+
+
+def test_rows_of_no_whole_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="no multiple of the head size 4"):
+        InterleaveRope().to_tune([torch.zeros(6, 2)], _description(head_dim=4))
+    with pytest.raises(ValueError, match="more than once"):
+        WeightMap((Row("a", "x"), Row("a", "y"))).groups(_description())
