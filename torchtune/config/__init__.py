@@ -17,7 +17,7 @@ __getattr__, __dir__, __all__ = attach(
         "log_config": "_save",
         "parse": "_parse",
         "save_config": "_save",
-        "settings_of": "_parse",
+        "settings_of": "_schema",
         "to_dict": "_save",
         "validate": "_parse",
     },

@@ -1,14 +1,22 @@
 """The passes over a parsed config: its shape against the dataclass, its components against their signatures."""
 
 import inspect
-from typing import Any
+from typing import Annotated, Any
 
 from torchtune.config._errors import InstantiationError, KeyPath, _distance, dotted, nearest
 from torchtune.config._locate import locate
 from torchtune.config._reader import UNRESOLVED, Document
-from torchtune.config._schema import HandedOver, build_settings, is_configurable, settings_fields
-from torchtune.config._signature import Accepts, Argument, accepts
-from torchtune.config._values import anything, check_value
+from torchtune.config._schema import (
+    PLAIN,
+    HandedOver,
+    build_settings,
+    is_configurable,
+    members,
+    settings_fields,
+    type_text,
+)
+from torchtune.config._signature import Accepts, Argument, accepts, remaining
+from torchtune.config._values import anything, check_value, is_component
 
 
 class Checker:
@@ -39,7 +47,7 @@ class Checker:
                 values[key] = check_value(self.document, (*path, key), value, found[key].annotation, self)
         for name, setting in found.items():
             if setting.required and name not in data:
-                self.missing.append(((*path, name), f"is required ({setting.type_text}) but not given"))
+                self.missing.append(((*path, name), f"is required ({type_text(setting.annotation)}) but not given"))
         if self._count() == before:
             self._rules(path, cls, values)
         return values
@@ -81,14 +89,8 @@ class Checker:
             anything(path, {key: value for key, value in node.items() if key != "_component_"}, self)
             return
         if is_configurable(target):
-            config_names = settings_fields(target.Config)
             self.fields(path, node, target.Config, accepted=("_component_",))
-            runtime = accepts(target)
-            runtime = Accepts(
-                {key: value for key, value in runtime.named.items() if key != runtime.order[0]},
-                runtime.order[1:], runtime.positional_only, runtime.variadic, runtime.open,
-            )  # fmt: skip
-            self._handed(path, name, runtime, hand, set(config_names))
+            self._handed(path, name, remaining(accepts(target), 1), hand, set())
         elif callable(target):
             signature = accepts(target)
             self._learn(path, list(signature.named))
@@ -132,15 +134,13 @@ class Checker:
                 self.unknown.append((here, unused, list(signature.named), f"{name} takes no argument '{key}'"))
                 anything(here, value, self)
             else:
-                argument = signature.named.get(str(key), Argument())
-                node[key] = check_value(self.document, here, value, argument.annotation, self)
+                annotation = signature.named.get(str(key), Argument()).annotation
                 rule = hand.rules.get(str(key)) if hand is not None else None
-                if rule is not None and value is not None and not isinstance(value, (dict, list)):
-                    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                    if number and not rule.holds(value):
-                        self.document.add(here, f"must be {rule}, not {value}")
-                    elif not number and UNRESOLVED not in str(value) and argument.annotation is Any:
-                        self.document.add(here, f"must be a number {rule}, not {value!r}")
+                if rule is not None:
+                    annotation = Annotated[float if annotation is Any else annotation, rule]
+                if is_component(value) and any(member not in PLAIN for member in members(annotation)):
+                    annotation = Any  # what it builds is of the right type, or not: that is seen when it is built
+                node[key] = check_value(self.document, here, value, annotation, self)
 
     def _learn(self, path: KeyPath, names: list[str]) -> None:
         for name in names:

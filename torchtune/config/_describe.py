@@ -5,9 +5,10 @@ import dataclasses
 import inspect
 import json
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
-from torchtune.config._schema import settings_fields
+from torchtune.config._schema import settings_fields, settings_of, type_text
 
 
 def field_comments(cls: type) -> dict[str, str]:
@@ -28,8 +29,10 @@ def field_comments(cls: type) -> dict[str, str]:
     return comments
 
 
-def describe_settings(settings_cls: type) -> str:
-    """The settings of a recipe as text for ``--help``."""
+def describe_settings(settings_cls: Callable[..., Any]) -> str:
+    """The settings of a recipe as text for ``--help``; takes its dataclass or its ``recipe_main``."""
+    if inspect.isfunction(settings_cls):
+        settings_cls = settings_of(settings_cls)
     if not dataclasses.is_dataclass(settings_cls):
         return "This recipe declares no settings: read its file for the keys that it takes.\n"
     comments = field_comments(settings_cls)
@@ -38,7 +41,7 @@ def describe_settings(settings_cls: type) -> str:
     parts = [] if generated or not doc else [inspect.cleandoc(doc).splitlines()[0], ""]
     for name, setting in settings_fields(settings_cls).items():
         default = "required" if setting.required else f"default: {_shown(setting.default)}"
-        parts.append(f"  {name}: {setting.type_text} ({default})")
+        parts.append(f"  {name}: {type_text(setting.annotation)} ({default})")
         if comments.get(name):
             parts.extend(textwrap.wrap(comments[name], 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return "\n".join(parts) + "\n"

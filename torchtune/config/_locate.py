@@ -24,12 +24,17 @@ def _import(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except _IMPORT_FAILURES as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and not name.startswith(error.name):
-            reason = f"because '{error.name}' is not installed"
-        else:
-            where = f" ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else ""
-            reason = f"with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}"
-        raise InstantiationError(f"'{path}': module '{name}' failed to import {reason}") from error
+        raise _failed(name, path, error) from error
+
+
+def _failed(name: str, path: str, error: Exception) -> InstantiationError:
+    missing = (getattr(error, "name", None) or name) if isinstance(error, ModuleNotFoundError) else name
+    if missing.partition(".")[0] != name.partition(".")[0]:
+        reason = f"because '{missing}' is not installed"
+    else:
+        where = f" ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        reason = f"with {type(error).__name__}: {str(error).partition(chr(10))[0]}{where}"
+    return InstantiationError(f"'{path}': module '{name}' failed to import {reason}")
 
 
 def _exists(name: str) -> bool:
@@ -59,11 +64,7 @@ def _step(owner: Any, parts: list[str], index: int, path: str) -> Any:
         if is_package and _exists(so_far):
             return _import(so_far, path)
     except _IMPORT_FAILURES as error:  # a lazy package face imports on first use
-        if isinstance(error, ModuleNotFoundError):
-            raise InstantiationError(
-                f"'{path}': module '{so_far}' failed to import because '{error.name}' is not installed"
-            ) from error
-        raise InstantiationError(f"'{path}': '{so_far}' failed to import: {error}") from error
+        raise _failed(".".join(parts[:index]), path, error) from error
     before = ".".join(parts[:index])
     hint = did_you_mean(name, _contents(owner))
     if is_package and not last:

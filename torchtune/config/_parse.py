@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import sys
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,11 @@ from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
 from torchtune.config._reader import Document, interpolate, read
-from torchtune.config._schema import build_settings, settings_fields
+from torchtune.config._schema import build_settings, settings_fields, settings_of
 from torchtune.config._values import anything
 from torchtune.utils import UserError, get_logger, log_once
 
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
-
-
-def settings_of(recipe_main: Callable[..., Any]) -> type:
-    """The annotation of a recipe's argument: its settings dataclass, or ``DictConfig`` (also where there is none)."""
-    function = inspect.unwrap(recipe_main)
-    parameters = list(inspect.signature(function).parameters)
-    hints = typing.get_type_hints(function)
-    found = hints.get(parameters[0]) if parameters else None
-    if dataclasses.is_dataclass(found):
-        return found
-    from omegaconf import DictConfig
-
-    return DictConfig
 
 
 def find_config(config: str | Path) -> Path:
@@ -93,8 +79,8 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
     values = checker.fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
     checker.finish()
     settings = build_settings(cls, values)
-    if name is not None:
-        settings.recipe = name  # kept for save_config: the saved file still says which recipe it is for
+    if name is not None and hasattr(settings, "__dict__"):
+        vars(settings)["recipe"] = name  # kept for save_config: the saved file still says which recipe it is for
     return settings
 
 

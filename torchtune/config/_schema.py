@@ -1,17 +1,16 @@
 """What a settings dataclass says about each setting: markers for annotations, and its fields read back."""
 
 import dataclasses
-import enum
 import functools
+import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 UNIONS = (Union, types.UnionType)
 PLAIN = (bool, int, float, str, type(None))
-_NAMES = {type(None): "null", Any: "anything"}
 
 
 class Component:
@@ -68,15 +67,9 @@ class HandedOver:
 class Setting:
     """One field of a settings dataclass."""
 
-    name: str
     annotation: Any
     required: bool
     default: Any
-
-    @property
-    def type_text(self) -> str:
-        """The type as it is shown in help and messages."""
-        return type_text(self.annotation)
 
 
 @functools.cache
@@ -84,14 +77,23 @@ def settings_fields(cls: type) -> dict[str, Setting]:
     """The fields of a settings dataclass by name, annotations evaluated."""
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {}
-    for item in dataclasses.fields(cls):
-        if item.init:
-            required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-            default = None if required else item.default
-            if item.default_factory is not dataclasses.MISSING:
-                default = item.default_factory()
-            found[item.name] = Setting(item.name, hints[item.name], required, default)
+    for item in filter(lambda item: item.init, dataclasses.fields(cls)):
+        made = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        required = made is dataclasses.MISSING
+        found[item.name] = Setting(hints[item.name], required, None if required else made)
     return found
+
+
+def settings_of(recipe_main: Callable[..., Any]) -> type:
+    """The annotation of a recipe's argument: its settings dataclass, or ``DictConfig`` (also where there is none)."""
+    function = inspect.unwrap(recipe_main)
+    parameters = list(inspect.signature(function).parameters)
+    found = typing.get_type_hints(function).get(parameters[0]) if parameters else None
+    if dataclasses.is_dataclass(found):
+        return found
+    from omegaconf import DictConfig
+
+    return DictConfig
 
 
 def split_annotated(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -106,28 +108,24 @@ def members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
 
 
+_NAMES = {type(None): "null", Any: "anything", Component: "component", dict: "mapping", list: "list"}
+
+
 def type_text(annotation: Any) -> str:
     """``list[int] | None`` -> ``"list of int or null"``."""
     base, extras = split_annotated(annotation)
     if extras:
-        bounds = "".join(f" {extra}" for extra in extras if isinstance(extra, Range))
-        return type_text(base) + bounds
+        return type_text(base) + "".join(f" {extra}" for extra in extras if isinstance(extra, Range))
     origin, args = get_origin(base), get_args(base)
     if origin in UNIONS:
         parts = [type_text(part) for part in args]
         return ", ".join(parts[:-1]) + f" or {parts[-1]}"
     if origin is Literal:
         return "one of " + ", ".join("null" if choice is None else str(choice) for choice in args)
-    if base is Component:
-        return "component"
-    if isinstance(base, type) and issubclass(base, enum.Enum):
-        return "one of " + ", ".join(str(member.value) for member in base)
-    if origin in (list, tuple, set) or (origin and issubclass(origin, typing.Sequence)):
-        return "list of " + type_text(args[0])
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return f"mapping of {type_text(args[0])} to {type_text(args[1])}"
-    if base in (dict, list):
-        return "mapping" if base is dict else "list"
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return "list of " + type_text(args[0])
     return _NAMES[base] if base in _NAMES else getattr(base, "__name__", str(base))
 
 

@@ -6,8 +6,8 @@ import importlib
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torchtune.config._errors import InstantiationError
@@ -40,14 +40,15 @@ def accepts(target: Callable[..., Any], depth: int = 0) -> Accepts:
     """Read the signature of a class, function, method or partial."""
     if isinstance(target, functools.partial):
         inner = accepts(target.func, depth)
-        return _consume(inner, len(target.args), {}, optional=set(target.keywords))
+        return remaining(inner, len(target.args), optional=set(target.keywords))
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
         return Accepts(open=True, variadic=True)
-    found = Accepts()
-    catch_all = None
+    found, catch_all = Accepts(), None
     source = inspect.unwrap(_implementation(target)[0])
+    if getattr(source, "__name__", "") == "_no_init_or_replace_init":
+        return found  # a class without __init__ below a Protocol takes nothing
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             found.variadic = True
@@ -98,11 +99,13 @@ def _implementation(target: Any) -> tuple[Any, type | None]:
     return target, None
 
 
-def _consume(inner: Accepts, positional: int, given: set[str] | dict, optional: set[str] = frozenset()) -> Accepts:
+def remaining(
+    inner: Accepts, positional: int, given: Set[str] = frozenset(), optional: Set[str] = frozenset()
+) -> Accepts:
     """``inner`` after some positional and keyword arguments were passed to it."""
     taken = {*inner.order[:positional], *given, *inner.positional_only}
     named = {name: argument for name, argument in inner.named.items() if name not in taken}
-    for name in optional & set(named):
+    for name in set(named) & optional:
         named[name] = Argument(named[name].annotation)
     order = [name for name in inner.order[positional:] if name in named]
     return Accepts(named, order, set(), inner.variadic, inner.open)
@@ -138,7 +141,7 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
             continue
         passed = [a for a in call.args[skipped:] if not isinstance(a, ast.Starred)]
         inner = accepts(callee, depth + 1)
-        inner = _consume(inner, len(passed), {keyword.arg for keyword in call.keywords if keyword.arg})
+        inner = remaining(inner, len(passed), {keyword.arg for keyword in call.keywords if keyword.arg})
         found.open |= inner.open
         if any(isinstance(a, ast.Starred) for a in call.args):
             found.order += [name for name in inner.order if name not in found.order]
@@ -233,14 +236,7 @@ class _Scope:
 
 def _builder_names() -> set[str]:
     """What ``load_dataset`` passes on to the readers of JSON, CSV, Parquet and text files."""
-    names: set[str] = set()
-    for kind, config in (
-        ("json", "JsonConfig"),
-        ("csv", "CsvConfig"),
-        ("parquet", "ParquetConfig"),
-        ("text", "TextConfig"),
-    ):
-        module = importlib.import_module(f"datasets.packaged_modules.{kind}.{kind}")
-        cls = getattr(module, config)
-        names |= {item.name for item in fields(cls)} if is_dataclass(cls) else set()
-    return names
+    kinds = ("json", "csv", "parquet", "text")
+    modules = [importlib.import_module(f"datasets.packaged_modules.{kind}.{kind}") for kind in kinds]
+    configs = [getattr(module, f"{kind.capitalize()}Config") for kind, module in zip(kinds, modules, strict=True)]
+    return {item.name for config in configs for item in fields(config)}

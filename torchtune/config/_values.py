@@ -1,15 +1,14 @@
 """A value against an annotation: what is wrong with it, and the value in its final type."""
 
 import dataclasses
-import enum
 import os
-import pathlib
+import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, Protocol, get_args, get_origin
 
 from torchtune.config._errors import KeyPath, did_you_mean
-from torchtune.config._reader import UNRESOLVED, Document
+from torchtune.config._reader import UNRESOLVED, Document, read_value
 from torchtune.config._schema import PLAIN, Component, HandedOver, Range, members, split_annotated, type_text
 
 
@@ -23,18 +22,10 @@ class Visitor(Protocol):
         """A mapping that is an instance of the dataclass ``cls``; returns its checked values."""
 
 
-_PATHS = (os.PathLike, pathlib.Path, pathlib.PurePath)
-
-
 def shown(value: Any) -> str:
     """A value as messages show it: ``'two' (str)``."""
-    if value is None:
-        return "null"
-    kind = {dict: "a mapping", list: "a list"}.get(type(value))
-    if kind is not None:
-        return kind
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+    kinds = {dict: "a mapping", list: "a list", type(None): "null"}
+    return kinds.get(type(value), f"{textwrap.shorten(repr(value), 60)} ({type(value).__name__})")
 
 
 def is_component(value: Any) -> bool:
@@ -62,13 +53,11 @@ def _fits(value: Any, member: Any) -> bool | None:
         return None
     if dataclasses.is_dataclass(origin):
         return isinstance(value, dict)
-    if issubclass(origin, enum.Enum):
-        return value in [choice.value for choice in origin] or value in origin.__members__
-    if issubclass(origin, _PATHS):
+    if issubclass(origin, os.PathLike):
         return isinstance(value, str)
     if issubclass(origin, Mapping):
         return isinstance(value, dict)
-    if issubclass(origin, (Sequence, set, frozenset)) and origin is not str:
+    if issubclass(origin, (Sequence, Set)):
         return isinstance(value, list)
     if f"{origin.__module__}.{origin.__name__}" == "torch.Tensor":
         return False  # YAML has no way to write one
@@ -81,29 +70,27 @@ def check_value(document: Document, path: KeyPath, value: Any, annotation: Any, 
     Component nodes are handed to ``visitor`` and returned as they are; dataclasses stay plain mappings.
     """
     base, extras = split_annotated(annotation)
-    hand = next((extra for extra in extras if isinstance(extra, HandedOver)), HandedOver())
-    ranges = [extra for extra in extras if isinstance(extra, Range)]
     if isinstance(value, str) and UNRESOLVED in value:
         return value
-    alternatives = members(base)
-    raw = document.place(path).raw
-    if raw is not None and path in document.places and not isinstance(value, (dict, list, str)) and value is not None:
-        texts = [str in (m, split_annotated(m)[0]) for m in alternatives]
-        if any(texts) and not any(_fits(value, m) for m in alternatives):
-            return raw  # a number typed on the command line for a setting that is text
-    fits = [(_fits(value, member), member) for member in alternatives]
-    chosen = next((member for fit, member in fits if fit), None)
-    if chosen is None:
-        if not any(fit is None for fit, _ in fits):
-            _refuse(document, path, value, annotation)
-            return value
+    # The very type of the value goes before one that it can be turned into.
+    alternatives = sorted(members(base), key=lambda member: split_annotated(member)[0] is not type(value))
+    fits = [_fits(value, member) for member in alternatives]
+    written = document.places.get(path)
+    if not any(fits) and str in alternatives and written and written.raw and isinstance(value, (int, float)):
+        return written.raw  # a number typed on the command line for a setting that is text
+    if True not in fits:
+        if None in fits:
+            return anything(path, value, visitor)
+        _refuse(document, path, value, annotation)
+        return value
+    chosen = alternatives[fits.index(True)]
+    if is_component(value) and all(split_annotated(member)[0] is not Component for member in alternatives):
         return anything(path, value, visitor)
-    if is_component(value) and not any(split_annotated(member)[0] is Component for member in alternatives):
-        return anything(path, value, visitor)
+    hand = next((extra for extra in extras if isinstance(extra, HandedOver)), HandedOver())
     value = _inside(document, path, value, chosen, hand, visitor)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        for bounds in ranges + [extra for extra in split_annotated(chosen)[1] if isinstance(extra, Range)]:
-            if not bounds.holds(value):
+    if type(value) in (int, float):
+        for bounds in (*extras, *split_annotated(chosen)[1]):
+            if isinstance(bounds, Range) and not bounds.holds(value):
                 document.add(path, f"must be {bounds}, not {value}")
     return value
 
@@ -154,16 +141,8 @@ def _inside(document: Document, path: KeyPath, value: Any, member: Any, hand: Ha
 
 def _refuse(document: Document, path: KeyPath, value: Any, annotation: Any) -> None:
     base, _ = split_annotated(annotation)
-    choices = [str(choice) for member in members(base) if get_origin(member) is Literal for choice in get_args(member)]
-    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-    if isinstance(value, str) and not hint and any(split_annotated(m)[0] in (int, float, bool) for m in members(base)):
-        hint = ": write it without quotation marks" if _is_number(value) else ""
+    choices = [choice for member in members(base) if get_origin(member) is Literal for choice in get_args(member)]
+    hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
+    if isinstance(value, str) and any(_fits(read_value(value), member) for member in members(base)):
+        hint = ": write it without quotation marks"
     document.add(path, f"must be {type_text(annotation)}, not {shown(value)}{hint}")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return text.lower() in ("true", "false")
-    return True

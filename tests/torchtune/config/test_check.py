@@ -41,7 +41,7 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("model={width: 3}", "model: needs a _component_ key that names the class or function"),
         ("model_converters=[{_componet_: a.b}]", "model_converters.0: needs a _component_ key that names the class or function; rename '_componet_'"),
         ("optimizer.lr=-1e-3", "optimizer.lr: must be >= 0, not -0.001"),
-        ("optimizer.lr=fast", "optimizer.lr: must be float, not 'fast' (str)"),
+        ("optimizer.lr=fast", "optimizer.lr: must be float >= 0, not 'fast' (str)"),
         ("optimizer.betas=[1, 2, 3]", "optimizer.betas: must have 2 items, not 3"),
         ("optimizer.params=[1]", f"optimizer.params: is handed to {PARTS}.Optimizer by the recipe: remove it"),
         ("optimizer.lrr=1", f"optimizer.lrr: {PARTS}.Optimizer takes no argument 'lrr'; did you mean 'lr'?"),
@@ -80,7 +80,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(mistakes: Mistakes) -> No
     assert mistakes("epochs=0", replace=replace) == [
         f"c.yaml:9: model.layer: {PARTS}.Model takes no argument 'layer'; did you mean 'layers'?",
         f"c.yaml:14: tokenizer.pth: {PARTS}.Tokenizer takes no argument 'pth'; did you mean 'path'?",
-        "c.yaml:31: optimizer.lr: must be float, not 'fast' (str)",
+        "c.yaml:31: optimizer.lr: must be float >= 0, not 'fast' (str)",
         "c.yaml:51: sed: there is no such setting; did you mean 'seed'?",
         "command line: epochs: must be >= 1, not 0",
     ]
@@ -164,6 +164,19 @@ def test_a_module_that_fails_to_import_says_why(
     )
     assert "module 'is_broken' failed to import with SyntaxError: " in mistakes("model=is_broken.f")[0]
     assert "module 'raises' failed to import with ZeroDivisionError: division by zero" in mistakes("model=raises.f")[0]
+
+
+def test_components_that_build_arguments(check: Check, mistakes: Mistakes) -> None:
+    template = "{_component_: tests.torchtune.config.assets.parts.Template}"
+    check(f"dataset.0.column_map={template}", f"metric_logger.group={template}")
+    assert mistakes(f"model.width={template}") == ["command line: model.width: must be int, not a mapping"]
+
+
+def test_rules_bound_what_signatures_leave_open(mistakes: Mistakes, tmp_path: Path) -> None:
+    (tmp_path / "own_optimizer.py").write_text("def sgd(params, lr): ...\n")
+    own = "optimizer={_component_: own_optimizer.sgd, lr: %s}"
+    assert mistakes(own % "fast") == ["command line: optimizer.lr: must be float >= 0, not 'fast' (str)"]
+    assert mistakes(own % "-1") == ["command line: optimizer.lr: must be >= 0, not -1.0"]
 
 
 def test_an_untyped_recipe(tmp_path: Path) -> None:

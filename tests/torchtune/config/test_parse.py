@@ -37,7 +37,7 @@ def test_mistakes_are_printed_without_a_traceback() -> None:
     assert done.stderr.splitlines() == [
         "error: the config has 2 mistakes:",
         "  command line: bach_size: there is no such setting; did you mean 'batch_size'?",
-        "  command line: optimizer.lr: must be >= 0, not -1",
+        "  command line: optimizer.lr: must be >= 0, not -1.0",
     ]
 
 

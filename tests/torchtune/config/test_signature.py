@@ -2,7 +2,7 @@
 """Which arguments callables accept, through ``**kwargs``."""
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -93,6 +93,14 @@ class Grandchild(Child):
     pass
 
 
+class Face(Protocol):
+    def act(self) -> None: ...
+
+
+class BelowAProtocol(Face):
+    pass
+
+
 @pytest.mark.parametrize(
     ("target", "names", "required"),
     [
@@ -108,6 +116,7 @@ class Grandchild(Child):
         (wrapped(leaf), {"a", "b", "c"}, {"a"}),
         (Child, {"extra", "size", "depth"}, {"size"}),
         (Grandchild, {"extra", "size", "depth"}, {"size"}),
+        (BelowAProtocol, set(), set()),
         (Base.make, {"size", "depth"}, {"size"}),
         (parts.alpaca_like, {"tokenizer", "source", "column_map", "packed", "split", "filter_fn", "name", "streaming"}, {"tokenizer"}),
     ],
