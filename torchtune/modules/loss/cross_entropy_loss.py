@@ -138,6 +138,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             return self._no_label(outputs)
         weight = self._plain_weight()
         chunk_rows = self._chunk_rows(len(target), weight)
+        if weight is None:
+            log_once(get_logger(), "The output projection is not a plain product: its logits are computed twice.")
         if weight is None or not self.mask_ignored_tokens:
             total = self._recomputed(hidden, target, chunk_rows)
         else:
@@ -153,7 +155,6 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     def _recomputed(self, hidden: Tensor, target: Tensor, chunk_rows: int) -> Tensor:
         """The summed loss through the projection itself, whose logits are made again in the backward pass."""
-        log_once(get_logger(), "The output projection is not a plain product: its logits are computed twice.")
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for rows, targets in zip(hidden.split(chunk_rows), target.split(chunk_rows), strict=True):
             if torch.is_grad_enabled():

@@ -1,7 +1,6 @@
 """Low-rank adapters."""
 
-from torchtune.modules.peft._lora import LoRA
-from torchtune.modules.peft._lora_linear import LoRALinear, TrainableParams
+from torchtune.modules.peft._conversion import LoRA
 from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
     AdapterModule,
@@ -13,10 +12,13 @@ from torchtune.modules.peft._utils import (
     set_trainable_params,
     validate_missing_and_unexpected_for_lora,
 )
+from torchtune.modules.peft.dora import DoRALinear
+from torchtune.modules.peft.lora import LoRALinear, TrainableParams
 
 __all__ = [
     "LORA_ATTN_MODULES",
     "AdapterModule",
+    "DoRALinear",
     "LoRA",
     "LoRALinear",
     "TrainableParams",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.modules.conversion import ConversionError
+from torchtune.utils import deprecate_parameter
 
 LORA_ATTN_MODULES = Literal["q_proj", "k_proj", "v_proj", "output_proj"]
 MLP_MODULES = ("w1", "w2", "w3")
@@ -135,6 +136,12 @@ def _adapted(key: str, names: Iterable[str]) -> bool:
     return is_adapter_key(key) and path.rpartition(".")[2] in names
 
 
+_BY_KEYS = "Pass state_dict_keys, the keys of the model's state dict, instead."
+
+
+@deprecate_parameter("lora_attn_modules", _BY_KEYS)
+@deprecate_parameter("apply_lora_to_mlp", _BY_KEYS)
+@deprecate_parameter("apply_lora_to_output", _BY_KEYS)
 def validate_missing_and_unexpected_for_lora(
     lora_attn_modules: Sequence[LORA_ATTN_MODULES] | None = None,
     apply_lora_to_mlp: bool | None = None,

@@ -95,10 +95,15 @@ class LoRALinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
         self.dropout = nn.Dropout(p=dropout)
-        self.lora_a = nn.Linear(in_dim, rank, bias=False)
-        self.lora_b = nn.Linear(rank, out_dim, bias=False)
+        self._make_adapter(self.weight.device, self.weight.dtype)
         self._initialize_base()
         self.initialize_parameters()
+
+    def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Create the adapter's parameters, unfilled."""
+        # Made on meta first: nn.Linear would fill them, and initialize_parameters() does so in its own way.
+        self.lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype).to_empty(device=device)
+        self.lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype).to_empty(device=device)
 
     def _initialize_base(self) -> None:
         """Fill the base as ``nn.Linear`` does; a checkpoint replaces it."""
@@ -117,10 +122,7 @@ class LoRALinear(nn.Module):
         new.use_bias = linear.bias is not None
         new.weight = linear.weight.requires_grad_(False)
         new.bias = None if linear.bias is None else linear.bias.requires_grad_(False)
-        for layer in (new.lora_a, new.lora_b):
-            layer.weight = nn.Parameter(
-                torch.empty_like(layer.weight, device=linear.weight.device, dtype=linear.weight.dtype)
-            )
+        new._make_adapter(linear.weight.device, linear.weight.dtype)
         new.initialize_parameters()
         return new.train(linear.training)
 
@@ -135,13 +137,16 @@ class LoRALinear(nn.Module):
         """Names of the adapter's parameters, relative to this module."""
         return ["lora_a.weight", "lora_b.weight"]
 
-    def merged_weight(self, weight: Tensor) -> Tensor:
-        """``weight`` + scaling · B A, computed in float32 at least, in the dtype of ``weight``: [out, in]."""
+    def _updated(self, weight: Tensor) -> Tensor:
+        """``weight`` + scaling · B A, in float32 at least: [out, in]."""
         compute = torch.promote_types(weight.dtype, torch.float32)
-        a, b = self.lora_a.weight, self.lora_b.weight
-        with torch.no_grad():
-            a, b = a.to(weight.device, compute), b.to(weight.device, compute)
-            return torch.addmm(weight.to(compute), b, a, alpha=self.scaling).to(weight.dtype)
+        a, b = self.lora_a.weight.to(weight.device, compute), self.lora_b.weight.to(weight.device, compute)
+        return torch.addmm(weight.to(compute), b, a, alpha=self.scaling)
+
+    @torch.no_grad()
+    def merged_weight(self, weight: Tensor) -> Tensor:
+        """``weight`` [out, in] with the adapter merged in: computed in float32 at least, its dtype kept."""
+        return self._updated(weight).to(weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim], in the dtype of ``x``."""

@@ -7,13 +7,19 @@ from typing import Any, ClassVar, get_args
 from torch import Tensor, nn
 
 from torchtune.modules.conversion import ConversionError, ConversionReport, Phase, nearest_module_names
-from torchtune.modules.peft._lora_linear import LoRALinear, check_adapter_numbers, refuse_quantized_base
 from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
     MLP_MODULES,
     get_adapter_params,
     is_adapter_key,
     set_trainable_params,
+)
+from torchtune.modules.peft.dora import DoRALinear
+from torchtune.modules.peft.lora import LoRALinear, check_adapter_numbers, refuse_quantized_base
+
+_TIED = (
+    "LoRA: the projection '{}' is tied to the token embedding of this model and cannot have an adapter of its own, "
+    "leave it out (apply_to_output or apply_lora_to_output: False)."
 )
 
 
@@ -54,8 +60,6 @@ class LoRA:
     ) -> None:
         refuse_quantized_base(quantize_base)
         check_adapter_numbers(rank, dropout)
-        if use_dora:
-            raise ConversionError("use_dora=True: DoRA is not available yet, set it to False to train LoRA.")
         if target_modules is not None and (attn_modules is not None or apply_to_mlp or apply_to_output):
             raise ConversionError(
                 "LoRA: target_modules replaces attn_modules, apply_to_mlp and apply_to_output: give either the "
@@ -69,6 +73,7 @@ class LoRA:
         self.alpha = alpha
         self.dropout = dropout
         self.attn_modules = list(known if attn_modules is None else attn_modules)
+        self.use_dora = use_dora
         self.apply_to_mlp = apply_to_mlp
         self.apply_to_output = apply_to_output
         self.target_modules = None if target_modules is None else list(target_modules)
@@ -95,36 +100,38 @@ class LoRA:
             if not matching:
                 self._refuse(model, asked, list(linears))
             chosen |= {path: linears[path] for path in matching}
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        for path, linear in chosen.items():
+            if id(linear.weight) in embeddings:
+                raise ConversionError(_TIED.format(path))
         return {path: module for path, module in linears.items() if path in chosen}
 
     @staticmethod
     def _refuse(model: nn.Module, asked: str, paths: list[str]) -> None:
         output = getattr(model, "output", None)
         if asked == "output" and output is not None and not isinstance(output, nn.Module):
-            raise ConversionError(
-                "LoRA: the output projection of this model is tied to its token embedding and cannot have an adapter "
-                "of its own, leave apply_to_output (apply_lora_to_output) False."
-            )
+            raise ConversionError(_TIED.format("output"))
         raise ConversionError(
             f"LoRA: no linear layer of the model matches '{asked}', the nearest names are "
             f"{', '.join(nearest_module_names(asked, paths)) or 'none: it has no linear layer'}."
         )
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Replace the chosen layers by :class:`LoRALinear` and freeze everything but the adapters.
+        """Replace the chosen layers by :class:`LoRALinear` or :class:`DoRALinear`, freeze the rest.
 
         Raises:
             ConversionError: a target matches no linear layer; nothing has been changed then.
         """
         chosen = self._select(model)
+        layer = DoRALinear if self.use_dora else LoRALinear
         for path, linear in chosen.items():
             parent, _, name = path.rpartition(".")
-            new = LoRALinear.from_linear(linear, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+            new = layer.from_linear(linear, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
             setattr(model.get_submodule(parent), name, new)
         adapter = get_adapter_params(model)
         set_trainable_params(model, adapter)
         return ConversionReport(
-            name="LoRA",
+            name="DoRA" if self.use_dora else "LoRA",
             replaced=list(chosen),
             num_parameters=sum(param.numel() for param in adapter.values()),
             note=f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen",
@@ -167,6 +174,7 @@ class LoRA:
             "r": self.rank,
             "lora_alpha": self.alpha,
             "lora_dropout": self.dropout,
+            "use_dora": self.use_dora,
             "bias": "none",
             "target_modules": adapted if plain & set(leaves) else list(leaves),
         }

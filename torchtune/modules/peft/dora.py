@@ -1,0 +1,73 @@
+"""Linear layers whose adapter learns direction and magnitude apart."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.modules.peft._functional import lora_projection
+from torchtune.modules.peft.lora import LoRALinear
+
+
+class DoRALinear(LoRALinear):
+    """LoRA whose merged weight has rows of learned length: W' = magnitude · (W + s B A) / ‖W + s B A‖, row by row.
+
+    ``magnitude`` [out] is one more parameter of the adapter. The norm is treated as a constant in the backward pass
+    (Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, section 4.3).
+
+    Args:
+        in_dim: width of the input.
+        out_dim: width of the output.
+        rank: width of the bottleneck.
+        alpha: the update is scaled by alpha / rank.
+        dropout: dropout on the adapter's input, in training.
+        use_bias: whether the base has a bias.
+        quantize_base: refused for now.
+        **quantization_kwargs: options of the quantised base.
+
+    Raises:
+        ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or a quantised base.
+    """
+
+    def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
+        super()._make_adapter(device, dtype)
+        self.magnitude = nn.Parameter(torch.empty(self.out_dim, device=device, dtype=dtype))
+
+    def initialize_parameters(self) -> None:
+        """Fill the adapter so that it changes nothing yet; call it when the base weight is in place. No-op on meta."""
+        super().initialize_parameters()
+        self.initialize_dora_magnitude()
+
+    @torch.no_grad()
+    def initialize_dora_magnitude(self) -> None:
+        """Set ``magnitude`` to the row norms of the weight as it is. No-op on meta."""
+        if not self.magnitude.is_meta:
+            self.magnitude.copy_(self._norm(self.weight))
+
+    def adapter_params(self) -> list[str]:
+        """Names of the adapter's parameters, relative to this module."""
+        return [*super().adapter_params(), "magnitude"]
+
+    @torch.no_grad()
+    def _norm(self, weight: Tensor) -> Tensor:
+        """Row norms of W + s B A, in float32 at least: [out]."""
+        return self._updated(weight).norm(dim=1)
+
+    @torch.no_grad()
+    def merged_weight(self, weight: Tensor) -> Tensor:
+        """``weight`` [out, in] with the adapter merged in: computed in float32 at least, its dtype kept."""
+        merged = self._updated(weight)
+        magnitude = self.magnitude.to(merged.device, merged.dtype)
+        return merged.mul_((magnitude / merged.norm(dim=1)).unsqueeze(1)).to(weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_dim] -> [..., out_dim], in the dtype of ``x``."""
+        if self.disabled:
+            return F.linear(x, self.weight, self.bias)
+        a, b = self.lora_a.weight, self.lora_b.weight
+        length = (self.magnitude / self._norm(self.weight)).to(x.dtype)
+        if not self.training or self.dropout.p == 0.0:
+            y = lora_projection(x, self.weight, None, a, b, scale=self.scaling) * length
+            return y if self.bias is None else y + self.bias
+        dropped = self.dropout(x)
+        update = lora_projection(dropped, self.weight, None, a, b, scale=self.scaling) * length
+        return F.linear(x, self.weight, self.bias) + update - F.linear(dropped, self.weight)
