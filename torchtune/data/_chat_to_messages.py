@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
 from torchtune.data._images import format_content_with_images
@@ -57,7 +57,7 @@ class ShareGPTToMessages(_ConversationTransform):
         DataError: the map lacks a key; when called, a column is missing or is no conversation.
     """
 
-    roles = {
+    roles: ClassVar[dict[str, str]] = {
         "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
         "tool": "tool", "observation": "tool",
     }  # fmt: skip

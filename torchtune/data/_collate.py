@@ -147,8 +147,11 @@ def padded_collate_sft(
         cp_degree: ranks that share a sequence; above 1 the length divides by twice as many and ``input_pos`` is added.
 
     Returns:
-        ``tokens``, ``labels``: int64 [b, s]; ``input_pos`` int64 [1, s] and ``encoder_input`` as described.
+        ``tokens``, ``labels``: int64 [b, s]; ``input_pos`` int64 [1, s] and ``encoder_input`` as described. Packs
+        are batched by :func:`padded_collate_packed`.
     """
+    if not isinstance(batch[0], Mapping):
+        return padded_collate_packed(batch, padding_idx, ignore_idx)
     tokens = [_row(example["tokens"]) for example in batch]
     labels = [_row(example["labels"]) for example in batch]
     length = max(max(map(len, tokens)), max(map(len, labels)))

@@ -49,7 +49,7 @@ class Message:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> "Message":
-        """Build from a mapping with ``role``, ``content`` and, as wanted, ``masked``, ``ipython``, ``eot``, ``extra``."""
+        """Build from a mapping with ``role``, ``content`` and, as wanted, the other arguments."""
         return cls(
             role=d["role"],
             content=d["content"],

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torchtune.data._common import DataError
 from torchtune.data._messages import Message, Role
@@ -58,7 +58,7 @@ class ChatMLTemplate(PromptTemplateInterface):
     A final empty turn of the assistant stays open, so that a model can continue it.
     """
 
-    template = {
+    template: ClassVar[dict[Role, tuple[str, str]]] = {
         "system": ("<|im_start|>system\n", "<|im_end|>\n"),
         "user": ("<|im_start|>user\n", "<|im_end|>\n"),
         "assistant": ("<|im_start|>assistant\n", "<|im_end|>\n"),

@@ -4,7 +4,7 @@ import difflib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
 from torchtune.data._messages import MaskingStrategy, Message, mask_messages, masking_strategy_of
@@ -129,7 +129,7 @@ class AlpacaToMessages(Transform):
         DataError: the map lacks a key; when called, a column is missing or holds no text.
     """
 
-    template = {
+    template: ClassVar[dict[str, str]] = {
         "prompt_input": (
             "Below is an instruction that describes a task, paired with an input that provides further context. "
             "Write a response that appropriately completes the request.\n\n"

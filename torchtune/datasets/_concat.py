@@ -1,0 +1,46 @@
+"""Several datasets as one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from torchtune.data import DataError
+from torchtune.datasets._packed import PackedDataset
+
+
+class ConcatDataset(Dataset):
+    """One dataset after another.
+
+    Args:
+        datasets: all packed, or none.
+
+    Raises:
+        DataError: there are none, or packed and other datasets are mixed.
+    """
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self._datasets = list(datasets)
+        if not self._datasets:
+            raise DataError("The list of datasets is empty.")
+        packed = [isinstance(dataset, PackedDataset) for dataset in self._datasets]
+        if any(packed) and not all(packed):
+            raise DataError("Datasets with packed=True and packed=False cannot be mixed: set all of them alike.")
+        self._ends = np.cumsum([len(dataset) for dataset in self._datasets])
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Changes when any part's does."""
+        return tuple(getattr(dataset, "fingerprint", None) for dataset in self._datasets)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        """The example, from the dataset that holds it."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index %= len(self)
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self._datasets[part][index - int(self._ends[part - 1]) if part else index]

@@ -1,0 +1,41 @@
+"""Datasets and collation as recipes name them."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torchtune import config
+from torchtune.config._locate import locate
+from torchtune.data import DataError
+from torchtune.datasets._concat import ConcatDataset
+
+
+def instantiate_dataset(dataset: Any, tokenizer: Any) -> Any:
+    """The dataset of a config node; a list of nodes gives them one after another.
+
+    Args:
+        dataset: node with ``_component_``, or a list of them.
+        tokenizer: handed to every dataset.
+
+    Raises:
+        DataError: see the datasets.
+    """
+    if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
+        parts = [config.instantiate(node, tokenizer) for node in dataset]
+        return parts[0] if len(parts) == 1 else ConcatDataset(parts)
+    return config.instantiate(dataset, tokenizer)
+
+
+def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Any]:
+    """The collation of a dotted path, padding with the tokenizer's ``pad_id`` if it pads.
+
+    Raises:
+        DataError: it pads on the left, which a causal model cannot be trained with.
+    """
+    collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
+    if getattr(collate, "__name__", "") == "left_pad_sequence":
+        raise DataError("collate_fn: left_pad_sequence does not make batches for training: use collate_documents.")
+    if "padding_idx" in inspect.signature(collate).parameters:
+        return partial(collate, padding_idx=getattr(tokenizer, "pad_id", 0))
+    return collate

@@ -1,0 +1,177 @@
+"""Rows from a local file, a folder or the hub."""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import DataError
+from torchtune.utils import get_logger
+
+# Suffix of a file -> loader of the datasets package.
+LOADERS = {
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+def _suffix(name: str) -> str:
+    suffixes = [suffix.lower() for suffix in Path(name).suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _is_remote(name: str) -> bool:
+    return "://" in name
+
+
+def _files(data_files: Any) -> list[str]:
+    """All files that a ``data_files`` setting names: one, a list, or a mapping split -> files."""
+    if isinstance(data_files, str | Path):
+        return [str(data_files)]
+    values = data_files.values() if isinstance(data_files, Mapping) else data_files
+    return [name for value in values for name in _files(value)]
+
+
+def _check_files(names: Sequence[str]) -> None:
+    for name in names:
+        if _is_remote(name) or any(sign in name for sign in "*?["):
+            continue
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise DataError(f"There is no data file {name} (in {Path.cwd()}): correct the path.")
+        if path.stat().st_size == 0:
+            raise DataError(f"The data file {name} is empty.")
+
+
+def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What ``datasets.load_dataset`` is to be called with.
+
+    ``source`` may be a file itself: its suffix picks the loader. ``data_files`` that exist on this machine take
+    the place of a dataset of the hub, so that ``dataset.data_files=mine.jsonl`` alone is enough.
+
+    Raises:
+        DataError: a file is missing or empty, or its kind is not known.
+    """
+    kwargs = dict(kwargs)
+    data_files = kwargs.get("data_files")
+    names = [] if data_files is None else _files(data_files)
+    loaders = set(LOADERS.values())
+    if source in loaders:
+        if not names:
+            raise DataError(f"source='{source}' needs data_files: the file or files to read.")
+        _check_files(names)
+    elif _suffix(source) in LOADERS and not Path(source).is_dir():
+        if not _is_remote(source):
+            _check_files([source])
+        kwargs["data_files"], source = source, LOADERS[_suffix(source)]
+    elif names and not Path(source).is_dir():
+        local = [name for name in names if Path(name).expanduser().is_file()]
+        looks_local = any(name.startswith(("/", "./", "../", "~")) for name in names)
+        if local or looks_local:
+            _check_files(names)
+            kinds = {LOADERS.get(_suffix(name)) for name in names}
+            if len(kinds) != 1 or None in kinds:
+                raise DataError(f"data_files {names} must all be of one of the kinds {', '.join(LOADERS)}.")
+            get_logger().info(f"Reading {', '.join(names)} instead of {source}.")
+            source = kinds.pop()
+    if kwargs.get("data_files") is not None and source == "csv" and all(_suffix(n) == ".tsv" for n in names):
+        kwargs.setdefault("sep", "\t")
+    if source in loaders:
+        kwargs["data_files"] = _plain(kwargs["data_files"])
+    return source, kwargs
+
+
+def _plain(data_files: Any) -> Any:
+    """``data_files`` as the builtin types that the datasets package tells apart, with ``~`` expanded."""
+    if isinstance(data_files, str | Path):
+        name = str(data_files)
+        return name if _is_remote(name) else str(Path(name).expanduser())
+    if isinstance(data_files, Mapping):
+        return {str(split): _plain(files) for split, files in data_files.items()}
+    return [_plain(name) for name in data_files]
+
+
+def _broken_line(names: Sequence[str]) -> str | None:
+    """Where the first line that is no JSON lies, for files that have one JSON value per line."""
+    for name in names:
+        path = Path(name).expanduser()
+        if not path.is_file() or _suffix(name) not in (".jsonl", ".ndjson", ".json") or path.suffix in _COMPRESSED:
+            continue
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1 and line.lstrip().startswith("[") and _suffix(name) == ".json":
+                    break
+                if not line.strip():
+                    continue
+                try:
+                    json.loads(line)
+                except json.JSONDecodeError as error:
+                    return f"{name}, line {number}: {error.msg} at column {error.colno}"
+    return None
+
+
+def load_rows(
+    source: str,
+    *,
+    filter_fn: Callable[..., bool] | None = None,
+    filter_kwargs: Mapping[str, Any] | None = None,
+    **load_dataset_kwargs: Any,
+) -> Any:
+    """Load rows with the ``datasets`` package, filtered if asked.
+
+    Args:
+        source: a dataset of the hub, a folder, a file, or a loader's name (``json``, ``csv``, ``parquet`` …).
+        filter_fn: rows for which it is false are left out.
+        filter_kwargs: arguments of ``datasets.Dataset.filter``.
+        **load_dataset_kwargs: arguments of ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
+
+    Returns:
+        ``datasets.Dataset`` with at least one row.
+
+    Raises:
+        DataError: it cannot be found, reached or read, has no such split, or has no rows.
+    """
+    import datasets
+
+    where, kwargs = resolve_source(source, load_dataset_kwargs)
+    names = _files(kwargs["data_files"]) if where in LOADERS.values() else []
+    shown = ", ".join(names) or source
+    split = kwargs.get("split")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            rows = datasets.load_dataset(where, **kwargs)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise DataError(
+            f"There is no dataset '{source}' on the hub (or it is gated), and no such folder or file here: correct "
+            "the source, log in with 'hf auth login', or give the path of a .json, .jsonl, .csv or .parquet file."
+        ) from error
+    except ConnectionError as error:
+        raise DataError(
+            f"Dataset '{source}' cannot be fetched: the hub cannot be reached; check the network, or give a local "
+            "file with dataset.data_files."
+        ) from error
+    except FileNotFoundError as error:
+        raise DataError(f"{shown} cannot be found: {_first_line(error)}.") from error
+    except datasets.exceptions.DatasetGenerationError as error:
+        place = _broken_line(names)
+        reason = place or f"{shown}: {_first_line(error.__cause__ or error)}"
+        raise DataError(f"Cannot read the data file {reason}.") from error
+    except (ValueError, TypeError, OSError) as error:
+        raise DataError(f"Cannot load {shown}: {_first_line(error)}.") from error
+    if isinstance(rows, dict):
+        raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
+    if filter_fn is not None:
+        rows = rows.filter(filter_fn, **(filter_kwargs or {}))
+    if hasattr(rows, "__len__") and len(rows) == 0:
+        part = "filter_fn leaves no rows" if filter_fn is not None else "there are no rows"
+        raise DataError(f"{part} in {shown}{'' if split is None else f' (split {split})'}.")
+    return rows
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

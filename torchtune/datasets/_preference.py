@@ -1,0 +1,232 @@
+"""Datasets of two answers, one of which is better."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from torchtune.data import ChosenRejectedToMessages, DataError, Message, Transform
+from torchtune.data._messages import mask_messages
+from torchtune.data._to_messages import check_column_map, resolve_masking, text_column
+from torchtune.datasets._bad_rows import BadRows
+from torchtune.datasets._load import load_rows
+from torchtune.datasets._sft import NO_LABEL
+from torchtune.datasets._store import TokenStore, has_label, shifted_labels
+from torchtune.modules.transforms.tokenizers import ModelTokenizer
+
+_SIDES = ("chosen", "rejected")
+
+
+class PreferenceDataset(Dataset):
+    """Pairs of answers, tokenized when the dataset is made.
+
+    Args:
+        source: a dataset of the hub, a folder, a file, or a loader's name.
+        message_transform: row -> ``chosen`` and ``rejected`` messages.
+        tokenizer: tokenizer of the model.
+        filter_fn: rows for which it is false are left out.
+        packed: not possible; True is refused.
+        **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
+
+    Raises:
+        DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number).
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str,
+        message_transform: Transform,
+        tokenizer: ModelTokenizer,
+        filter_fn: Callable[..., bool] | None = None,
+        packed: bool = False,
+        **load_dataset_kwargs: Any,
+    ) -> None:
+        if packed:
+            raise DataError("packed=True is not possible for preference data: set it to False.")
+        rows = load_rows(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        self.stores = {side: TokenStore() for side in _SIDES}
+        bad = BadRows(str(load_dataset_kwargs.get("data_files") or source))
+        hidden = True if os.environ.get("RANK", "0") != "0" else None
+        for index, row in enumerate(tqdm(rows, desc="Tokenizing", unit=" rows", disable=hidden)):
+            try:
+                pair = self._tokenize(message_transform(row), tokenizer)
+            except DataError as error:
+                bad.add(index, str(error))
+                continue
+            for side, sample in pair.items():
+                self.stores[side].append(sample["tokens"], sample["labels"])
+        bad.check()
+        for store in self.stores.values():
+            store.finish()
+
+    @staticmethod
+    def _tokenize(pair: Mapping[str, Any], tokenizer: Any) -> dict[str, dict[str, list[int]]]:
+        samples = {}
+        for side in _SIDES:
+            row = tokenizer({"messages": pair[side]})
+            samples[side] = {"tokens": row["tokens"], "labels": shifted_labels(row["tokens"], row["mask"])}
+            if not has_label(samples[side]):
+                raise DataError(f"{NO_LABEL} in the {side} answer")
+        return samples
+
+    @property
+    def fingerprint(self) -> tuple[int, ...]:
+        """Changes when any token or label does."""
+        return tuple(store.fingerprint for store in self.stores.values())
+
+    def __len__(self) -> int:
+        return len(self.stores["chosen"])
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        """``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels`` (pre-shifted)."""
+        item = {}
+        for side, store in self.stores.items():
+            tokens, labels = store.arrays(index)
+            item |= {f"{side}_input_ids": tokens.tolist(), f"{side}_labels": labels.tolist()}
+        return item
+
+
+def preference_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: str,
+    column_map: Mapping[str, str] | None = None,
+    train_on_input: bool | None = None,
+    masking_strategy: str | None = "train_on_assistant",
+    new_system_prompt: str | None = None,
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> PreferenceDataset:
+    """Rows with a chosen and a rejected conversation (lists of ``{"role", "content"}``).
+
+    Args:
+        tokenizer: tokenizer of the model.
+        source: a dataset of the hub, a folder, a file, or a loader's name (``json``, ``parquet`` …).
+        column_map: the columns of ``chosen`` and ``rejected``; by default those names.
+        train_on_input: old spelling of ``masking_strategy``.
+        masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
+        new_system_prompt: text of a system turn that takes the place of the conversations' own.
+        filter_fn: rows for which it is false are left out.
+        split: split of the dataset.
+        **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``.
+
+    Raises:
+        DataError: see :class:`PreferenceDataset`.
+    """
+    transform = ChosenRejectedToMessages(
+        train_on_input=train_on_input,
+        column_map=column_map,
+        new_system_prompt=new_system_prompt,
+        masking_strategy=masking_strategy,
+    )
+    return PreferenceDataset(
+        source=source,
+        message_transform=transform,
+        tokenizer=tokenizer,
+        filter_fn=filter_fn,
+        split=split,
+        **load_dataset_kwargs,
+    )
+
+
+def hh_rlhf_helpful_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: str = "RLHFlow/HH-RLHF-Helpful-standard",
+    column_map: Mapping[str, str] | None = None,
+    train_on_input: bool | None = None,
+    masking_strategy: str | None = "train_on_assistant",
+    new_system_prompt: str | None = None,
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> PreferenceDataset:
+    """Helpfulness comparisons, columns ``chosen`` and ``rejected``. For the arguments see :func:`preference_dataset`.
+
+    Raises:
+        DataError: see :class:`PreferenceDataset`.
+    """
+    return preference_dataset(
+        tokenizer,
+        source=source,
+        column_map=column_map,
+        train_on_input=train_on_input,
+        masking_strategy=masking_strategy,
+        new_system_prompt=new_system_prompt,
+        filter_fn=filter_fn,
+        split=split,
+        **load_dataset_kwargs,
+    )
+
+
+class StackExchangePairedToMessages(Transform):
+    """A row with one question and two answers to two conversations.
+
+    Args:
+        train_on_input: old spelling of ``masking_strategy``.
+        column_map: the columns of ``prompt``, ``chosen`` and ``rejected``.
+        masking_strategy: see :func:`torchtune.data.mask_messages`.
+
+    Raises:
+        DataError: the map lacks a key; when called, a column is missing or holds no text.
+    """
+
+    def __init__(
+        self,
+        train_on_input: bool | None = None,
+        column_map: Mapping[str, str] | None = None,
+        masking_strategy: str | None = "train_on_assistant",
+    ) -> None:
+        defaults = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+        self.column_map = check_column_map(column_map, defaults, tuple(defaults))
+        self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"chosen": [...], "rejected": [...]}``."""
+        pair = {}
+        for side in _SIDES:
+            pair[side] = [
+                Message(role="user", content=text_column(sample, self.column_map["prompt"])),
+                Message(role="assistant", content=text_column(sample, self.column_map[side])),
+            ]
+            mask_messages(pair[side], self.masking_strategy)
+        return pair
+
+
+def stack_exchange_paired_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: str = "lvwerra/stack-exchange-paired",
+    column_map: Mapping[str, str] | None = None,
+    train_on_input: bool | None = None,
+    masking_strategy: str | None = "train_on_assistant",
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> PreferenceDataset:
+    """Questions with a better and a worse answer, columns ``question``, ``response_j`` and ``response_k``.
+
+    For the arguments see :func:`preference_dataset`; ``column_map`` has the keys ``prompt``, ``chosen``, ``rejected``.
+
+    Raises:
+        DataError: see :class:`PreferenceDataset`.
+    """
+    if source == "lvwerra/stack-exchange-paired" and "data_files" not in load_dataset_kwargs:
+        load_dataset_kwargs.setdefault("data_dir", "data/rl")
+    transform = StackExchangePairedToMessages(
+        train_on_input=train_on_input,
+        column_map=column_map or {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+        masking_strategy=masking_strategy,
+    )
+    return PreferenceDataset(
+        source=source,
+        message_transform=transform,
+        tokenizer=tokenizer,
+        filter_fn=filter_fn,
+        split=split,
+        **load_dataset_kwargs,
+    )

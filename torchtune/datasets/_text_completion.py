@@ -1,0 +1,180 @@
+"""Running text: every token is trained on."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, truncate
+from torchtune.data._to_messages import text_column
+from torchtune.datasets._build import pack_length
+from torchtune.datasets._load import load_rows
+from torchtune.datasets._packed import PackedDataset
+from torchtune.datasets._sft import tokenize_rows
+from torchtune.modules.transforms.tokenizers import BaseTokenizer
+
+
+class TextCompletionDataset(Dataset):
+    """Rows of text, tokenized when the dataset is made.
+
+    Args:
+        tokenizer: has ``encode(text, add_bos, add_eos)`` and ``max_seq_len``.
+        source: a dataset of the hub, a folder, a file, or a loader's name.
+        column: the column with the text.
+        add_eos: end every text with the end-of-sequence token.
+        filter_fn: rows for which it is false are left out.
+        max_seq_len: texts are cut to one token less; by default the tokenizer's.
+        cut: whether to cut at all.
+        **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
+
+    Raises:
+        DataError: the data cannot be loaded, has no rows, or has rows without text (named by number).
+    """
+
+    def __init__(
+        self,
+        tokenizer: BaseTokenizer,
+        source: str,
+        column: str = "text",
+        add_eos: bool = True,
+        filter_fn: Callable[..., bool] | None = None,
+        max_seq_len: int | None = None,
+        cut: bool = True,
+        **load_dataset_kwargs: Any,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._column = column
+        self._add_eos = add_eos
+        self._max_seq_len = (max_seq_len or getattr(tokenizer, "max_seq_len", None)) if cut else None
+        rows = load_rows(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        shown = str(load_dataset_kwargs.get("data_files") or source)
+        limit = None if self._max_seq_len is None else self._max_seq_len - 1
+        self.store = tokenize_rows(rows, self._tokenize, shown, limit)
+
+    def _tokenize(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
+        text = text_column(row, self._column)
+        tokens = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
+        if self._max_seq_len is not None:
+            tokens = truncate(tokens, self._max_seq_len - 1)
+        return {"tokens": tokens, "labels": [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]: tokens of every row."""
+        return self.store.lengths
+
+    @property
+    def fingerprint(self) -> int:
+        """Changes when any token does."""
+        return self.store.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        """``tokens`` and pre-shifted ``labels``."""
+        tokens, labels = self.store.arrays(index)
+        return {"tokens": tokens.tolist(), "labels": labels.tolist()}
+
+
+def text_completion_dataset(
+    tokenizer: BaseTokenizer,
+    source: str,
+    column: str = "text",
+    add_eos: bool = True,
+    packed: bool = False,
+    split_across_pack: bool = True,
+    split: str = "train",
+    filter_fn: Callable[..., bool] | None = None,
+    max_seq_len: int | None = None,
+    **load_dataset_kwargs: Any,
+) -> TextCompletionDataset | PackedDataset:
+    """Rows of running text.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        source: a dataset of the hub, a folder, a file, or a loader's name (``text``, ``json`` …).
+        column: the column with the text.
+        add_eos: end every text with the end-of-sequence token.
+        packed: put texts together into packs.
+        split_across_pack: fill packs to the last token; texts are cut at the ends of packs, and nowhere else.
+        split: split of the dataset.
+        filter_fn: rows for which it is false are left out.
+        max_seq_len: longest row or pack; by default the tokenizer's.
+        **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``.
+
+    Raises:
+        DataError: see :class:`TextCompletionDataset`; ``packed`` without any ``max_seq_len``.
+    """
+    length = (max_seq_len or pack_length(tokenizer)) if packed else None
+    dataset = TextCompletionDataset(
+        tokenizer=tokenizer,
+        source=source,
+        column=column,
+        add_eos=add_eos,
+        filter_fn=filter_fn,
+        max_seq_len=max_seq_len,
+        cut=not (packed and split_across_pack),
+        split=split,
+        **load_dataset_kwargs,
+    )
+    if length is None:
+        return dataset
+    padding_idx = getattr(tokenizer, "pad_id", 0)
+    return PackedDataset(dataset, max_seq_len=length, padding_idx=padding_idx, split_across_pack=split_across_pack)
+
+
+def wikitext_dataset(
+    tokenizer: BaseTokenizer,
+    source: str = "EleutherAI/wikitext_document_level",
+    subset: str = "wikitext-103-v1",
+    max_seq_len: int | None = None,
+    packed: bool = False,
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> TextCompletionDataset | PackedDataset:
+    """Articles of Wikipedia, column ``page``; ``subset`` chooses the collection.
+
+    For the other arguments see :func:`text_completion_dataset`.
+
+    Raises:
+        DataError: see :class:`TextCompletionDataset`; ``packed`` without any ``max_seq_len``.
+    """
+    return text_completion_dataset(
+        tokenizer=tokenizer,
+        source=source,
+        column="page",
+        max_seq_len=max_seq_len,
+        packed=packed,
+        filter_fn=filter_fn,
+        split=split,
+        name=subset,
+        **load_dataset_kwargs,
+    )
+
+
+def cnn_dailymail_articles_dataset(
+    tokenizer: BaseTokenizer,
+    source: str = "ccdv/cnn_dailymail",
+    max_seq_len: int | None = None,
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> TextCompletionDataset:
+    """News articles, column ``article``. For the arguments see :func:`text_completion_dataset`.
+
+    Raises:
+        DataError: see :class:`TextCompletionDataset`.
+    """
+    load_dataset_kwargs.setdefault("name", "3.0.0")
+    return TextCompletionDataset(
+        tokenizer=tokenizer,
+        source=source,
+        column="article",
+        max_seq_len=max_seq_len,
+        filter_fn=filter_fn,
+        split=split,
+        **load_dataset_kwargs,
+    )

@@ -1,0 +1,121 @@
+"""A checkpoint's own Jinja chat template, in a sandbox."""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchtune.data import DataError
+
+# Stand around the text of a {% generation %} block; no text contains them by chance.
+_OPEN, _CLOSE = (f"\ue000{uuid.uuid4().hex}\ue001" for _ in range(2))
+# What an expression inside a template may raise on data that it was not made for.
+_TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+class _Generation(Extension):
+    """``{% generation %}…{% endgeneration %}`` marks what the model writes."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Templates come from checkpoints, that is from strangers: they run in Jinja's immutable sandbox and see plain data
+    only. Blocks and filters are those that checkpoints' templates are written for: trimmed blocks, ``break`` and
+    ``continue``, ``tojson``, ``strftime_now``, ``raise_exception``, ``{% generation %}``.
+
+    Args:
+        source: text of the template.
+        variables: further variables, for example ``bos_token``.
+
+    Raises:
+        DataError: the template has a syntax error.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        self.source = source
+        self.variables = dict(variables)
+        self.now: datetime | None = None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = self._strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            raise DataError(f"The chat template has an error in line {line}: {error}.") from error
+        self.marks_generation = "generation" in source and "endgeneration" in source
+
+    def _strftime_now(self, layout: str) -> str:
+        return (self.now or datetime.now()).strftime(layout)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation.
+
+        Returns:
+            the text, and (start, end) of every generation block in it, in characters.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        try:
+            text = self._template.render(
+                messages=list(messages),
+                tools=None if tools is None else list(tools),
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.variables,
+            )
+        except _TEMPLATE_FAILURES as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from error
+        if _OPEN not in text:
+            return text, []
+        spans: list[tuple[int, int]] = []
+        pieces: list[str] = []
+        length = 0
+        for piece in text.split(_OPEN):
+            inside, mark, outside = piece.partition(_CLOSE)
+            if mark:
+                spans.append((length, length + len(inside)))
+            pieces += [inside, outside]
+            length += len(inside) + len(outside)
+        return "".join(pieces), spans

@@ -1,0 +1,48 @@
+"""Reading tokenizer files, with one clear sentence where that fails."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import DataError
+
+
+def existing_file(path: str | Path, what: str) -> Path:
+    """``path``, if it is a file that is not empty. Raises :class:`DataError` otherwise."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        raise DataError(f"{what} {path} is a folder: name the file in it.")
+    if not path.is_file():
+        raise DataError(f"There is no {what} {path}: download the checkpoint with its tokenizer, or correct the path.")
+    if path.stat().st_size == 0:
+        raise DataError(f"{what} {path} is empty: download it again.")
+    return path
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """Content of a UTF-8 file. Raises :class:`DataError` where it is missing or no text."""
+    path = existing_file(path, what)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{what} {path} is not a text file (byte {error.start}): download it again.") from error
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """Content of a JSON file. Raises :class:`DataError` where it is missing or broken."""
+    try:
+        return json.loads(read_text(path, what))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{what} {path} is broken at line {error.lineno} ({error.msg}): download it again.") from error
+
+
+def parse_hf_tokenizer_json(tokenizer_json_path: str) -> dict[str, int]:
+    """Special tokens of a Hugging Face ``tokenizer.json``: text -> id.
+
+    Raises:
+        DataError: the file is missing, broken or has no ``added_tokens``.
+    """
+    content = read_json(tokenizer_json_path, "tokenizer file")
+    if not isinstance(content, dict) or "added_tokens" not in content:
+        raise DataError(f"tokenizer file {tokenizer_json_path} has no 'added_tokens': it is not a tokenizer.json.")
+    return {token["content"]: token["id"] for token in content["added_tokens"]}

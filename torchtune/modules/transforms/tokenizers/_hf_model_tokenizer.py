@@ -1,0 +1,273 @@
+"""Conversations in a checkpoint's own chat template."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import DataError, Message
+from torchtune.data._truncate import truncate_row
+from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
+from torchtune.modules.transforms.tokenizers._files import read_json, read_text
+from torchtune.modules.transforms.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
+from torchtune.modules.transforms.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens
+from torchtune.modules.transforms.tokenizers._turns import Span, TurnFinder, first_special, learn_stops
+from torchtune.utils import get_logger, log_once
+
+# Names under which a turn's reasoning is found; templates read the first.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
+    """Tokenizes conversations with the Jinja chat template of a checkpoint.
+
+    The whole conversation is rendered once and tokenized once, so the ids are those of ``apply_chat_template`` in
+    ``transformers``. The turns are then found in the text: what the model has to write after its generation
+    prompt, the end-of-turn token included, is trained on where the turn is not masked. ``{% generation %}`` blocks
+    are honoured where the template has them. A template that ends the last turn with no special token at all gets
+    the end-of-sequence token appended, because a model that never sees an end never stops.
+
+    Args:
+        tokenizer_json_path: ``tokenizer.json``.
+        tokenizer_config_json_path: ``tokenizer_config.json``; by default the one beside it.
+        generation_config_path: ``generation_config.json``; by default the one beside it.
+        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+        max_seq_len: longest row; ``None`` does not cut.
+        chat_template: file or text of a template to use instead of the checkpoint's.
+
+    Raises:
+        DataError: a file is missing or broken, or the template has an error.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json_path: str,
+        *,
+        tokenizer_config_json_path: str | None = None,
+        generation_config_path: str | None = None,
+        truncation_type: str = "right",
+        max_seq_len: int | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self.base_tokenizer = HuggingFaceBaseTokenizer(
+            tokenizer_json_path,
+            tokenizer_config_json_path=tokenizer_config_json_path,
+            generation_config_path=generation_config_path,
+        )
+        self.max_seq_len = max_seq_len
+        self.truncation_type = truncation_type
+        self.special_tokens = self.base_tokenizer.special_tokens
+        self.bos_id, self.eos_id = self.base_tokenizer.bos_id, self.base_tokenizer.eos_id
+        self.pad_id, self.vocab_size = self.base_tokenizer.pad_id, self.base_tokenizer.vocab_size
+        folder = Path(tokenizer_json_path).expanduser().parent
+        self.chat_templates = {
+            name: ChatTemplate(source, self.base_tokenizer.named_tokens)
+            for name, source in _template_sources(folder, self.base_tokenizer.config, chat_template).items()
+        }
+        self._stops: list[str] = []
+        if "default" in self.chat_templates:
+            plain = self.chat_templates["default"]
+            special = list(self.special_tokens)
+            self._stops = learn_stops(
+                lambda turns, prompt: plain.render(turns, add_generation_prompt=prompt)[0], special
+            )
+        learned = [self.special_tokens[stop] for stop in self._stops]
+        self.stop_tokens = list(dict.fromkeys([*learned, *self.base_tokenizer.stop_tokens]))
+        text_of = {token_id: text for text, token_id in self.special_tokens.items()}
+        self._stops += [text_of[i] for i in self.stop_tokens if i in text_of and text_of[i] not in self._stops]
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Token ids of ``text``, with the tokens of beginning and end where the tokenizer has them."""
+        return self.base_tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self.base_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def render_template(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """The text that the chat template makes of a conversation.
+
+        Raises:
+            DataError: there is no template, or it refuses the conversation.
+        """
+        turns = [_as_turn(message) for message in messages]
+        return self._template(tools).render(turns, add_generation_prompt=add_generation_prompt, tools=tools)[0]
+
+    def tokenize_messages(
+        self,
+        messages: list[Message],
+        add_end_tokens: bool = True,
+        *,
+        add_eos: bool | None = None,
+        max_seq_len: int | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> tuple[list[int], list[bool]]:
+        """Tokenize a conversation.
+
+        Args:
+            messages: the conversation.
+            add_end_tokens: a finished conversation, for training; False leaves the assistant's last turn open (the
+                generation prompt, and what a last turn of the assistant already says).
+            add_eos: old spelling of ``add_end_tokens``.
+            max_seq_len: overrides the tokenizer's.
+            tools: descriptions of tools, for templates that show them.
+
+        Returns:
+            token ids, and for each whether it is masked (not trained on).
+
+        Raises:
+            DataError: there is no template, it refuses the conversation, or a turn cannot be found in its text.
+        """
+        if not messages:
+            raise DataError("the conversation has no turns")
+        if not end_tokens(add_end_tokens, add_eos):
+            text = self._open_text(messages, tools)
+            spans: list[Span] = []
+        else:
+            text, spans = self._finished_text(messages, tools)
+        encoding = self.base_tokenizer.tokenizer.encode(text, add_special_tokens=False)
+        tokens, mask = encoding.ids, _mask(encoding.offsets, spans)
+        eos_id = self.eos_id if add_end_tokens else None
+        if add_end_tokens and messages[-1].role == "assistant" and eos_id is not None and not self._is_closed(text):
+            log_once(get_logger(), "The chat template does not end the last turn: the end-of-sequence token is added.")
+            tokens, mask = [*tokens, eos_id], [*mask, messages[-1].masked]
+        return truncate_row(tokens, mask, max_seq_len or self.max_seq_len, self.truncation_type, eos_id)
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace ``messages`` (and ``tools``, if there are any) by ``tokens`` and ``mask``."""
+        sample = dict(sample)
+        tokens, mask = self.tokenize_messages(
+            sample.pop("messages"), add_end_tokens=not inference, tools=sample.pop("tools", None)
+        )
+        return {**sample, "tokens": tokens, "mask": mask}
+
+    def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
+        if name not in self.chat_templates:
+            raise DataError(
+                "The checkpoint has no chat template: use an instruction-tuned checkpoint, or set the tokenizer's "
+                "chat_template to a template file."
+            )
+        return self.chat_templates[name]
+
+    def _open_text(self, messages: list[Message], tools: Sequence[Any] | None) -> str:
+        """The text up to where the model goes on."""
+        turns = [_as_turn(message) for message in messages]
+        begun = turns.pop()["content"] if messages[-1].role == "assistant" else ""
+        return self._template(tools).render(turns, add_generation_prompt=True, tools=tools)[0] + begun
+
+    def _finished_text(self, messages: list[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+        """The text of a finished conversation, and what of it is trained on."""
+        template = self._template(tools)
+        template.now = datetime.now()  # every rendering of one conversation sees the same time
+        turns = [_as_turn(message) for message in messages]
+        text, generated = template.render(turns, tools=tools)
+        finder = TurnFinder(
+            lambda part, prompt: template.render(part, add_generation_prompt=prompt, tools=tools)[0],
+            turns,
+            text,
+            self._stops,
+        )
+        assistant = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        marked = template.marks_generation and len(generated) == len(assistant)
+        by_turn = dict(zip(assistant, generated, strict=True)) if marked else {}
+        spans = []
+        for i, message in enumerate(messages):
+            if message.masked:
+                continue
+            if i in by_turn:
+                spans.append(self._with_stop(text, by_turn[i]))
+            else:
+                spans.append(finder.assistant(i) if message.role == "assistant" else finder.other(i))
+        template.now = None
+        return text, spans
+
+    def _with_stop(self, text: str, span: Span) -> Span:
+        """A marked span that ends with the end-of-turn token, whether the mark includes it or not."""
+        start, end = span
+        stripped = start + len(text[start:end].rstrip())
+        if text.endswith(tuple(self._stops), start, stripped):
+            return start, stripped
+        rest = text[end:].lstrip()
+        token = first_special(rest, self._stops)
+        return (start, end) if token is None else (start, len(text) - len(rest) + len(token))
+
+    def _is_closed(self, text: str) -> bool:
+        return text.rstrip().endswith(tuple(self.special_tokens))
+
+
+def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
+    """A turn as templates see it: plain data, no empty fields. Raises :class:`DataError` for media."""
+    if not isinstance(message, Message):
+        return {key: value for key, value in message.items() if value is not None}
+    if message.contains_media:
+        raise DataError(f"the turn of '{message.role}' holds an image, but this tokenizer takes text only")
+    role = "tool" if message.role == "ipython" else message.role
+    turn = {"role": role, "content": message.text_content, **message.extra}
+    reasoning = next((turn[name] for name in _REASONING if turn.get(name) is not None), None)
+    return turn if reasoning is None else {**turn, "reasoning_content": reasoning}
+
+
+def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None) -> dict[str, str]:
+    """Name -> text of the chat templates: the chosen one, files beside the tokenizer, or those in its config."""
+    if chosen is not None:
+        is_text = "{" in chosen or "\n" in chosen
+        return {"default": chosen if is_text else read_text(chosen, "chat template")}
+    sources: dict[str, str] = {}
+    inside = config.get("chat_template")
+    if (folder / "chat_template.json").is_file():
+        inside = read_json(folder / "chat_template.json", "chat template").get("chat_template", inside)
+    if isinstance(inside, str):
+        sources["default"] = inside
+    elif isinstance(inside, Mapping):
+        sources |= inside
+    elif inside:
+        sources |= {entry["name"]: entry["template"] for entry in inside}
+    if (folder / "chat_template.jinja").is_file():
+        sources["default"] = read_text(folder / "chat_template.jinja", "chat template")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[path.stem] = read_text(path, "chat template")
+    return sources
+
+
+def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Whether each token is masked: True unless it covers a character of a span. Spans are in order and apart."""
+    mask = [True] * len(offsets)
+    current = iter(spans)
+    start, end = next(current, (0, -1))
+    for i, (first, last) in enumerate(offsets):
+        while end >= 0 and first >= end:
+            start, end = next(current, (0, -1))
+        if end < 0:
+            break
+        if last > start or (first == last == start):
+            mask[i] = False
+    return mask
+
+
+def hf_tokenizer(
+    path: str, max_seq_len: int | None = None, chat_template: str | None = None, truncation_type: str = "right"
+) -> HuggingFaceModelTokenizer:
+    """The tokenizer of a Hugging Face checkpoint, with its own chat template.
+
+    Args:
+        path: the checkpoint's folder, or its ``tokenizer.json``.
+        max_seq_len: longest row; ``None`` does not cut.
+        chat_template: file or text of a template to use instead of the checkpoint's.
+        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+
+    Raises:
+        DataError: a file is missing or broken, or the template has an error.
+    """
+    folder = Path(path).expanduser()
+    return HuggingFaceModelTokenizer(
+        str(folder / "tokenizer.json" if folder.is_dir() else folder),
+        max_seq_len=max_seq_len,
+        chat_template=chat_template,
+        truncation_type=truncation_type,
+    )

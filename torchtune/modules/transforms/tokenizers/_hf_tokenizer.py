@@ -1,0 +1,137 @@
+"""Tokenizers from a Hugging Face ``tokenizer.json``."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from torchtune.data import DataError
+from torchtune.modules.transforms.tokenizers._files import read_json, read_text
+from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
+
+# Names under which tokenizer_config.json gives special tokens.
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which is written as a text or as ``{"content": text, ...}``."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens that a ``tokenizer_config.json`` names, for example ``{"bos_token": "<s>"}``."""
+    named = {name: _content(config.get(name)) for name in NAMED_TOKENS}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, Mapping):
+        named |= {name: _content(token) for name, token in extra.items()}
+    return {name: token for name, token in named.items() if token}
+
+
+def _load(path: str | Path) -> Tokenizer:
+    text = read_text(path, "tokenizer file")
+    try:
+        json.loads(text)
+        tokenizer = Tokenizer.from_str(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"tokenizer file {path} is broken at line {error.lineno} ({error.msg}): download it again."
+        ) from error
+    except Exception as error:  # the tokenizers package raises nothing more precise
+        raise DataError(f"tokenizer file {path} is not one that the tokenizers package reads: {error}.") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+class HuggingFaceBaseTokenizer(BaseTokenizer):
+    """Text to ids and back with the ``tokenizers`` package.
+
+    Args:
+        tokenizer_json_path: ``tokenizer.json``.
+        tokenizer_config_json_path: ``tokenizer_config.json``, which names the special tokens; by default the one
+            beside it, if there is one.
+        generation_config_path: ``generation_config.json``, which names the ids that end generation; by default the
+            one beside it, if there is one.
+
+    Raises:
+        DataError: a file is missing or broken.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json_path: str,
+        *,
+        tokenizer_config_json_path: str | None = None,
+        generation_config_path: str | None = None,
+    ) -> None:
+        folder = Path(tokenizer_json_path).expanduser().parent
+        self.tokenizer = _load(tokenizer_json_path)
+        self.config = self._read(folder, tokenizer_config_json_path, "tokenizer_config.json")
+        self.generation_config = self._read(folder, generation_config_path, "generation_config.json")
+        self.named_tokens = named_special_tokens(self._read(folder, None, "special_tokens_map.json"))
+        self.named_tokens |= named_special_tokens(self.config)
+        self._complete_added_tokens()
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
+        self._generation_eos = self._ids(self.generation_config.get("eos_token_id"))
+        self.bos_id = self._named_id("bos_token", "bos_token_id")
+        self.eos_id = self._named_id("eos_token", "eos_token_id")
+        pad_id = self._named_id("pad_token", "pad_token_id")
+        self.pad_id: int = next(i for i in (pad_id, self.eos_id, 0) if i is not None)
+
+    @staticmethod
+    def _read(folder: Path, path: str | None, name: str) -> dict[str, Any]:
+        if path is None and not (folder / name).is_file():
+            return {}
+        return read_json(path or folder / name, name)
+
+    def _complete_added_tokens(self) -> None:
+        """Add what only the config says about tokens, in the order of their ids."""
+        for token_id, entry in sorted(
+            self.config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
+        ):
+            if self.tokenizer.token_to_id(entry["content"]) is None:
+                if int(token_id) != self.tokenizer.get_vocab_size():
+                    raise DataError(
+                        f"tokenizer_config.json gives '{entry['content']}' the id {token_id}, but the vocabulary of "
+                        f"tokenizer.json ends at {self.tokenizer.get_vocab_size() - 1}: the two files differ in origin."
+                    )
+                keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
+                self.tokenizer.add_tokens([AddedToken(entry["content"], **{k: entry[k] for k in keys if k in entry})])
+        added = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
+        missing = [token for token in self.named_tokens.values() if token not in added]
+        self.tokenizer.add_special_tokens([AddedToken(token, special=True) for token in dict.fromkeys(missing)])
+
+    @staticmethod
+    def _ids(value: int | list[int] | None) -> list[int]:
+        return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+    def _named_id(self, name: str, generation_name: str) -> int | None:
+        if name in self.named_tokens:
+            return self.tokenizer.token_to_id(self.named_tokens[name])
+        return next(iter(self._ids(self.generation_config.get(generation_name))), None)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Ids that end generation."""
+        return list(dict.fromkeys([*([] if self.eos_id is None else [self.eos_id]), *self._generation_eos]))
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Token ids of ``text``, with the tokens of beginning and end where the tokenizer has them."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if add_bos and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        if add_eos and self.eos_id is not None:
+            ids = [*ids, self.eos_id]
+        return ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

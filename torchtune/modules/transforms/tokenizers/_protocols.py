@@ -1,0 +1,68 @@
+"""What a tokenizer is."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torchtune.data import DataError, Message
+
+
+class BaseTokenizer(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """Token ids of ``text``."""
+        ...
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        """Text of token ids."""
+        ...
+
+
+class ModelTokenizer(Protocol):
+    """Messages to token ids, in a model's prompt layout."""
+
+    special_tokens: dict[str, int]
+    max_seq_len: int | None
+
+    def tokenize_messages(self, messages: list[Message], **kwargs: Any) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation, and for each whether it is masked (not trained on)."""
+        ...
+
+
+class MessageTransform:
+    """``tokenizer(sample, inference=False)``, the same for every tokenizer with ``tokenize_messages``."""
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace ``messages`` by ``tokens`` and ``mask`` (True = not trained on).
+
+        Args:
+            sample: has ``messages``.
+            inference: leave the last turn open, for a model to continue.
+
+        Raises:
+            DataError: the messages do not fit the prompt layout.
+        """
+        sample = dict(sample)
+        tokens, mask = self.tokenize_messages(sample.pop("messages"), add_end_tokens=not inference)
+        return {**sample, "tokens": tokens, "mask": mask}
+
+
+def end_tokens(add_end_tokens: bool, add_eos: bool | None) -> bool:
+    """``add_end_tokens``, or its old spelling with a warning."""
+    if add_eos is None:
+        return add_end_tokens
+    warnings.warn("add_eos is deprecated here: use add_end_tokens.", FutureWarning, stacklevel=3)
+    return add_eos
+
+
+def text_only(message: Message, name: str) -> str:
+    """The text of a turn. Raises :class:`DataError` where it holds media or tool calls that no text stands for."""
+    if message.contains_media:
+        raise DataError(f"{name} takes text only, but a turn of '{message.role}' holds an image.")
+    if message.extra.get("tool_calls") and not message.text_content:
+        raise DataError(
+            f"{name} has no layout for structured tool_calls: use the checkpoint's own chat template "
+            "(torchtune.modules.transforms.tokenizers.hf_tokenizer)."
+        )
+    return message.text_content
