@@ -4,8 +4,9 @@ import inspect
 from typing import Annotated, Any
 
 from torchtune.config._errors import InstantiationError, KeyPath, _distance, dotted, nearest
+from torchtune.config._interpolate import UNRESOLVED
 from torchtune.config._locate import locate
-from torchtune.config._reader import UNRESOLVED, Document
+from torchtune.config._reader import Document
 from torchtune.config._schema import (
     PLAIN,
     HandedOver,

@@ -14,7 +14,8 @@ from torchtune.config import _overrides, _unread
 from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
-from torchtune.config._reader import Document, interpolate, read
+from torchtune.config._interpolate import interpolate
+from torchtune.config._reader import Document, read
 from torchtune.config._schema import build_settings, settings_fields, settings_of
 from torchtune.config._values import anything
 from torchtune.utils import UserError, get_logger, log_once
@@ -56,19 +57,16 @@ def load_and_check(
     """
     document = read(find_config(config_path))
     _overrides.apply(document, overrides)
-    if recipe is None or inspect.isclass(recipe):
-        main, cls, scope = None, recipe, vars(sys.modules[recipe.__module__]) if recipe else {}
-    else:
-        main, cls, scope = inspect.unwrap(recipe), settings_of(recipe), inspect.unwrap(recipe).__globals__
+    main = None if recipe is None or inspect.isclass(recipe) else inspect.unwrap(recipe)
+    cls = settings_of(main) if main else recipe
     if not dataclasses.is_dataclass(cls):
-        return _check_untyped(document, scope, main)
-    return _check_typed(document, cls, scope)
+        return _check_untyped(document, main)
+    return _check_typed(document, cls, main.__globals__ if main else vars(sys.modules[cls.__module__]))
 
 
 def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
     fields = settings_fields(cls)
-    plain = {name: item.default for name, item in fields.items() if isinstance(item.default, (str, int, float, list))}
-    interpolate(document, plain)
+    interpolate(document, {name: item.default for name, item in fields.items() if not item.required})
     for key, replacement in getattr(cls, "retired", {}).items():
         if key in document.data and key not in fields:
             message = f"{document.place((key,)).text}: '{key}' has no effect any more: {replacement}."
@@ -84,11 +82,11 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
     return settings
 
 
-def _check_untyped(document: Document, scope: dict[str, Any], recipe: Callable[..., Any] | None) -> Any:
+def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any:
     from omegaconf import OmegaConf
 
     references = interpolate(document, {})
-    checker = Checker(document, scope)
+    checker = Checker(document, recipe.__globals__ if recipe else {})
     anything((), document.data, checker)
     if recipe is not None:
         _unread.check(document, recipe, references)

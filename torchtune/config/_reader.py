@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from torchtune.config._errors import ConfigError, KeyPath, Mistake, did_you_mean, dotted
+from torchtune.config._errors import ConfigError, KeyPath, Mistake, dotted
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -199,55 +199,3 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     else:
         for key, item in items:
             yield from leaves(item, (*path, key))
-
-
-UNRESOLVED = "\0"  # what stands where an interpolation failed; the checks pass over it
-
-
-def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
-    """Replace every ``${…}`` by its value; ``defaults`` are seen by references, but stay out of the document.
-
-    Returns the dotted names that are referred to.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    written = [(path, text) for path, text in leaves(document.data) if isinstance(text, str) and "${" in text]
-    if not written:
-        return set()
-
-    def replace(path: KeyPath, value: Any) -> None:
-        functools.reduce(lambda node, key: node[key], path[:-1], document.data)[path[-1]] = value
-
-    references = {name for _, text in written for name in re.findall(r"\$\{\s*(\.*[\w.\-]+)\s*\}", text)}
-    for path, text in written:
-        try:
-            OmegaConf.create({"value": text})
-        except OmegaConfBaseException:
-            document.add(path, f"'{text}' is not a valid interpolation: write ${{key}} or ${{section.key}}")
-            replace(path, UNRESOLVED)
-    config = OmegaConf.create({**defaults, **document.data})
-    names = [dotted(path[:end]) for path, _ in leaves(document.data) for end in range(1, len(path) + 1)]
-    values: list[tuple[KeyPath, Any]] = []
-    for path, text in written:
-        parent = functools.reduce(lambda node, key: node[key], path[:-1], config)
-        try:
-            value = parent[path[-1]]
-            resolved = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        except OmegaConfBaseException as error:
-            missing = re.search(r"Interpolation key '([^']*)' not found", str(error))
-            if missing:
-                hint = did_you_mean(missing[1], [*names, *defaults])
-                reason = f"'{text}' refers to '{missing[1]}', which does not exist{hint}"
-            else:
-                cause = str(error).splitlines()[0].rpartition("resolving interpolation: ")[2]
-                reason = f"'{text}' cannot be resolved: {cause}"
-            document.add(path, reason)
-            values.append((path, UNRESOLVED))
-            continue
-        values.append((path, resolved))
-        if whole := re.fullmatch(r"\$\{\s*([\w\-][\w.\-]*)\s*\}", text):
-            document.copies[path] = tuple(int(part) if part.isdigit() else part for part in whole[1].split("."))
-    for path, resolved in values:
-        replace(path, resolved)
-    return references

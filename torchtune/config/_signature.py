@@ -211,17 +211,8 @@ class _Scope:
             return self.subject or self.owner
         if node.id in self.imports:
             return locate(self.imports[node.id])
-        code, cells = self.function.__code__, self.function.__closure__ or ()
-        for name, cell in zip(code.co_freevars, cells, strict=False):
-            if name == node.id:
-                try:
-                    return cell.cell_contents
-                except ValueError as error:
-                    raise LookupError(name) from error
-        if node.id in code.co_varnames:
-            raise LookupError(node.id)  # a local variable: known only at run time
-        scope = {**vars(importlib.import_module("builtins")), **self.function.__globals__}
-        return scope[node.id]
+        seen = inspect.getclosurevars(self.function)  # a local variable is not among them: known at run time only
+        return {**seen.builtins, **seen.globals, **seen.nonlocals}[node.id]
 
     def _parent(self, name: str) -> Any:
         order = self.subject.__mro__ if inspect.isclass(self.subject) else (self.owner or object).__mro__

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, Protocol, get_args, get_origin
 
 from torchtune.config._errors import KeyPath, did_you_mean
-from torchtune.config._reader import UNRESOLVED, Document, read_value
+from torchtune.config._interpolate import UNRESOLVED
+from torchtune.config._reader import Document, read_value
 from torchtune.config._schema import PLAIN, Component, HandedOver, Range, members, split_annotated, type_text
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from torchtune.config import ConfigError
+from torchtune.config._interpolate import interpolate
 from torchtune.config._overrides import apply
-from torchtune.config._reader import Document, interpolate, read, read_value
+from torchtune.config._reader import Document, read, read_value
 
 
 def parsed(tmp_path: Path, text: str, *overrides: str) -> Document:
