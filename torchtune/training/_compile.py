@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from torchtune.training.memory import CheckpointedForward
 from torchtune.utils import UserError, get_logger
 
 
@@ -27,6 +28,20 @@ def _backend() -> str:
     return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
 
 
+def _compile_module(module: torch.nn.Module, backend: str) -> None:
+    """Compile ``module`` in place.
+
+    A checkpointed one is compiled inside the checkpoint, which then recomputes by running the compiled code again: a
+    graph that breaks inside a checkpoint would not be compiled at all. Selective checkpointing decides operation by
+    operation, so that one is left to the compiler as a whole.
+    """
+    forward = module.forward
+    if isinstance(forward, CheckpointedForward) and "context_fn" not in forward.kwargs:
+        forward.forward = torch.compile(forward.forward, backend=backend)
+    else:
+        module.compile(backend=backend)
+
+
 def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
     """Compile every transformer layer of ``model`` in place; parameter names and state dicts stay as they are.
 
@@ -42,15 +57,13 @@ def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
     Raises:
         UserError: the model is on a CPU and there is no C++ compiler.
     """
-    from torchtune.modules import TransformerCrossAttentionLayer, TransformerSelfAttentionLayer
+    from torchtune.modules import TransformerSelfAttentionLayer
 
     backend = _backend()
     _check_toolchain(model, backend)
-    layers = [
-        m for m in model.modules() if isinstance(m, TransformerSelfAttentionLayer | TransformerCrossAttentionLayer)
-    ]
+    layers = [module for module in model.modules() if isinstance(module, TransformerSelfAttentionLayer)]
     for module in layers or [model]:
-        module.compile(backend=backend)
+        _compile_module(module, backend)
     if verbose:
         what = f"{len(layers)} layers" if layers else type(model).__name__
         get_logger().info(f"Compiling {what} with {backend}; the first steps take longer.")
