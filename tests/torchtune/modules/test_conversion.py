@@ -1,0 +1,155 @@
+"""Conversions run in order, are refused in a wrong one, and have their hooks called."""
+
+import logging
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune import config
+from torchtune.modules.conversion import (
+    Conversion,
+    ConversionError,
+    ConversionReport,
+    Phase,
+    apply_conversions,
+    get_conversions,
+    nearest_module_names,
+    run_post_optimizer_hooks,
+    run_pre_optimizer_hooks,
+)
+from torchtune.modules.peft import LoRA
+from torchtune.utils import UserError
+
+
+class Recorder(nn.Module):
+    """A model that remembers what was done to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({"q_proj": nn.Linear(4, 4)})
+        self.calls: list[str] = []
+
+
+class Kernel:
+    """A third party's converter: nothing but a phase, ``convert`` and hooks."""
+
+    phase: ClassVar[Phase] = Phase.KERNEL
+
+    def __init__(self, name: str = "kernel") -> None:
+        self.name = name
+
+    def convert(self, model: Recorder) -> ConversionReport:
+        model.calls.append(f"convert {self.name}")
+        return ConversionReport(name=self.name, replaced=["attn"], note="by a test")
+
+    def pre_optimizer_hook(self, model: Recorder) -> None:
+        model.calls.append(f"pre {self.name}")
+
+    def post_optimizer_hook(self, model: Recorder) -> None:
+        model.calls.append(f"post {self.name}")
+
+
+class QuantizedBase(Kernel):
+    phase: ClassVar[Phase] = Phase.QUANTIZED_BASE
+
+
+class FakeQuant(Kernel):
+    phase: ClassVar[Phase] = Phase.FAKE_QUANT
+
+
+def test_order_of_application_and_record(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model = Recorder()
+    logger = logging.getLogger("torchtune")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger="torchtune"):
+            first, second, lora = Kernel("a"), Kernel("b"), LoRA(2, 4, attn_modules=["q_proj"])
+            reports = apply_conversions(model, [first, second, lora])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert model.calls == ["convert a", "convert b"]
+    assert [report.name for report in reports] == ["a", "b", "LoRA"]
+    assert model.conversions == [first, second, lora] == get_conversions(model)
+    assert all(isinstance(conversion, Conversion) for conversion in model.conversions)
+    lines = list(dict.fromkeys(record.getMessage() for record in caplog.records))
+    assert lines == [
+        "a: 1 modules converted (attn); by a test",
+        "b: 1 modules converted (attn); by a test",
+        "LoRA: 1 modules converted (q_proj), 16 parameters added; rank 2, alpha 4; everything else is frozen",
+    ]
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_hooks_run_in_order_and_are_optional() -> None:
+    model = Recorder()
+    apply_conversions(model, [Kernel("a"), Kernel("b"), LoRA(2, 4)][:2])
+    apply_conversions(model, [LoRA(2, 4, attn_modules=["q_proj"])])
+    model.calls.clear()
+    run_pre_optimizer_hooks(model)
+    run_post_optimizer_hooks(model)
+    assert model.calls == ["pre a", "pre b", "post a", "post b"]
+    run_pre_optimizer_hooks(nn.Linear(1, 1))  # a model without conversions
+
+
+def test_a_converter_by_dotted_path() -> None:
+    """What a recipe does with ``model_converters`` in YAML."""
+    components = [
+        {"_component_": f"{__name__}.Kernel", "name": "theirs"},
+        {"_component_": "torchtune.modules.peft.LoRA", "rank": 2, "alpha": 4, "attn_modules": ["q_proj"]},
+    ]
+    model = Recorder()
+    apply_conversions(model, [config.instantiate(component) for component in components])
+    run_pre_optimizer_hooks(model)
+    run_post_optimizer_hooks(model)
+    assert model.calls == ["convert theirs", "pre theirs", "post theirs"]
+    assert "attn.q_proj.lora_a.weight" in model.state_dict()
+
+
+def test_wrong_order_names_the_right_one_and_changes_nothing() -> None:
+    model = Recorder()
+    with pytest.raises(
+        ConversionError, match=r"FakeQuant, LoRA, Kernel is wrong, list them as Kernel, LoRA, FakeQuant"
+    ):
+        apply_conversions(model, [FakeQuant(), LoRA(2, 4), Kernel()])
+    assert model.calls == []
+    assert get_conversions(model) == []
+    apply_conversions(model, [LoRA(2, 4, attn_modules=["q_proj"])])
+    with pytest.raises(UserError, match="LoRA, QuantizedBase is wrong, list them as QuantizedBase, LoRA"):
+        apply_conversions(model, [QuantizedBase()])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (QuantizedBase(), FakeQuant(), "needs a base weight that is not quantised"),
+        (LoRA(2, 4), LoRA(4, 4), "a model has one adapter"),
+        (QuantizedBase(), QuantizedBase(), "quantised once"),
+    ],
+)
+def test_forbidden_pairs(first: Conversion, second: Conversion, reason: str) -> None:
+    with pytest.raises(ConversionError, match=reason):
+        apply_conversions(Recorder(), [first, second])
+
+
+def test_things_that_are_no_conversion() -> None:
+    class NoPhase:
+        def convert(self, model: nn.Module) -> ConversionReport:
+            return ConversionReport("x")
+
+    class NoReport(Kernel):
+        def convert(self, model: Recorder) -> None:
+            return None
+
+    for thing, message in ((object(), "no method convert"), (NoPhase(), "must set `phase`"), (NoReport(), "NoneType")):
+        with pytest.raises(ConversionError, match=message):
+            apply_conversions(Recorder(), [thing])
+
+
+def test_nearest_names_hide_layer_numbers() -> None:
+    paths = [f"layers.{i}.{name}" for i in range(3) for name in ("attn.q_proj", "attn.k_proj", "mlp.w1")] + ["output"]
+    assert nearest_module_names("q_prj", paths)[0] == "layers.*.attn.q_proj"
+    assert nearest_module_names("otput", paths) == ["output"]
+    assert len(nearest_module_names("zzz", paths)) == 3
