@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data._documents import Documents
+from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention_utils import _MaskType, attention
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
@@ -98,7 +99,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: _MaskType | None = None,
         input_pos: Tensor | None = None,
-        documents: Documents | None = None,
+        documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Attend.

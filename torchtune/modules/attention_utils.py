@@ -3,18 +3,20 @@
 import functools
 import inspect
 from collections.abc import Callable
-from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtune.data._documents import Documents
+from torchtune.modules._document_attention import Boundaries, document_attention, document_attention_with_dropout
 from torchtune.utils import get_logger, log_once
 
-_MaskType = Tensor | BlockMask
+if TYPE_CHECKING:  # flex attention brings the compiler with it, which costs a second to import
+    from torch.nn.attention.flex_attention import BlockMask
+
+_MaskType = Union[Tensor, "BlockMask"]
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -24,7 +26,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    documents: Documents | None = None,
+    documents: Documents | Boundaries | None = None,
     mask: _MaskType | None = None,
     is_causal: bool = True,
     dropout_p: float = 0.0,
@@ -53,9 +55,9 @@ def attention(
         if mask is not None:
             raise ValueError("Attention takes either documents or a mask, not both.")
         if _use_varlen(q, dropout_p):
-            return _varlen_attention(q, k, v, documents.cu_seqlens, _round_up(documents.max_length))
+            return _varlen_attention(q, k, v, documents.cu_seqlens, documents.max_length)
         return per_document_attention(q, k, v, documents, dropout_p)
-    if isinstance(mask, BlockMask):
+    if mask is not None and not isinstance(mask, Tensor):
         if dropout_p > 0.0:
             raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
         out = compile_friendly_flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
@@ -77,12 +79,13 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
     return out.transpose(1, 2)
 
 
-@torch.compiler.disable
-def per_document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout_p: float = 0.0) -> Tensor:
-    """Causal attention within each document: one SDPA call per run of documents of equal length.
+def per_document_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | Boundaries, dropout_p: float = 0.0
+) -> Tensor:
+    """Causal attention within each document: one call of the kernel per run of documents of equal length.
 
-    No mask exists, and the work is the sum of the squares of the lengths. Kept out of compiled graphs, so that
-    a new set of lengths compiles nothing.
+    No mask exists, and the work is the sum of the squares of the lengths. Compiled layers see a single operator, so
+    that a new set of lengths compiles nothing.
 
     Args:
         q: queries ``[b, s, n, h]``.
@@ -93,31 +96,20 @@ def per_document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents
 
     Returns:
         Tensor ``[b, s, n, h]``.
-
-    Raises:
-        ValueError: the documents do not cover the positions.
     """
-    b, s = q.shape[:2]
-    if documents.num_tokens != b * s:
-        raise ValueError(f"The documents cover {documents.num_tokens} positions, the batch has {b} x {s}.")
-    runs = [(length, sum(1 for _ in run)) for length, run in groupby(documents.lengths)]
-    if len(runs) == 1:
-        length, count = runs[0]
-        parts = [t.reshape(count, length, *t.shape[2:]) for t in (q, k, v)]
-        return _dense_attention(*parts, None, True, dropout_p).reshape(b, s, *q.shape[2:])
-    sizes = [length * count for length, count in runs]
-    outputs = []
-    for (length, count), *parts in zip(runs, *(t.flatten(0, 1).split(sizes) for t in (q, k, v)), strict=True):
-        parts = [t.unflatten(0, (count, length)) for t in parts]
-        outputs.append(_dense_attention(*parts, None, True, dropout_p).flatten(0, 1))
-    return torch.cat(outputs).view(b, s, *q.shape[2:])
+    q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))
+    if dropout_p == 0.0:
+        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens)
+    else:
+        out = document_attention_with_dropout(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
+    return out.view(q.shape)
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype, documents: bool, dropout_p: float = 0.0) -> str:
     """Name of the kernel that :func:`attention` uses for tensors of this kind, for the log."""
     if not documents:
         return "torch scaled_dot_product_attention, causal"
-    if device.type == "cuda" and dtype in _FLASH_DTYPES and dropout_p == 0.0 and _varlen() is not None:
+    if device.type == "cuda" and dtype in _FLASH_DTYPES and dropout_p == 0.0 and _VARLEN is not None:
         return "torch varlen_attn (flash attention over documents)"
     return "torch scaled_dot_product_attention, document by document"
 
@@ -128,11 +120,10 @@ def log_attention_backend(device: torch.device, dtype: torch.dtype, documents: b
 
 
 def _use_varlen(q: Tensor, dropout_p: float) -> bool:
-    return q.is_cuda and q.dtype in _FLASH_DTYPES and dropout_p == 0.0 and q.shape[-1] <= 256 and _varlen() is not None
+    return q.is_cuda and q.dtype in _FLASH_DTYPES and dropout_p == 0.0 and q.shape[-1] <= 256 and _VARLEN is not None
 
 
-@functools.cache
-def _varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
+def _find_varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
     """(function, arguments that make it causal, whether it groups queries), by what this release of torch has."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -148,9 +139,14 @@ def _varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
     return varlen_attn, causal, "enable_gqa" in known
 
 
+# Looked up here and not when first used, because compiled layers cannot import; it brings the compiler with it, which
+# builds of torch for the CPU alone are spared.
+_VARLEN = _find_varlen() if torch.version.cuda is not None else None
+
+
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
     b, s, n, h = q.shape
-    function, options, groups = _varlen()
+    function, options, groups = _VARLEN
     if n != k.shape[2]:
         if groups:
             options = {**options, "enable_gqa": True}
@@ -158,11 +154,6 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_l
             k, v = (t[:, :, :, None].expand(-1, -1, -1, n // t.shape[2], -1).flatten(2, 3) for t in (k, v))
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     return function(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **options).view(b, s, n, h)
-
-
-def _round_up(length: int, step: int = 512) -> int:
-    """Few distinct values, so that a compiled layer sees few distinct constants; the kernel only needs a bound."""
-    return -(-length // step) * step
 
 
 def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
@@ -178,13 +169,15 @@ def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
     return torch.stack(masks)
 
 
-def packed_block_causal_mask(seq_lens: list[Tensor]) -> BlockMask | Tensor:
+def packed_block_causal_mask(seq_lens: list[Tensor]) -> _MaskType:
     """The same as :func:`create_block_causal_mask`, on CUDA as a ``BlockMask`` that is never materialised.
 
     Batches that carry :class:`torchtune.data.Documents` need neither.
     """
     if seq_lens[0].device.type != "cuda":
         return create_block_causal_mask(seq_lens)
+    from torch.nn.attention.flex_attention import create_block_mask
+
     device = seq_lens[0].device
     ids = torch.stack(
         [torch.arange(len(row), device=device).repeat_interleave(row.to(torch.int64)) for row in seq_lens]
@@ -199,13 +192,16 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> BlockMask | Tensor:
 @functools.cache
 def compile_flex_attention() -> Callable[..., Tensor]:
     """The compiled kernel of flex attention."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=False)
 
 
-@torch.compiler.disable(recursive=False)
-def compile_friendly_flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
-    """Flex attention on ``[b, n, s, h]``, compiled on its own whatever surrounds it."""
-    kernel = compile_flex_attention() if q.is_cuda else flex_attention
+def compile_friendly_flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: "BlockMask") -> Tensor:
+    """Flex attention on ``[b, n, s, h]``, compiled on its own unless it is being compiled with what surrounds it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     return kernel(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data._documents import Documents
+from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import _MaskType, log_attention_backend
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
@@ -69,7 +70,7 @@ class TransformerSelfAttentionLayer(nn.Module):
         *,
         mask: _MaskType | None = None,
         input_pos: Tensor | None = None,
-        documents: Documents | None = None,
+        documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         **kwargs: object,
     ) -> Tensor:
@@ -223,6 +224,7 @@ class TransformerDecoder(nn.Module):
         if not torch.compiler.is_compiling():
             log_attention_backend(h.device, h.dtype, documents is not None)
         tables = self._rope_tables(input_pos)
+        boundaries = None if documents is None else Boundaries.of(documents)
         hidden = []
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
@@ -230,7 +232,7 @@ class TransformerDecoder(nn.Module):
             h = layer(
                 h,
                 mask=mask,
-                documents=documents,
+                documents=boundaries,
                 input_pos=input_pos,
                 rope=tables.get(self._pos_embeddings(layer)),
                 encoder_input=encoder_input,

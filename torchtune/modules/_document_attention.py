@@ -1,0 +1,136 @@
+"""Attention document by document, as one operator that compilers leave whole."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtune.data._documents import Documents
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """What kernels need of :class:`torchtune.data.Documents`, without what a compiler would specialise on.
+
+    Attributes:
+        cu_seqlens: int32 ``[documents + 1]``, where documents begin, ending with the number of positions.
+        max_length: at least the length of the longest; rounded up, so that it takes few values.
+    """
+
+    cu_seqlens: Tensor
+    max_length: int
+
+    @classmethod
+    def of(cls, documents: Documents, step: int = 512) -> "Boundaries":
+        """The boundaries of documents, the longest length rounded up to a multiple of ``step``."""
+        return cls(documents.cu_seqlens, -(-documents.max_length // step) * step)
+
+
+def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Consecutive documents of equal length: (length, how many)."""
+    return [(length, sum(1 for _ in run)) for length, run in groupby(lengths)]
+
+
+def _run_attention(length: int, count: int, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+    """Causal attention of ``count`` documents ``[count * length, n, h]`` of equal length, as a batch."""
+    q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _pieces(cu_seqlens: Tensor, *tensors: Tensor) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+    """Every run of documents: length, count, and its slice of each tensor ``[t, …]``."""
+    start = 0
+    for length, count in _runs(cu_seqlens.diff().tolist()):
+        end = start + length * count
+        yield length, count, tuple(tensor[start:end] for tensor in tensors)
+        start = end
+    if start != tensors[0].shape[0]:
+        raise ValueError(f"The documents cover {start} positions, the batch has {tensors[0].shape[0]}.")
+
+
+@torch.library.custom_op("torchtune::document_attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for length, count, (q_run, k_run, v_run, out_run, lse_run) in _pieces(cu_seqlens, q, k, v, out, lse):
+        if q.device.type == "cpu":
+            heads = (t.unflatten(0, (count, length)).transpose(1, 2) for t in (q_run, k_run, v_run))
+            attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
+            out_run.unflatten(0, (count, length)).copy_(attended.transpose(1, 2))
+            lse_run.unflatten(0, (count, length)).copy_(sums.transpose(1, 2))
+        else:
+            out_run.copy_(_run_attention(length, count, q_run, k_run, v_run))
+    return out, lse
+
+
+@torch.library.custom_op("torchtune::document_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for length, count, parts in _pieces(cu_seqlens, grad, q, k, v, out, lse, *grads):
+        inputs, results = parts[:6], parts[6:]
+        if q.device.type == "cpu":
+            heads = (t.unflatten(0, (count, length)).transpose(1, 2) for t in inputs)
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
+            found = [t.transpose(1, 2).flatten(0, 1) for t in found]
+        else:
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in inputs[1:4]]
+                found = torch.autograd.grad(_run_attention(length, count, *leaves), leaves, inputs[0])
+        for result, value in zip(results, found, strict=True):
+            result.copy_(value)
+    return grads
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
+    return *_backward(grad, q, k, v, out, lse, cu_seqlens), None
+
+
+_forward.register_autograd(_backward_formula, setup_context=_setup_context)
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Causal attention within each document.
+
+    Args:
+        q: queries ``[t, n, h]``, all documents one after another.
+        k: keys ``[t, n_kv, h]``.
+        v: values ``[t, n_kv, h]``.
+        cu_seqlens: int32 ``[documents + 1]``, where documents begin, ending with t.
+
+    Returns:
+        Tensor ``[t, n, h]``.
+
+    Raises:
+        ValueError: the documents do not cover the positions.
+    """
+    return _forward(q, k, v, cu_seqlens)[0]
+
+
+def document_attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float) -> Tensor:
+    """The same, dropping attention weights with probability ``dropout_p``."""
+    pieces = _pieces(cu_seqlens, q, k, v)
+    return torch.cat([_run_attention(length, count, *parts, dropout_p) for length, count, parts in pieces])
