@@ -54,7 +54,7 @@ class HandedOver:
 
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
-    rules: Mapping[str, Range] = field(default_factory=dict)
+    rules: Mapping[str, Range] = field(default_factory=dict, hash=False)  # a dict; unions hash their members
 
     def __init__(
         self, *positional: str, keywords: tuple[str, ...] = (), rules: Mapping[str, Range] | None = None

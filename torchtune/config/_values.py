@@ -144,6 +144,7 @@ def _refuse(document: Document, path: KeyPath, value: Any, annotation: Any) -> N
     base, _ = split_annotated(annotation)
     choices = [choice for member in members(base) if get_origin(member) is Literal for choice in get_args(member)]
     hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
-    if isinstance(value, str) and any(_fits(read_value(value), member) for member in members(base)):
+    plain = isinstance(value, str) and value.strip()[:1] not in ("", "[", "{")
+    if plain and any(_fits(read_value(value), member) for member in members(base)):
         hint = ": write it without quotation marks"
     document.add(path, f"must be {type_text(annotation)}, not {shown(value)}{hint}")

@@ -3,12 +3,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
 from tests.torchtune.config.assets import typed_recipe, untyped_recipe
 from torchtune import config
-from torchtune.config import ConfigError, Range
+from torchtune.config import Component, ConfigError, HandedOver, Range
 from torchtune.config._errors import nearest
 
 Mistakes = Callable[..., list[str]]
@@ -226,6 +227,10 @@ def test_a_config_is_found_by_path_or_name() -> None:
 def test_the_nearest_name(name: str, found: str | None) -> None:
     names = ["lr", "packed", "batch_size", "epochs", "weight_decay"]
     assert nearest(name, names) == found or (name == "size_batch" and nearest(name, names) is None)
+
+
+def test_markers_can_be_members_of_unions() -> None:
+    assert Annotated[Component, HandedOver("x", rules={"lr": Range(min=0)})] | None
 
 
 def test_ranges() -> None:

@@ -106,3 +106,36 @@ def test_random_edits_of_the_shipped_configs_are_refused(tmp_path: Path) -> None
     for path, module in typed:  # what imports cost is no part of the time of a check
         config.load_and_check(path, [], module.recipe_main)
     _run(typed, max(EDITS, 2 * len(typed)), tmp_path)
+
+
+OVERRIDES = (
+    "a.b=c", "dataset.0=3", "model=x.y", "~dataset.0", "optimizer.betas.1=${x}", "=", "~", "a=", "..=1",
+    "dataset.9.x=1", "prompt.user=[", "model._component_=", "output_dir=${output_dir}", "--x", "dataset_val.0.x=1", "x={a: b}",
+)  # fmt: skip
+
+
+def _damage(text: str, rng: random.Random) -> str:
+    """Letters put in, left out, lines swapped: what is left need not be YAML."""
+    for _ in range(rng.randrange(1, 4)):
+        at, letter = rng.randrange(len(text)), rng.choice("{}[]:,&*!|>'\"%@`#-?\n \t${}.~=01aé\\_")
+        lines = text.split("\n")
+        one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+        lines[one], lines[other] = lines[other], lines[one]
+        text = rng.choice(
+            (text[:at] + letter + text[at:], text[:at] + text[at + rng.randrange(1, 8) :], "\n".join(lines))
+        )
+    return text
+
+
+def test_damaged_files_are_refused_or_read_but_never_crash(tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    for _ in range(400):
+        source, recipe = rng.choice(FIXTURES)
+        path = tmp_path / "damaged.yaml"
+        path.write_text(_damage(source.read_text(), rng), encoding="utf-8")
+        mistakes: list[str] = []
+        try:
+            config.load_and_check(path, rng.sample(OVERRIDES, rng.randrange(2)), recipe.recipe_main)
+        except ConfigError as error:
+            mistakes = [str(mistake) for mistake in error.errors]
+        assert all(mistake and "\n" not in mistake for mistake in mistakes), mistakes
