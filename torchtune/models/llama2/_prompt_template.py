@@ -1,0 +1,34 @@
+"""Llama 2's layout of conversations."""
+
+from typing import Any, ClassVar
+
+from torchtune.data import Message, PromptTemplateInterface, Role
+from torchtune.data._prompt_templates import with_tags
+
+
+class Llama2ChatTemplate(PromptTemplateInterface):
+    """``[INST] <<SYS>>\\n{system}\\n<</SYS>>\\n\\n{user} [/INST] {assistant}``.
+
+    The system's text stands inside the user turn that follows it, once.
+    """
+
+    template: ClassVar[dict[Role, tuple[str, str]]] = {
+        "system": ("<<SYS>>\n", "\n<</SYS>>\n\n"),
+        "user": ("[INST] ", " [/INST] "),
+        "assistant": ("", ""),
+        "ipython": ("", ""),
+    }
+
+    def __call__(self, messages: list[Message], inference: bool = False) -> list[Message]:
+        """The messages with the layout added; system turns are merged into the next user turn."""
+        system: list[dict[str, Any]] = []
+        formatted = []
+        for message in messages:
+            if message.role == "system":
+                system = with_tags(message, *self.template["system"]).content
+                continue
+            if message.role == "user":
+                content, system = [*system, *message.content], []
+                message = Message(role="user", content=content, masked=message.masked, eot=message.eot)
+            formatted.append(with_tags(message, *self.template.get(message.role, ("", ""))))
+        return formatted

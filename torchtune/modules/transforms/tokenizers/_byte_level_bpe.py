@@ -1,0 +1,104 @@
+"""Byte-level BPE from ``vocab.json`` and ``merges.txt``."""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from torchtune.data import DataError
+from torchtune.modules.transforms.tokenizers._files import read_json, read_text
+
+
+@functools.lru_cache
+def bytes_to_unicode() -> dict[int, str]:
+    """byte -> the printable character that stands for it: itself where it is printable, else 256 and up in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {byte: chr(byte) for byte in printable}
+    table |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in table)}
+    return dict(sorted(table.items()))
+
+
+def _read_merges(path: str) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(read_text(path, "merges file").split("\n"), start=1):
+        if (number == 1 and line.startswith("#version")) or not line.strip():
+            continue
+        pair = line.rstrip("\r").split(" ")
+        if len(pair) != 2:
+            raise DataError(f"merges file {path} is broken at line {number}: two parts are expected, not {line!r}.")
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+class ByteLevelBPE:
+    """Text to ids and back; special tokens in a text become their ids.
+
+    Args:
+        vocab_path: ``vocab.json``: token -> id.
+        merges_path: ``merges.txt``: a pair of tokens a line, the most frequent first.
+        pattern: regular expression that splits a text before merging.
+        special_tokens: text -> id, of tokens that are never split.
+        nfc: normalise texts to Unicode's composed form first.
+
+    Raises:
+        DataError: a file is missing or broken, or the two do not belong together.
+    """
+
+    def __init__(
+        self, vocab_path: str, merges_path: str, *, pattern: str, special_tokens: Mapping[str, int], nfc: bool
+    ) -> None:
+        vocab: Any = read_json(vocab_path, "vocabulary file")
+        if not isinstance(vocab, dict) or not all(isinstance(token_id, int) for token_id in vocab.values()):
+            raise DataError(f"vocabulary file {vocab_path} is not a mapping token -> id.")
+        merges = _read_merges(merges_path)
+        for left, right in merges:
+            if not {left, right, left + right} <= vocab.keys():
+                raise DataError(
+                    f"merges file {merges_path} merges {left!r} and {right!r}, which the vocabulary {vocab_path} lacks: "
+                    "take both files from the same checkpoint."
+                )
+        self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+        if nfc:
+            self.tokenizer.normalizer = normalizers.NFC()
+        self.tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        self.tokenizer.decoder = decoders.ByteLevel()
+        self.special_tokens = dict(special_tokens)
+        self._special_texts = {token_id: token for token, token_id in self.special_tokens.items()}
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        self._special = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        self.vocab_size = max([*vocab.values(), *self.special_tokens.values()]) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``."""
+        pieces = self._special.split(text) if self._special is not None else [text]
+        ids: list[int] = []
+        for i, piece in enumerate(pieces):
+            if i % 2:
+                ids.append(self.special_tokens[piece])
+            elif piece:
+                ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Text of token ids; bytes that are no character give the replacement character."""
+        texts: list[str] = []
+        plain: list[int] = []
+        for token_id in token_ids:
+            if token_id not in self._special_texts:
+                plain.append(token_id)
+                continue
+            if plain:
+                texts.append(self.tokenizer.decode(plain, skip_special_tokens=False))
+                plain = []
+            if not skip_special_tokens:
+                texts.append(self._special_texts[token_id])
+        if plain:
+            texts.append(self.tokenizer.decode(plain, skip_special_tokens=False))
+        return "".join(texts)

@@ -1,0 +1,96 @@
+"""Byte-pair encoding from a file of ranks."""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Mapping
+
+from tiktoken import Encoding
+
+from torchtune.data import DataError
+from torchtune.modules.transforms.tokenizers._files import existing_file
+from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
+
+# The package's matching takes quadratic time or overflows its stack beyond these.
+MAX_ENCODE_CHARS = 400_000
+MAX_NO_WHITESPACE_CHARS = 25_000
+_LONG_RUN = re.compile(rf"\S{{{MAX_NO_WHITESPACE_CHARS}}}|\s{{{MAX_NO_WHITESPACE_CHARS}}}")
+
+
+def read_ranks(path: str) -> dict[bytes, int]:
+    """Read a file whose lines are a token in base64 and its rank.
+
+    Raises:
+        DataError: the file is missing or a line is not of that kind.
+    """
+    ranks = {}
+    with existing_file(path, "tokenizer file").open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error) as error:
+                raise DataError(
+                    f"tokenizer file {path} is broken at line {number}: a token in base64 and its rank are expected; "
+                    "download it again, and mind that it must be Meta's tokenizer.model, not a tokenizer.json."
+                ) from error
+    return ranks
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """``text`` in pieces that are not too long, cut inside very long runs with or without white space."""
+    for start in range(0, len(text), MAX_ENCODE_CHARS):
+        part = text[start : start + MAX_ENCODE_CHARS]
+        position = 0
+        for run in _LONG_RUN.finditer(part):
+            yield part[position : run.end()]
+            position = run.end()
+        if position < len(part):
+            yield part[position:]
+
+
+class TikTokenBaseTokenizer(BaseTokenizer):
+    """Text to ids and back with the ``tiktoken`` package. Special tokens in a text are encoded as plain text.
+
+    Args:
+        path: file of ranks.
+        name: name of the encoding.
+        pattern: regular expression that splits a text before merging.
+        bos_id: token put first, if asked.
+        eos_id: token put last, if asked.
+        special_tokens: text -> id.
+
+    Raises:
+        DataError: the file is missing or broken.
+    """
+
+    def __init__(
+        self, path: str, name: str, pattern: str, bos_id: int, eos_id: int, special_tokens: Mapping[str, int]
+    ) -> None:
+        ranks = read_ranks(path)
+        self.base_vocab_size = len(ranks)
+        self.bos_id, self.eos_id = bos_id, eos_id
+        self.tt_model = Encoding(name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(special_tokens))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self.tt_model.n_vocab
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Token ids of ``text``; nothing for an empty text, whatever is to be added."""
+        if not text:
+            return []
+        ids = [self.bos_id] if add_bos else []
+        for chunk in _chunks(text):
+            ids += self.tt_model.encode(chunk, allowed_special=set(), disallowed_special=())
+        return [*ids, self.eos_id] if add_eos else ids
+
+    def decode(self, token_ids: list[int], truncate_at_eos: bool = True) -> str:
+        """Text of token ids, up to the first end-of-sequence token if asked."""
+        token_ids = list(token_ids)
+        if truncate_at_eos and self.eos_id in token_ids:
+            token_ids = token_ids[: token_ids.index(self.eos_id)]
+        return self.tt_model.decode(token_ids)
