@@ -1,0 +1,55 @@
+"""Checkpoints: streams of named tensors, in and out."""
+
+from torchtune.training.checkpointing._checkpointer import (
+    FullModelHFCheckpointer,
+    FullModelMetaCheckpointer,
+    FullModelTorchTuneCheckpointer,
+)
+from torchtune.training.checkpointing._directories import ResumePoint
+from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._gguf import GGUFFile
+from torchtune.training.checkpointing._gguf_to_hf import gguf_to_hf
+from torchtune.training.checkpointing._model_type import (
+    ADAPTER_CONFIG,
+    ADAPTER_KEY,
+    DATALOADER_KEY,
+    EPOCHS_KEY,
+    MAX_STEPS_KEY,
+    MODEL_KEY,
+    OPT_KEY,
+    RNG_KEY,
+    SEED_KEY,
+    STEPS_KEY,
+    TOTAL_EPOCHS_KEY,
+    VAL_DATALOADER_KEY,
+    ModelType,
+)
+from torchtune.training.checkpointing._sources import FormattedCheckpointFiles, safe_torch_load
+
+Checkpointer = FullModelHFCheckpointer | FullModelMetaCheckpointer | FullModelTorchTuneCheckpointer
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_KEY",
+    "DATALOADER_KEY",
+    "EPOCHS_KEY",
+    "MAX_STEPS_KEY",
+    "MODEL_KEY",
+    "OPT_KEY",
+    "RNG_KEY",
+    "SEED_KEY",
+    "STEPS_KEY",
+    "TOTAL_EPOCHS_KEY",
+    "VAL_DATALOADER_KEY",
+    "CheckpointError",
+    "Checkpointer",
+    "FormattedCheckpointFiles",
+    "FullModelHFCheckpointer",
+    "FullModelMetaCheckpointer",
+    "FullModelTorchTuneCheckpointer",
+    "GGUFFile",
+    "ModelType",
+    "ResumePoint",
+    "gguf_to_hf",
+    "safe_torch_load",
+]

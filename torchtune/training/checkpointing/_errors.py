@@ -1,0 +1,7 @@
+"""What is wrong with a checkpoint."""
+
+from torchtune.utils import UserError
+
+
+class CheckpointError(UserError, ValueError):
+    """A checkpoint that cannot be read, does not fit the model, or cannot be written; one sentence."""
