@@ -1,0 +1,226 @@
+"""LoRA as a conversion: what it adapts, what it freezes, what it refuses, how it leaves a model."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune.models.llama3 import llama3, lora_llama3_8b
+from torchtune.models.qwen3 import lora_qwen3_0_6b_base
+from torchtune.modules import TiedLinear, TransformerDecoder
+from torchtune.modules.conversion import ConversionError, apply_conversions
+from torchtune.modules.peft import (
+    AdapterModule,
+    DoRALinear,
+    LoRA,
+    LoRALinear,
+    disable_adapter,
+    get_adapter_params,
+    get_adapter_state_dict,
+    get_lora_module_names,
+    get_merged_lora_ckpt,
+    set_trainable_params,
+    validate_missing_and_unexpected_for_lora,
+)
+
+TOKENS = torch.arange(20).view(2, 10)
+EVERYTHING = {"apply_to_mlp": True, "apply_to_output": True}
+
+
+def make(seed: int = 0, tied: bool = False) -> TransformerDecoder:
+    """A small random decoder."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 41, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "max_seq_len": 32}
+    model = llama3(**sizes, intermediate_dim=24)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if tied:
+        del model.output
+        model.output = TiedLinear(model.tok_embeddings)
+    return model
+
+
+def adapted(**options: object) -> TransformerDecoder:
+    """The decoder with an adapter that changes its output."""
+    model = make()
+    apply_conversions(model, [LoRA(rank=3, alpha=6, **options)])
+    torch.manual_seed(1)
+    for parameter in get_adapter_params(model).values():
+        nn.init.uniform_(parameter, 0.1, 0.5)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"q_proj", "k_proj", "v_proj", "output_proj"}),
+        ({"attn_modules": ["q_proj"]}, {"q_proj"}),
+        ({"attn_modules": [], "apply_to_mlp": True}, {"w1", "w2", "w3"}),
+        ({"attn_modules": ["v_proj"], **EVERYTHING}, {"v_proj", "w1", "w2", "w3", "output"}),
+        ({"target_modules": ["*_proj", "mlp.w[12]"]}, {"q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2"}),
+        ({"target_modules": ["*"]}, {"q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"}),
+    ],
+)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_what_is_adapted_and_trained(options: dict[str, object], expected: set[str], use_dora: bool) -> None:
+    with torch.device("meta"):
+        model = make()
+        before = {name: parameter.shape for name, parameter in model.named_parameters()}
+        (report,) = apply_conversions(model, [LoRA(3, 6, use_dora=use_dora, **options)])
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
+    assert {path.rpartition(".")[2] for path in layers} == expected
+    assert len(layers) == sum(1 if name == "output" else 2 for name in expected)
+    assert report.replaced == list(layers)
+    assert all(isinstance(module, DoRALinear) is use_dora for module in layers.values())
+    adapter = get_adapter_params(model)
+    assert report.num_parameters == sum(parameter.numel() for parameter in adapter.values())
+    assert set(adapter) == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(model.conversions[0].is_own_key(name) for name in adapter)
+    assert before == {name: p.shape for name, p in model.named_parameters() if name not in adapter}
+    assert not any(model.conversions[0].is_own_key(name) for name in before)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert all(isinstance(module, AdapterModule) for module in layers.values())
+
+
+def test_parameter_counts_of_the_reference() -> None:
+    """Counts for adapters on q, k, v and output_proj with rank 8."""
+    for builder, count in ((lora_llama3_8b, 6_815_744), (lora_qwen3_0_6b_base, 2_293_760)):
+        with torch.device("meta"):
+            model = builder(["q_proj", "k_proj", "v_proj", "output_proj"])
+        assert sum(parameter.numel() for parameter in get_adapter_params(model).values()) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": ["q_prj"]}, r"'q_prj', the nearest names are layers\.\*\.attn\.q_proj"),
+        ({"target_modules": ["layers.7.attn.q_proj"]}, r"'layers\.7\.attn\.q_proj', the nearest names"),
+        ({"target_modules": []}, "no module is chosen"),
+        ({"attn_modules": []}, "no module is chosen"),
+        ({"attn_modules": ["o_proj"]}, "attn_modules has o_proj, choose out of q_proj"),
+        ({"target_modules": ["q_proj"], "apply_to_mlp": True}, "give either the patterns or the other three"),
+        ({"quantize_base": True}, "NF4 is not available yet"),
+        ({"rank": 0}, "rank is 0"),
+        ({"dropout": -0.1}, "dropout is -0.1"),
+    ],
+)
+def test_refused(options: dict[str, object], message: str) -> None:
+    model = make()
+    with pytest.raises(ConversionError, match=message) as error:
+        apply_conversions(model, [LoRA(**options)])
+    assert str(error.value).endswith(".")
+    assert not get_adapter_params(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_tied_output_is_refused() -> None:
+    with pytest.raises(ConversionError, match="tied to the token embedding"):
+        apply_conversions(make(tied=True), [LoRA(apply_to_output=True)])
+    model = make()
+    model.output.weight = model.tok_embeddings.weight
+    with pytest.raises(ConversionError, match="'output' is tied to the token embedding"):
+        apply_conversions(model, [LoRA(target_modules=["output"])])
+    model = make(tied=True)
+    apply_conversions(model, [LoRA(target_modules=["*"])])
+    assert len(model.conversions[0].adapted_paths(model)) == 14
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_merge_streaming_and_by_state_dict(use_dora: bool) -> None:
+    model = adapted(use_dora=use_dora, **EVERYTHING)
+    lora = model.conversions[0]
+    base = {name: tensor for name, tensor in model.state_dict().items() if not lora.is_own_key(name)}
+    streamed = {name: lora.merged(name, tensor, model) for name, tensor in base.items()}
+    state = get_merged_lora_ckpt(model.state_dict(), rank=3, alpha=6)
+    assert state.keys() == streamed.keys() == make().state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in streamed.items())
+    assert streamed["norm.scale"] is base["norm.scale"]
+    merged = make()
+    merged.load_state_dict(streamed)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+        assert (merged(TOKENS) - make()(TOKENS)).abs().max() > 1
+
+
+def test_merge_of_half_an_adapter_is_refused() -> None:
+    state = adapted(attn_modules=["q_proj"]).state_dict()
+    del state["layers.1.attn.q_proj.lora_b.weight"]
+    with pytest.raises(ConversionError, match=r"layers\.1\.attn\.q_proj: .* lacks layers\.1\.attn\.q_proj\.lora_b"):
+        get_merged_lora_ckpt(state, rank=3, alpha=6)
+
+
+def test_disable_adapter() -> None:
+    model, base = adapted(apply_to_mlp=True), make()
+    with torch.no_grad():
+        different = model(TOKENS)
+        with disable_adapter(model):
+            assert torch.equal(model(TOKENS), base(TOKENS))
+        assert torch.equal(model(TOKENS), different)
+        with pytest.raises(KeyError), disable_adapter(model):
+            raise KeyError
+        assert torch.equal(model(TOKENS), different)
+
+
+def test_only_the_adapter_gets_gradients_and_the_first_layer_skips_its_input() -> None:
+    model = adapted()
+    model(TOKENS).sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(get_adapter_params(model))
+
+
+def test_peft_config_names_leaves_or_paths() -> None:
+    config = adapted(attn_modules=["q_proj", "output_proj"], dropout=0.1).conversions[0].peft_config(make())
+    assert config["target_modules"] == []
+    model = adapted(attn_modules=["q_proj", "output_proj"], dropout=0.1)
+    config = model.conversions[0].peft_config(model)
+    assert config["target_modules"] == ["q_proj", "output_proj"]
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"], config["use_dora"]) == (3, 6, 0.1, False)
+    model = adapted(target_modules=["layers.0.attn.q_proj", "v_proj"])
+    assert model.conversions[0].peft_config(model)["target_modules"] == [
+        "layers.0.attn.q_proj",
+        "layers.0.attn.v_proj",
+        "layers.1.attn.v_proj",
+    ]
+
+
+def test_adapter_state_dict_and_trainable_params() -> None:
+    model = adapted(attn_modules=["v_proj"])
+    adapter = get_adapter_state_dict(model.state_dict())
+    assert set(adapter) == set(get_adapter_params(model))
+    assert len(adapter) == 4
+    set_trainable_params(model, {"norm.scale"})
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["norm.scale"]
+
+
+def test_module_names_leave_the_argument_alone() -> None:
+    attention = ["q_proj", "v_proj"]
+    assert get_lora_module_names(attention, True, True) == ["q_proj", "v_proj", "w1", "w2", "w3", "output"]
+    assert attention == ["q_proj", "v_proj"]
+    assert get_lora_module_names(attention, False, False) == attention
+
+
+def test_an_adapter_module_that_names_what_it_lacks() -> None:
+    class Wrong(nn.Linear):
+        def adapter_params(self) -> list[str]:
+            return ["lora_c"]
+
+    with pytest.raises(ConversionError, match=r"^0: adapter_params\(\) names 'lora_c'"):
+        get_adapter_params(nn.Sequential(Wrong(2, 2)))
+
+
+def test_validate_missing_and_unexpected() -> None:
+    model = adapted(attn_modules=["q_proj"])
+    keys = list(model.state_dict())
+    own = list(get_adapter_params(model))
+    base = [key for key in keys if key not in own]
+    validate = validate_missing_and_unexpected_for_lora
+    validate(state_dict_keys=keys, base_missing=own, base_unexpected=[], lora_missing=base, lora_unexpected=[])
+    validate(state_dict_keys=keys, base_missing=own)
+    for mistake, message in (
+        ({"base_missing": [*own, "norm.scale"]}, r"base are missing from the checkpoint: norm\.scale;"),
+        ({"base_unexpected": ["x"]}, "base checkpoint holds keys"),
+        ({"lora_missing": [own[0]]}, "adapter are missing"),
+        ({"lora_unexpected": ["x"]}, "adapter's checkpoint holds keys"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            validate(state_dict_keys=keys, **mistake)
+    with pytest.warns(FutureWarning, match="lora_attn_modules is deprecated"), pytest.raises(ConversionError):
+        validate(lora_attn_modules=["v_proj"], base_missing=own)
