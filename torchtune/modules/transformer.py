@@ -97,6 +97,9 @@ class TransformerDecoder(nn.Module):
         num_layers: number of copies, if ``layers`` is a single layer.
         output_hidden_states: indices of layers whose input is returned as well (``len(layers)``: the last output).
 
+    Raises:
+        ValueError: ``num_layers`` with a list of layers, or a single layer without it.
+
     Attributes:
         skip_output_layer: if set to True, :meth:`forward` returns what the output projection would have read.
         description: what the model was built from, if :func:`torchtune.models.build` built it.
@@ -117,14 +120,14 @@ class TransformerDecoder(nn.Module):
         output_hidden_states: list[int] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(layers, list):
+        if isinstance(layers, list | nn.ModuleList):
+            if num_layers is not None:
+                raise ValueError("num_layers is for a single layer, but a list of layers was given.")
             layers = nn.ModuleList(layers)
-        elif not isinstance(layers, nn.ModuleList):
+        else:
             if num_layers is None:
                 raise ValueError("num_layers must say how many copies of the single layer to make.")
             layers = nn.ModuleList([copy.deepcopy(layers) for _ in range(num_layers)])
-        elif num_layers is not None:
-            raise ValueError("num_layers is for a single layer, but a list of layers was given.")
         self.tok_embeddings = tok_embeddings
         self.layers = layers
         self.norm = norm

@@ -1,0 +1,143 @@
+"""Sampling and generation."""
+
+import pytest
+import torch
+
+from torchtune.generation import (
+    generate,
+    generate_next_token,
+    get_causal_mask_from_padding_mask,
+    get_position_ids_from_padding_mask,
+    sample,
+)
+from torchtune.models import Description, build
+from torchtune.modules import TransformerDecoder, local_kv_cache
+
+_TINY = Description(
+    vocab_size=29, num_layers=2, embed_dim=16, intermediate_dim=24, max_seq_len=64, num_heads=4, num_kv_heads=2
+)
+
+
+@pytest.fixture
+def model() -> TransformerDecoder:
+    torch.manual_seed(0)
+    model = build(_TINY).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def _prompt(*shape: int) -> torch.Tensor:
+    return torch.randint(1, 29, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_sample_follows_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).expand(20_000, 4)
+    torch.manual_seed(0)
+    for temperature in (1.0, 0.5):
+        drawn = sample(logits, temperature=temperature)
+        assert drawn.shape == (20_000, 1)
+        frequencies = drawn.flatten().bincount(minlength=4) / 20_000
+        assert (frequencies - (logits[0] / temperature).softmax(-1)).abs().max() < 0.015
+    assert set(sample(logits, top_k=2).unique().tolist()) == {1, 2}
+    assert sample(logits, top_k=99).unique().numel() == 4
+    assert (sample(logits, temperature=0.0) == 2).all()
+    noise = torch.ones(20_000, 4)
+    assert (sample(logits, q=noise) == 2).all()  # equal noise leaves the most likely
+
+
+def test_greedy_generation_is_argmax_by_argmax(model: TransformerDecoder) -> None:
+    tokens = _prompt(2, 5)
+    out, logits = generate(model, tokens, max_generated_tokens=6, temperature=0.0)
+    for _ in range(6):
+        with torch.no_grad():
+            tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(out, tokens)
+    assert torch.equal(logits.argmax(-1), out[:, 5:])
+    single, _ = generate(model, out[0, :5], max_generated_tokens=6, temperature=0.0)
+    assert torch.equal(single, out[:1])
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_of_different_length_equal_themselves_alone(model: TransformerDecoder, cached: bool) -> None:
+    long, short = _prompt(7), _prompt(9)[5:]
+    batch = torch.stack([long, torch.cat([torch.zeros(3, dtype=torch.int64), short])])
+    alone = [generate(model, p, max_generated_tokens=8, temperature=0.0)[0][0, len(p) :] for p in (long, short)]
+    if cached:
+        with local_kv_cache(model, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=15):
+            out, _ = generate(model, batch, max_generated_tokens=8, temperature=0.0)
+    else:
+        out, _ = generate(model, batch, max_generated_tokens=8, temperature=0.0)
+    assert torch.equal(out[:, 7:], torch.stack(alone))
+
+
+def test_lengths_tell_padding_from_a_token_that_looks_like_it(model: TransformerDecoder) -> None:
+    prompt = torch.tensor([3, 0, 5, 0])
+    real, _ = generate(model, prompt, max_generated_tokens=5, temperature=0.0, prompt_lengths=[4])
+    with torch.no_grad():
+        assert real[0, 4] == model(prompt[None])[0, -1].argmax()
+    padded = torch.cat([torch.zeros(2, dtype=torch.int64), prompt])
+    again, _ = generate(model, padded, max_generated_tokens=5, temperature=0.0, prompt_lengths=torch.tensor([4]))
+    assert torch.equal(again[:, 2:], real)
+
+
+def test_stop_tokens_end_rows_and_then_generation(model: TransformerDecoder) -> None:
+    prompts = _prompt(2, 5)
+    free, free_logits = generate(model, prompts, max_generated_tokens=12, temperature=0.0, pad_id=28)
+    stop = free[0, 7].item()
+    out, logits = generate(model, prompts, max_generated_tokens=12, temperature=0.0, pad_id=28, stop_tokens=[stop])
+    ends = []
+    for row in range(2):
+        found = (free[row, 5:] == stop).nonzero().flatten()
+        end = int(found[0]) + 1 if len(found) else 12
+        ends.append(end)
+        assert torch.equal(out[row, 5 : 5 + end], free[row, 5 : 5 + end])
+        assert (out[row, 5 + end :] == 28).all()
+        assert torch.equal(logits[row, :end], free_logits[row, :end])
+        assert not logits[row, end:].any()
+    assert out.shape[1] == 5 + max(ends)
+
+
+def test_a_generator_makes_it_repeatable(model: TransformerDecoder) -> None:
+    def run(seed: int) -> torch.Tensor:
+        rng = torch.Generator().manual_seed(seed)
+        return generate(model, _prompt(3, 4), max_generated_tokens=10, temperature=1.5, top_k=20, rng=rng)[0]
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+
+
+def test_another_step_function_takes_over_after_the_first_token(model: TransformerDecoder) -> None:
+    calls = []
+
+    def step(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(args[2].shape)
+        return generate_next_token(*args, **kwargs)
+
+    with local_kv_cache(model, batch_size=1, device="cpu", dtype=torch.float32, decoder_max_seq_len=10):
+        out, _ = generate(model, _prompt(4), max_generated_tokens=5, temperature=0.0, compiled_generate_next_token=step)
+    assert calls == [(1, 1)] * 4
+    assert torch.equal(out, generate(model, _prompt(4), max_generated_tokens=5, temperature=0.0)[0])
+
+
+def test_refusals(model: TransformerDecoder) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        generate(model, _prompt(4), max_generated_tokens=0)
+    with (
+        local_kv_cache(model, batch_size=1, device="cpu", dtype=torch.float32, decoder_max_seq_len=8),
+        pytest.raises(ValueError, match=r"hold 8 positions, too few for a prompt of 4 and 6 new tokens"),
+    ):
+        generate(model, _prompt(4), max_generated_tokens=6)
+
+
+def test_masks_and_positions_of_padding() -> None:
+    real = torch.tensor([[False, True, True], [True, True, True]])
+    mask = get_causal_mask_from_padding_mask(real, target_seq_len=4)
+    assert mask.int().tolist() == [
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]],
+    ]
+    assert get_causal_mask_from_padding_mask(real).shape == (2, 3, 3)
+    assert get_position_ids_from_padding_mask(real).tolist() == [[0, 0, 1], [0, 1, 2]]
+    with pytest.raises(AssertionError, match="shorter"):
+        get_causal_mask_from_padding_mask(real, target_seq_len=2)

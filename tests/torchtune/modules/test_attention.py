@@ -1,0 +1,163 @@
+"""Attention against the formula in float64, and documents that do not see each other."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtune.data import Documents
+from torchtune.modules import MultiHeadAttention, RMSNorm, attention, create_block_causal_mask
+from torchtune.modules.attention_utils import packed_block_causal_mask
+
+_LENGTHS = [(7,), (3, 4), (2, 2, 2, 1, 5, 5), (1, 1, 9, 1)]
+
+
+def _qkv(length: int, n: int = 6, n_kv: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, length, heads, 8) for heads in (n, n_kv, n_kv)]
+    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """float64, mask ``[s, s]`` written out."""
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("n_kv", [1, 2, 6])
+@pytest.mark.parametrize("lengths", _LENGTHS)
+def test_documents_equal_the_masked_formula(lengths: tuple[int, ...], n_kv: int) -> None:
+    q, k, v = _qkv(sum(lengths), n_kv=n_kv)
+    mask = create_block_causal_mask([torch.tensor(lengths)])[0]
+    out = attention(q, k, v, documents=Documents.from_lengths(lengths))
+    expected = _formula(q, k, v, mask)
+    assert (out - expected).abs().max() < 1e-5
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(ours, theirs, strict=True))
+    masked = attention(q, k, v, mask=mask[None])
+    assert (masked - expected).abs().max() < 1e-5
+
+
+def test_documents_in_bfloat16_within_rounding() -> None:
+    q, k, v = _qkv(20, dtype=torch.bfloat16)
+    out = attention(q, k, v, documents=Documents.from_lengths((8, 12)))
+    expected = _formula(q, k, v, create_block_causal_mask([torch.tensor([8, 12])])[0])
+    assert out.dtype == torch.bfloat16
+    assert (out - expected).abs().max() < 0.03
+
+
+def test_no_gradient_crosses_a_boundary() -> None:
+    lengths = (5, 3, 3, 6)
+    documents = Documents.from_lengths(lengths)
+    q, k, v = _qkv(sum(lengths))
+    for index, part in enumerate(attention(q, k, v, documents=documents).split(lengths, dim=1)):
+        for gradient in torch.autograd.grad(part.square().sum(), (q, k, v), retain_graph=True):
+            for other, piece in enumerate(gradient.split(lengths, dim=1)):
+                assert bool(piece.any()) == (other == index)
+
+
+def test_documents_over_several_rows() -> None:
+    """They cover the flattened positions, so that one may even run over a row's end."""
+    q, k, v = (t.view(2, 6, *t.shape[2:]) for t in _qkv(12))
+    out = attention(q, k, v, documents=Documents.from_lengths((4, 5, 3)))
+    expected = _formula(
+        *(t.view(1, 12, *t.shape[2:]) for t in (q, k, v)), create_block_causal_mask([torch.tensor([4, 5, 3])])[0]
+    )
+    assert (out.view(1, 12, 6, 8) - expected).abs().max() < 1e-5
+
+
+def test_without_boundaries_rows_are_causal() -> None:
+    q, k, v = (t.view(2, 6, *t.shape[2:]) for t in _qkv(12))
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    assert (attention(q, k, v) - _formula(q, k, v, causal)).abs().max() < 1e-5
+    everything = torch.ones(6, 6, dtype=torch.bool)
+    assert (attention(q, k, v, is_causal=False) - _formula(q, k, v, everything)).abs().max() < 1e-5
+
+
+def test_dropout_drops_within_documents_only() -> None:
+    q, k, v = _qkv(400)
+    documents = Documents.from_lengths((200, 200))
+    torch.manual_seed(0)
+    out = attention(q, k, v, documents=documents, dropout_p=0.5)
+    exact = attention(q, k, v, documents=documents)
+    assert not torch.allclose(out, exact)
+    gradient = torch.autograd.grad(out[:, :200].square().sum(), k)[0]
+    assert gradient[:, :200].any()
+    assert not gradient[:, 200:].any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, k, v = _qkv(6)
+    with pytest.raises(ValueError, match="cover 5 positions, the batch has 6"):
+        attention(q, k, v, documents=Documents.from_lengths((2, 3)))
+    with pytest.raises(ValueError, match="either documents or a mask"):
+        attention(q, k, v, documents=Documents.from_lengths((6,)), mask=torch.ones(1, 6, 6, dtype=torch.bool))
+
+
+def test_document_operator_is_sound() -> None:
+    """Fake kernels, gradients and aliasing, as torch's own checks see them."""
+    from torchtune.modules._document_attention import _forward
+
+    q, k, v = (t.flatten(0, 1).detach().requires_grad_() for t in _qkv(9))
+    cu_seqlens = Documents.from_lengths((4, 5)).cu_seqlens
+    torch.library.opcheck(_forward, (q, k, v, cu_seqlens), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_block_masks() -> None:
+    lengths = [torch.tensor([2, 3]), torch.tensor([1, 4])]
+    mask = create_block_causal_mask(lengths)
+    assert mask.shape == (2, 5, 5)
+    assert mask[0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 1, 1, 1],
+    ]
+    assert torch.equal(packed_block_causal_mask(lengths), mask)
+
+
+def _layer(**options: object) -> MultiHeadAttention:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear
+    sizes = {"embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+    projections = {
+        "q_proj": linear(16, 16),
+        "k_proj": linear(16, 8),
+        "v_proj": linear(16, 8),
+        "output_proj": linear(16, 16),
+    }
+    return MultiHeadAttention(**{**sizes, **projections, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_kv_heads": 3}, "multiple of num_kv_heads"),
+        ({"attn_dropout": 1.5}, "attn_dropout"),
+        ({"q_norm": RMSNorm(4)}, "q_norm and k_norm"),
+    ],
+)
+def test_layer_refuses_numbers_that_do_not_fit(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _layer(**options)
+
+
+def test_dropout_of_the_layer_only_in_training() -> None:
+    layer = _layer(attn_dropout=0.5)
+    x = torch.randn(1, 6, 16)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_keys_and_values_from_elsewhere() -> None:
+    layer = _layer(is_causal=False)
+    x, y = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+    assert layer(x, y).shape == (2, 3, 16)
+    assert torch.equal(layer(x, x), layer(x))
