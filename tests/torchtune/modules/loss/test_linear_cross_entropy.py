@@ -1,0 +1,276 @@
+"""The chunked cross entropy equals its formula, and never holds what it need not."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.models.llama3 import llama3
+from torchtune.modules import TiedLinear
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
+from torchtune.modules.loss import cross_entropy_loss as implementation
+from torchtune.modules.peft import LoRA, get_adapter_params
+
+DIM, VOCAB, BATCH, SEQ = 16, 97, 3, 30
+
+
+class Head(nn.Module):
+    """What the loss needs of a model."""
+
+    def __init__(self, output: nn.Module | TiedLinear) -> None:
+        super().__init__()
+        self.output = output
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks as asked for, however small."""
+    monkeypatch.setattr(implementation, "_MIN_CHUNK_ROWS", 1)
+    monkeypatch.setattr(implementation, "_MIN_CHUNK_ROWS_TRAINED", 1)
+
+
+def inputs(dtype: torch.dtype = torch.float64, labelled: float = 0.6) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [b, s, d], weight [v, d], labels [b, s]."""
+    torch.manual_seed(0)
+    hidden = torch.randn(BATCH, SEQ, DIM, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, DIM, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, VOCAB, (BATCH, SEQ))
+    labels[torch.rand(BATCH, SEQ) >= labelled] = -100
+    return hidden, weight, labels
+
+
+def make_head(weight: Tensor) -> Head:
+    output = nn.Linear(DIM, VOCAB, bias=False, dtype=weight.dtype)
+    output.weight = nn.Parameter(weight.clone())
+    return Head(output)
+
+
+def formula(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Mean of log Σ exp(logits) − logit of the label, written out."""
+    rows = labels != -100
+    logits = hidden[rows] @ weight.t()
+    chosen = logits.gather(1, labels[rows, None])[:, 0]
+    return ((logits - chosen[:, None]).exp().sum(1).log()).mean()
+
+
+def run(loss: nn.Module, head: nn.Module, hidden: Tensor, labels: Tensor, factor: float = 1.7) -> list[Tensor]:
+    """Loss, and gradients of ``factor`` times it."""
+    loss.set_model_output(head)
+    value = loss(hidden, labels)
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    return [value, *torch.autograd.grad(value * factor, [hidden, *trained])]
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 1000])
+@pytest.mark.parametrize("masked", [True, False])
+def test_equals_the_formula_in_float64(chunks: int, masked: bool) -> None:
+    hidden, weight, labels = inputs()
+    exact_weight = weight.clone().requires_grad_()
+    exact = formula(hidden, exact_weight, labels)
+    expected = [exact, *torch.autograd.grad(exact * 1.7, [hidden, exact_weight])]
+    loss = LinearCrossEntropyLoss(num_output_chunks=chunks, mask_ignored_tokens=masked)
+    for ours, theirs in zip(run(loss, make_head(weight), hidden, labels), expected, strict=True):
+        assert ours.dtype == torch.float64
+        assert (ours - theirs).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_low_precision_stays_near_float64(dtype: torch.dtype, tolerance: float, chunks: int) -> None:
+    hidden, weight, labels = inputs(dtype)
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = weight.double().requires_grad_()
+    exact = formula(exact_hidden, exact_weight, labels)
+    expected = [exact, *torch.autograd.grad(exact * 1.7, [exact_hidden, exact_weight])]
+    result = run(LinearCrossEntropyLoss(chunks), make_head(weight), hidden, labels)
+    assert [tensor.dtype for tensor in result] == [torch.float32, dtype, dtype]
+    for ours, theirs in zip(result, expected, strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+def test_independent_of_the_number_of_chunks() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    results = [run(LinearCrossEntropyLoss(chunks), make_head(weight), hidden, labels) for chunks in (1, 2, 7, 54)]
+    for other in results[1:]:
+        for ours, one_chunk in zip(other, results[0], strict=True):
+            assert (ours - one_chunk).abs().max() <= 1e-6
+
+
+def test_frozen_projection_gets_no_gradient() -> None:
+    hidden, weight, labels = inputs()
+    exact = torch.autograd.grad(formula(hidden, weight, labels), hidden)[0]
+    head = make_head(weight).requires_grad_(False)
+    _, grad = run(LinearCrossEntropyLoss(), head, hidden, labels, factor=1.0)
+    torch.testing.assert_close(grad, exact, rtol=0, atol=1e-10)
+    assert head.output.weight.grad is None
+
+
+def test_tied_projection_adds_to_the_embeddings_gradient() -> None:
+    _, weight, labels = inputs()
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
+    embedding = nn.Embedding(VOCAB, DIM, dtype=torch.float64)
+    embedding.weight = nn.Parameter(weight.clone())
+    head = Head(TiedLinear(embedding))
+    loss = LinearCrossEntropyLoss(num_output_chunks=3)
+    loss.set_model_output(head)
+    loss(embedding(tokens).tanh(), labels).backward()
+    exact = weight.clone().requires_grad_()
+    formula(F.embedding(tokens, exact).tanh(), exact, labels).backward()
+    torch.testing.assert_close(embedding.weight.grad, exact.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "bias"])
+def test_other_projections_are_recomputed_with_the_same_result(kind: str) -> None:
+    hidden, weight, labels = inputs()
+    head = make_head(weight)
+    if kind == "adapter":
+        apply_conversions(head, [LoRA(3, 6, target_modules=["output"])])
+        nn.init.normal_(head.output.lora_b.weight)
+    else:
+        head.output.bias = nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    exact = F.cross_entropy(head.output(hidden).flatten(0, 1), labels.flatten())
+    expected = [exact, *torch.autograd.grad(exact * 1.7, [hidden, *trained])]
+    for ours, theirs in zip(run(LinearCrossEntropyLoss(4), head, hidden, labels), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["plain", "frozen", "tied", "adapter"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_no_label_at_all(kind: str, masked: bool) -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    head = make_head(weight)
+    embedding = nn.Embedding(VOCAB, DIM)
+    if kind == "tied":
+        head = Head(TiedLinear(embedding))
+        head.embedding = embedding
+    elif kind == "frozen":
+        head.requires_grad_(False)
+    elif kind == "adapter":
+        apply_conversions(head, [LoRA(3, 6, target_modules=["output"])])
+    loss = LinearCrossEntropyLoss(mask_ignored_tokens=masked)
+    loss.set_model_output(head)
+    value = loss(hidden, torch.full_like(labels, -100))
+    assert value == 0
+    assert value.dtype == torch.float32
+    value.backward()
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    for tensor in (hidden, *trained):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+
+
+def test_no_grad_makes_no_gradient_and_the_same_loss() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    loss = LinearCrossEntropyLoss(3)
+    head = make_head(weight)
+    value = run(loss, head, hidden, labels)[0]
+    with torch.no_grad():
+        without = loss(hidden, labels)
+    assert not without.requires_grad
+    torch.testing.assert_close(without, value.detach(), rtol=1e-6, atol=0)
+
+
+def test_only_labelled_rows_are_projected_in_chunks() -> None:
+    """Products of the projection have the labelled rows, at most a chunk of them at a time."""
+    hidden, weight, labels = inputs(torch.float32)
+    count = int((labels != -100).sum())
+    loss = LinearCrossEntropyLoss(num_output_chunks=4)
+    loss.set_model_output(make_head(weight))
+    with torch.profiler.profile(record_shapes=True) as profile:
+        loss(hidden, labels).backward()
+    rows = [
+        event.input_shapes[0][0]
+        for event in profile.events()
+        if event.name == "aten::mm" and event.input_shapes[:2] == [[event.input_shapes[0][0], DIM], [DIM, VOCAB]]
+    ]
+    assert sum(rows) == count
+    assert max(rows) == -(-count // 4)
+
+
+def test_chunks_are_not_smaller_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    loss = LinearCrossEntropyLoss(num_output_chunks=8)
+    weight = nn.Parameter(torch.empty(1000, 64))
+    assert loss._chunk_rows(8000, weight) == 1000
+    assert loss._chunk_rows(800, weight) == 512
+    assert loss._chunk_rows(800, weight.detach()) == 256
+    assert loss._chunk_rows(128, nn.Parameter(weight.bfloat16())) == 128
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    hidden, weight, labels = inputs()
+    loss = LinearCrossEntropyLoss()
+    loss.set_model_output(make_head(weight))
+    value = loss(hidden, labels)
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call the loss again"):
+        value.backward()
+
+
+def test_the_projection_is_no_part_of_the_loss() -> None:
+    loss = LinearCrossEntropyLoss()
+    assert isinstance(loss, SFTLoss)
+    with pytest.raises(AttributeError, match=r"call set_model_output\(model\)"):
+        loss(torch.zeros(1, 2, DIM), torch.zeros(1, 2, dtype=torch.long))
+    head = make_head(inputs()[1])
+    loss.set_model_output(head)
+    assert head.skip_output_layer is True
+    assert loss.linear_projection is head.output
+    assert not list(loss.parameters())
+    assert not loss.state_dict()
+    assert "output" not in loss.patch_tp_plan({"output": 1, "norm": 2})
+    assert loss.tp_requires_loss_parallel_ctx_manager is False
+    with pytest.raises(ValueError, match="num_output_chunks is 0"):
+        LinearCrossEntropyLoss(num_output_chunks=0)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_decoder_trains_as_with_all_logits(adapter: bool) -> None:
+    torch.manual_seed(0)
+    model = llama3(
+        vocab_size=VOCAB, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=DIM, max_seq_len=64, intermediate_dim=24
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if adapter:
+        apply_conversions(model, [LoRA(3, 6, apply_to_mlp=True)])
+    reference = copy.deepcopy(model)
+    tokens, (_, _, labels) = torch.randint(0, VOCAB, (BATCH, SEQ)), inputs()
+    exact = F.cross_entropy(reference(tokens).flatten(0, 1), labels.flatten())
+    exact.backward()
+    loss = LinearCrossEntropyLoss(4)
+    loss.set_model_output(model)
+    value = loss(model(tokens), labels)
+    value.backward()
+    torch.testing.assert_close(value, exact, rtol=1e-6, atol=1e-6)
+    trained = get_adapter_params(model) if adapter else dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if name in trained:
+            torch.testing.assert_close(trained[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_compiled_passes_give_the_same() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    plain = run(LinearCrossEntropyLoss(3), make_head(weight), hidden, labels)
+    loss = LinearCrossEntropyLoss(3)
+    assert loss.apply_compile_strategy(backend="aot_eager") is loss
+    for ours, theirs in zip(run(loss, make_head(weight), hidden, labels), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(hidden, labels), plain[0].detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_older_name() -> None:
+    hidden, weight, labels = inputs()
+    with pytest.warns(FutureWarning, match="Use torchtune.modules.loss.LinearCrossEntropyLoss"):
+        loss = CEWithChunkedOutputLoss(num_output_chunks=4)
+    head = make_head(weight)
+    exact = formula(hidden, weight, labels)
+    torch.testing.assert_close(run(loss, head, hidden, labels)[0], exact)
+    chunks = (hidden @ weight.t()).chunk(4, dim=1)
+    torch.testing.assert_close(loss(chunks, labels), exact)
+    assert isinstance(loss, LinearCrossEntropyLoss)
