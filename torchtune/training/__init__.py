@@ -63,6 +63,7 @@ __getattr__, __dir__, __all__ = attach(
         "is_distributed": "_distributed",
         "log_memory_stats": "memory",
         "profiler_from_config": "_profiler",
+        "plan_run": "_plan",
         "prepare_optimizer": "_prepare_optimizer",
         "register_optim_in_bwd_hooks": "_optimizer_in_backward",
         "reset_memory_stats": "memory",

@@ -1,0 +1,186 @@
+"""What a run will need, said before anything is loaded.
+
+The estimate, in bytes, for a run on one device (numel: elements; T = batch_size * max_seq_len tokens, at most):
+
+- weights: numel of every parameter times its size.
+- gradients: numel of every trained parameter times its size; of the largest one alone if the optimizer steps in the
+  backward pass.
+- optimizer: numel of every trained parameter times the bytes of state that one step of this very optimizer, prepared
+  as the run prepares it, leaves for an element of a small matrix.
+- activations of a layer, by token: what its products, its norms, attention and the gated MLP keep for the backward
+  pass, ``5 d + 3 q + 4 kv + 4 i`` elements (d: width, q and kv: widths of queries and keys, i: width of the MLP).
+  Times the layers without activation checkpointing; with it, ``d`` by layer and one layer whole.
+- loss: a chunk of float32 logits and their gradient.
+
+Attention scores, the allocator's slack and the framework itself (some hundred MiB) come on top.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtune.training._prepare_optimizer import prepare_optimizer
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
+
+_PROBE_SHAPE = (128, 128)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that a run needs, by component."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the components."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.loss
+
+
+def optimizer_bytes_per_element(cfg: Any, dtype: torch.dtype, precision: str) -> float:
+    """Bytes of state that the optimizer of ``cfg`` keeps for each trained element, found by one step on a matrix.
+
+    Args:
+        cfg: component node of the optimizer.
+        dtype: type of the weights.
+        precision: see ``prepare_optimizer``.
+    """
+    from torchtune import config
+
+    probe = torch.nn.Linear(*_PROBE_SHAPE, bias=False, device="cpu", dtype=dtype)
+    optimizer = prepare_optimizer(config.instantiate(cfg, list(probe.parameters())), probe, precision, seed=0)
+    probe.weight.grad = torch.ones_like(probe.weight)
+    with torch.compiler.set_stance("force_eager"):  # optimizers that compile themselves need not do so here
+        optimizer.step()
+    states = optimizer.state_dict()["state"].values()
+    kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(_num_bytes(value) for value in kept if value.dim() > 0) / probe.weight.numel()
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):  # quantised: count what is really kept
+        return sum(_num_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()
+
+
+def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, int]:
+    """(elements of one layer, width, layers) from the shapes of the first layer."""
+    decoder = getattr(model, "decoder", model)
+    layers = list(getattr(decoder, "layers", []))
+    if not layers:
+        return 0, 0, 0
+    attention = layers[0].attn
+    q, width = attention.q_proj.weight.shape
+    kv = attention.k_proj.weight.shape[0]
+    inner = max((p.shape[0] for p in layers[0].mlp.parameters() if p.dim() == 2), default=0)
+    return 5 * width + 3 * q + 4 * kv + 4 * inner, width, len(layers)
+
+
+def estimate_memory(
+    model: torch.nn.Module,
+    *,
+    num_tokens: int,
+    state_bytes: float,
+    checkpointing: bool,
+    in_backward: bool,
+    num_output_chunks: int,
+) -> MemoryEstimate:
+    """Estimate the memory of training ``model``, which may lie on the meta device; the formulas are at the top.
+
+    Args:
+        model: converted, with what is trained requiring gradients.
+        num_tokens: tokens of one micro-batch.
+        state_bytes: optimizer state by trained element.
+        checkpointing: whether activations of layers are recomputed.
+        in_backward: whether the optimizer steps in the backward pass.
+        num_output_chunks: chunks of the loss.
+    """
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = [_num_bytes(parameter) for parameter in trained]
+    size = parameters[0].element_size()
+    by_layer, width, layers = _activation_elements_per_token(model)
+    by_token = by_layer + width * layers if checkpointing else by_layer * layers
+    decoder = getattr(model, "decoder", model)
+    vocabulary = decoder.tok_embeddings.weight.shape[0] if hasattr(decoder, "tok_embeddings") else 0
+    return MemoryEstimate(
+        weights=sum(map(_num_bytes, parameters)),
+        gradients=max(gradients, default=0) if in_backward else sum(gradients),
+        optimizer=round(state_bytes * sum(parameter.numel() for parameter in trained)),
+        activations=num_tokens * by_token * size,
+        loss=-(-num_tokens // num_output_chunks) * vocabulary * 4 * 2,
+    )
+
+
+def _max_seq_len(settings: Any, model: torch.nn.Module) -> int:
+    stated = settings.tokenizer.get("max_seq_len")
+    return stated or getattr(model, "max_seq_len", None) or getattr(model.description, "max_seq_len", 2048)
+
+
+def _show(number_of_bytes: float) -> str:
+    return f"{number_of_bytes / 2**30:8.2f} GiB"
+
+
+def plan_run(settings: Any) -> str:
+    """Describe a run: parameters, types, mesh and memory by component. Nothing is loaded and no file is opened.
+
+    Args:
+        settings: of a recipe. Read where present: ``model``, ``model_converters``, ``tokenizer.max_seq_len``,
+            ``dtype``, ``device``, ``batch_size``, ``optimizer``, ``optimizer_precision``, ``optimizer_in_bwd``,
+            ``enable_activation_checkpointing`` and ``loss.num_output_chunks``.
+
+    Returns:
+        Text of about ten lines.
+    """
+    from torchtune import config
+    from torchtune.modules.conversion import apply_conversions
+
+    dtype = PRECISION_STR_TO_DTYPE[getattr(settings, "dtype", None) or "fp32"]
+    with set_default_dtype(dtype), torch.device("meta"):
+        model = config.instantiate(settings.model)
+        converters = getattr(settings, "model_converters", None) or []
+        reports = apply_conversions(model, [config.instantiate(node) for node in converters])
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    lines = [
+        f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
+        f"parameters  {total:,}, of which {trained:,} are trained ({trained / max(total, 1):.2%})",
+        *(f"converted   {report}" for report in reports),
+        f"mesh        1 process, device {getattr(settings, 'device', None) or 'chosen at start'}",
+    ]
+    if getattr(settings, "optimizer", None) is None:
+        return "\n".join([*lines, f"memory      {_show(sum(map(_num_bytes, model.parameters())))} of weights"])
+
+    precision = getattr(settings, "optimizer_precision", "param_dtype")
+    state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision)
+    batch_size, length = settings.batch_size, _max_seq_len(settings, model)
+    checkpointing = getattr(settings, "enable_activation_checkpointing", False)
+    loss = getattr(settings, "loss", None)
+    estimate = estimate_memory(
+        model,
+        num_tokens=batch_size * length,
+        state_bytes=state_bytes,
+        checkpointing=checkpointing,
+        in_backward=getattr(settings, "optimizer_in_bwd", False),
+        num_output_chunks=(loss.get("num_output_chunks") if loss is not None else None) or 8,
+    )
+    optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
+    recomputed = "recomputed in the backward pass" if checkpointing else "all kept"
+    return "\n".join(
+        [
+            *lines,
+            f"micro-batch at most {batch_size} x {length} = {batch_size * length:,} tokens",
+            "memory, estimated:",
+            f"  weights     {_show(estimate.weights)}",
+            f"  gradients   {_show(estimate.gradients)}",
+            f"  optimizer   {_show(estimate.optimizer)}  {optimizer_name}, {precision}, {state_bytes:.1f} bytes each",
+            f"  activations {_show(estimate.activations)}  {recomputed}",
+            f"  loss        {_show(estimate.loss)}  logits of a chunk",
+            f"  total       {_show(estimate.total)}  and some hundred MiB for the framework",
+        ]
+    )
