@@ -132,7 +132,6 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
         return
     subject = target if inspect.isclass(target) else getattr(target, "__self__", None)
     scope = _Scope(function, owner, subject, tree)
-    found.named |= dict.fromkeys(uses.names - set(found.named), Argument())
     for call in uses.calls:
         try:
             callee, skipped = scope.callee(call)
@@ -148,6 +147,7 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
         alone = len(uses.calls) == 1 and not uses.names
         for name, argument in inner.named.items():
             found.named.setdefault(name, Argument(argument.annotation, argument.required and alone))
+    found.named |= dict.fromkeys(uses.names - set(found.named), Argument())
 
 
 class _Uses:
@@ -158,10 +158,27 @@ class _Uses:
         self.names: set[str] = set()
         self.unknown = False
         parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id == name:
-                parent = parents[node]
-                self._use(parent, parents.get(parent))
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        changed: set[str] = set()
+        for node in (node for node in names if node.id == name):
+            made = self._made(node, parents)
+            changed |= made - {name}
+            if not made:
+                self._use(parents[node], parents.get(parents[node]))
+        unknown, fed = self.unknown, len(self.calls)
+        for node in (node for node in names if node.id in changed):
+            self._use(parents[node], parents.get(parents[node]))
+        # Whatever else is done to "prepared" in "prepared = prepare(kwargs)", it must feed a call in the end.
+        self.unknown = unknown or (bool(changed) and len(self.calls) == fed)
+
+    @staticmethod
+    def _made(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> set[str]:
+        """The variables that are assigned what a call makes of the whole of ``node``, if it is so used."""
+        call = parents[node]
+        assignment = parents.get(call)
+        if not (isinstance(call, ast.Call) and node in call.args and isinstance(assignment, ast.Assign)):
+            return set()
+        return {each.id for target in assignment.targets for each in ast.walk(target) if isinstance(each, ast.Name)}
 
     def _use(self, parent: ast.AST, above: ast.AST | None) -> None:
         match parent, above:

@@ -110,7 +110,8 @@ def test_random_edits_of_the_shipped_configs_are_refused(tmp_path: Path) -> None
 
 OVERRIDES = (
     "a.b=c", "dataset.0=3", "model=x.y", "~dataset.0", "optimizer.betas.1=${x}", "=", "~", "a=", "..=1",
-    "dataset.9.x=1", "prompt.user=[", "model._component_=", "output_dir=${output_dir}", "--x", "dataset_val.0.x=1", "x={a: b}",
+    "dataset.9.x=1", "prompt.user=[",
+    "model._component_=", "output_dir=${output_dir}", "--x", "dataset_val.0.x=1", "x={a: b}",
 )  # fmt: skip
 
 

@@ -57,6 +57,11 @@ def to_a_partial(**kwargs: Any) -> Any:
     return functools.partial(leaf, 1, **kwargs)
 
 
+def prepared_first(**kwargs: Any) -> None:
+    first, prepared = divmod(1, kwargs)
+    leaf(first, **prepared)
+
+
 def needs_what_is_not_there(**kwargs: Any) -> Any:
     from no_such_package import init
 
@@ -110,6 +115,7 @@ class BelowAProtocol(Face):
         (named_already, {"c"}, set()),
         (takes_out, {"x", "y", "z", "d"}, set()),
         (swallows, {"a"}, set()),
+        (prepared_first, {"b", "c"}, set()),
         (to_a_partial, {"b", "c"}, set()),
         (functools.partial(leaf, 1, c=2.0), {"b", "c"}, set()),
         (functools.partial(leaf, b=""), {"a", "b", "c"}, {"a"}),
