@@ -14,7 +14,7 @@ SPEC = ModelSpec(
     from_hf_config=LLAMA.read,
     to_hf_config=LLAMA.write,
     weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
-    model_types=("LLAMA3",),
+    model_types=("LLAMA3", "LLAMA2", "LLAMA3_2"),  # also reads any Llama by its config.json,
     capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 

@@ -7,7 +7,7 @@ from torchtune.models._description import Llama3RopeScaling
 from torchtune.models.llama3._model_builders import SIZES as LLAMA3
 from torchtune.models.llama3._model_builders import SPEC as LLAMA3_SPEC
 
-SPEC = replace(LLAMA3_SPEC, name="llama3_1")
+SPEC = replace(LLAMA3_SPEC, name="llama3_1", model_types=("LLAMA3",))
 
 _8B = replace(LLAMA3["llama3_8b"], max_seq_len=131_072, rope_scaling=Llama3RopeScaling())
 

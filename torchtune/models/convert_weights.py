@@ -1,0 +1,160 @@
+"""Whole state dicts renamed at once, for code written against these functions.
+
+Everything here is a thin face of the weight maps (:class:`torchtune.models.WeightMap`), which convert tensor by tensor
+and know the model from its description; new code uses those.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from torchtune.models._description import Description
+from torchtune.models._weight_map import WeightMap, WeightMapError
+from torchtune.models._weight_names import HF_INTERLEAVED, META
+
+_ADAPTER_SUFFIXES = (".lora_a.weight", ".lora_b.weight", ".magnitude")
+_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def get_mapped_key(key: str, mapping_dict: dict[str, str]) -> str:
+    """Translate a name by a table in which ``{}`` stands for the layer number.
+
+    Raises:
+        WeightMapError: the table lacks the name.
+    """
+    number = re.search(r"\.(\d+)\.", key)
+    template = key if number is None else key[: number.start(1)] + "{}" + key[number.end(1) :]
+    if template not in mapping_dict:
+        raise WeightMapError(f"The table of names has no entry '{template}' for the tensor '{key}'.")
+    return mapping_dict[template] if number is None else mapping_dict[template].format(number[1])
+
+
+def describe_state_dict(
+    names: Iterable[str],
+    num_heads: int = 32,
+    num_kv_heads: int = 32,
+    dim: int = 4096,
+    head_dim: int | None = None,
+    tie_word_embeddings: bool = False,
+) -> Description:
+    """As much of a description as renaming needs: layers counted from the names, every bias and norm allowed."""
+    layers = [int(found[1]) for found in map(_LAYER_NUMBER.search, names) if found]
+    return Description(
+        vocab_size=1,
+        num_layers=max(layers, default=0) + 1,
+        embed_dim=dim,
+        intermediate_dim=1,
+        max_seq_len=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim or 0,
+        q_bias=True,
+        k_bias=True,
+        v_bias=True,
+        attn_output_bias=True,
+        mlp_bias=True,
+        qk_norm="before_rope",
+        tie_word_embeddings=tie_word_embeddings,
+    )
+
+
+def hf_to_tune(
+    state_dict: dict[str, Tensor],
+    num_heads: int = 32,
+    num_kv_heads: int = 32,
+    dim: int = 4096,
+    head_dim: int | None = None,
+) -> dict[str, Tensor]:
+    """Llama-shaped weights under Hugging Face names to ours, queries and keys reordered."""
+    description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim)
+    return dict(HF_INTERLEAVED.to_tune(state_dict.items(), description, partial=True))
+
+
+def tune_to_hf(
+    state_dict: dict[str, Tensor],
+    num_heads: int = 32,
+    num_kv_heads: int = 32,
+    dim: int = 4096,
+    head_dim: int | None = None,
+) -> dict[str, Tensor]:
+    """The inverse of :func:`hf_to_tune`."""
+    description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim)
+    return dict(HF_INTERLEAVED.to_external(state_dict.items(), description, partial=True))
+
+
+def meta_to_tune(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights, and adapters, under the names of Meta's files to ours."""
+    description = describe_state_dict(state_dict)
+    ours = {group.external[0]: group.tune[0] for group in META.groups(description)}
+    weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_ADAPTER_SUFFIXES)}
+    converted = dict(META.to_tune(weights.items(), description, partial=True))
+    return converted | _rename_adapters(state_dict, ours)
+
+
+def tune_to_meta(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`meta_to_tune`."""
+    description = describe_state_dict(state_dict)
+    theirs = {group.tune[0]: group.external[0] for group in META.groups(description)}
+    weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_ADAPTER_SUFFIXES)}
+    converted = dict(META.to_external(weights.items(), description, partial=True))
+    return converted | _rename_adapters(state_dict, theirs)
+
+
+def tune_to_peft_adapter_config(
+    adapter_config: dict[str, Any], base_model_name_or_path: str | None = None
+) -> dict[str, Any]:
+    """Complete an adapter's settings (``r``, ``lora_alpha``, ``target_modules`` by our names) for PEFT.
+
+    Raises:
+        ValueError: a setting is missing, or a module has no name in PEFT.
+    """
+    missing = [key for key in ("target_modules", "r", "lora_alpha") if key not in adapter_config]
+    if missing:
+        raise ValueError(f"The adapter config lacks '{missing[0]}': PEFT needs it.")
+    description = describe_state_dict(())
+    paths = {group.tune[0].removesuffix(".weight"): group.external[0] for group in HF_INTERLEAVED.groups(description)}
+    theirs = {path.rpartition(".")[2]: name.split(".")[-2] for path, name in paths.items()}
+    unknown = [module for module in adapter_config["target_modules"] if module not in theirs]
+    if unknown:
+        raise ValueError(f"The adapter's module '{unknown[0]}' has no name in PEFT; known are: {', '.join(theirs)}.")
+    modules = [theirs[module] for module in adapter_config["target_modules"]]
+    config = {**adapter_config, "target_modules": modules, "peft_type": "LORA"}
+    return config | ({"base_model_name_or_path": base_model_name_or_path} if base_model_name_or_path else {})
+
+
+def tune_to_peft_adapter_weights(
+    state_dict: dict[str, Tensor],
+    num_heads: int = 32,
+    num_kv_heads: int = 32,
+    dim: int = 4096,
+    head_dim: int | None = None,
+) -> dict[str, Tensor]:
+    """Adapters of a Llama-shaped model under PEFT's names.
+
+    Models whose queries and keys are not reordered (Qwen) go through ``spec.weight_map("hf").peft()``.
+    """
+    description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim)
+    return dict(HF_INTERLEAVED.peft().to_external(state_dict.items(), description, partial=True))
+
+
+def convert_by(
+    weight_map: WeightMap, state_dict: dict[str, Tensor], description: Description, *, to_tune: bool
+) -> dict[str, Tensor]:
+    """A whole state dict through a map, either way; what is not there is not asked for."""
+    convert = weight_map.to_tune if to_tune else weight_map.to_external
+    return dict(convert(state_dict.items(), description, partial=True))
+
+
+def _rename_adapters(state_dict: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    renamed = {}
+    for name, tensor in state_dict.items():
+        suffix = next((suffix for suffix in _ADAPTER_SUFFIXES if name.endswith(suffix)), None)
+        if suffix is None:
+            continue
+        weight = name.removesuffix(suffix) + ".weight"
+        if weight not in names:
+            raise WeightMapError(f"The adapter tensor '{name}' belongs to no module of the model.")
+        renamed[names[weight].removesuffix(".weight") + suffix] = tensor
+    return renamed
