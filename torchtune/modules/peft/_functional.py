@@ -8,6 +8,25 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
+def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
+    """Draw which elements dropout keeps.
+
+    Args:
+        like: gives shape and device.
+        dropout: probability of dropping one, between 0 and 1; on CPU rounded to a multiple of 2⁻¹⁶, because four
+            16-bit numbers out of one draw are several times as fast as a draw for every element.
+
+    Returns:
+        bool mask (True: kept) and the exact probability of keeping one.
+    """
+    if like.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.empty(like.shape, dtype=torch.bool, device=like.device).bernoulli_(1.0 - dropout), 1.0 - dropout
+    dropped = min(max(round(dropout * 2**16), 1), 2**16 - 1)
+    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    mask = draws.view(torch.int16)[: like.numel()] >= dropped - 2**15
+    return mask.view(like.shape), 1.0 - dropped / 2**16
+
+
 class LoRAProjection(torch.autograd.Function):
     """y = x Wᵀ + bias + scale · (x ∘ mask) Aᵀ Bᵀ (Hu et al., "LoRA", 2021, equation 3).
 
@@ -28,7 +47,7 @@ class LoRAProjection(torch.autograd.Function):
     ) -> Tensor:
         """Shapes: x and mask [..., in], weight [out, in], lora_a [r, in], lora_b [out, r] -> [..., out]."""
         rows = x.reshape(-1, x.shape[-1])
-        kept = rows if mask is None else rows * mask.view_as(rows)
+        kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = kept @ lora_a.t()
         y = F.linear(rows, weight, bias)
         y.addmm_(low, lora_b.t(), alpha=scale)
@@ -51,7 +70,7 @@ class LoRAProjection(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = grad_a = grad_b = None
         grad_low = (grad @ lora_b).mul_(ctx.scale) if needs_x or needs_a else None
         if needs_a:
-            grad_a = grad_low.t() @ (rows if mask is None else rows * mask)
+            grad_a = grad_low.t() @ (rows if mask is None else torch.where(mask, rows, 0.0))
         if needs_b:
             grad_b = (low.t() @ grad).mul_(ctx.scale).t()
         if needs_x:
@@ -96,6 +115,6 @@ def lora_projection(
     if dropout >= 1.0:
         scale = 0.0
     elif dropout > 0.0:
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - dropout)
-        scale = scale / (1.0 - dropout)
+        mask, keep = draw_mask(x, dropout)
+        scale = scale / keep
     return LoRAProjection.apply(x, weight, bias, lora_a, lora_b, mask, scale)

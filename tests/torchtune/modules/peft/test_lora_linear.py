@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft import DoRALinear, LoRALinear
-from torchtune.modules.peft._functional import LoRAProjection
+from torchtune.modules.peft._functional import LoRAProjection, draw_mask
 
 IN, OUT, RANK, ALPHA = 12, 20, 4, 10.0
 
@@ -138,11 +138,26 @@ def test_dropout_is_on_the_adapter_alone_and_right_on_average() -> None:
     torch.manual_seed(2)
     y = module(x)
     torch.manual_seed(2)
-    mask = torch.empty(x.shape, dtype=torch.bool).bernoulli_(0.75)
+    mask, keep = draw_mask(x, 0.25)
+    assert keep == 0.75
     expected = base + formula(module, x * mask / 0.75) - F.linear(x * mask / 0.75, module.weight)
     torch.testing.assert_close(y, expected)
     module.dropout.p = 1.0
     torch.testing.assert_close(module(x), base)
+
+
+@pytest.mark.parametrize("dropout", [1e-9, 0.05, 0.5, 0.999999])
+def test_mask_keeps_as_often_as_it_says(dropout: float) -> None:
+    torch.manual_seed(0)
+    mask, keep = draw_mask(torch.empty(401, 499), dropout)
+    assert mask.shape == (401, 499)
+    assert abs(keep - (1 - dropout)) <= 2**-16
+    spread = math.sqrt(keep * (1 - keep) / mask.numel())
+    assert abs(mask.double().mean() - keep) <= 4 * spread
+    columns = mask.double().flatten()[: 4 * (mask.numel() // 4)].view(-1, 4)  # four out of each draw
+    assert ((columns.mean(0) - keep).abs() <= 8 * spread).all()
+    if dropout == 0.5:
+        assert (torch.corrcoef(columns.t()) - torch.eye(4)).abs().max() <= 0.03
 
 
 # Dynamo instantiates an autograd function while it traces one, which autograd itself warns about.
