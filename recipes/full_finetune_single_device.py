@@ -150,10 +150,10 @@ class FullFinetuneRecipeSingleDevice:
     def setup(self, cfg: Settings) -> None:
         """Build everything that training needs; nothing is trained or written yet."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
-        self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, shuffle=cfg.shuffle)
+        self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
         self.loader_val = None
         if cfg.dataset_val is not None:
-            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size, shuffle=False)
+            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
         self.total_steps = cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
@@ -196,16 +196,16 @@ class FullFinetuneRecipeSingleDevice:
         return model
 
     # twin
-    def setup_loader(self, dataset: Any, batch_size: int, *, shuffle: bool) -> BatchLoader:
+    def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """Batches of a dataset, in an order that depends on the seed and the epoch alone."""
         return BatchLoader(
             datasets.instantiate_dataset(dataset, self.tokenizer),
             batch_size=batch_size,
             collate_fn=datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer),
-            shuffle=shuffle,
+            shuffle=self.cfg.shuffle and training_data,
             seed=self.seed,
-            accumulation_steps=self.cfg.gradient_accumulation_steps if shuffle else 1,
-            max_steps_per_epoch=self.cfg.max_steps_per_epoch if shuffle else None,
+            accumulation_steps=self.cfg.gradient_accumulation_steps if training_data else 1,
+            max_steps_per_epoch=self.cfg.max_steps_per_epoch if training_data else None,
         )
 
     # twin
@@ -330,8 +330,10 @@ def recipe_main(cfg: Settings) -> None:
     config.log_config("full_finetune_single_device", cfg)
     recipe = FullFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
-    recipe.train()
-    recipe.cleanup()
+    try:
+        recipe.train()
+    finally:
+        recipe.cleanup()
 
 
 if __name__ == "__main__":

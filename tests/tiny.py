@@ -56,7 +56,7 @@ def write_checkpoint(folder: Path, *, tied: bool = True, dtype: torch.dtype = to
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=256,
+            max_position_embeddings=4096,
             tie_word_embeddings=tied,
             initializer_range=0.2,
         )

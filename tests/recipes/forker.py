@@ -1,0 +1,52 @@
+"""Run recipes in forked children of a process that has imported everything, so that each starts at once.
+
+Reads one job a line from standard input, ``{"recipe": path, "argv": [...], "output": file}``; prints the child's pid,
+then, when it ends, its wait status. The parent runs no tensor operation, so that a fork is safe.
+"""
+
+import json
+import os
+import runpy
+import sys
+import traceback
+
+import datasets  # noqa: F401  (imported here so that children need not)
+
+import torchtune.models.llama3
+import torchtune.modules.peft
+import torchtune.training.checkpointing  # noqa: F401
+
+
+def child(recipe: str, argv: list[str], output: str) -> None:
+    """Become ``python recipe argv`` with standard output and error in ``output``; never returns."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = [recipe, *argv]
+    status = 1
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:  # noqa: BLE001  (whatever it is, the child must end here and say so)
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main() -> None:
+    """Serve jobs until standard input closes."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            child(**job)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Run a recipe inside the test process, whole or changed, and look at what it did."""
+
+import importlib.util
+import itertools
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import yaml
+
+from tests.tiny import write_checkpoint, write_conversations
+from torchtune.config import load_and_check
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+# Every training recipe: the contract suite runs on all of them.
+TRAINING = ("full_finetune_single_device", "lora_finetune_single_device")
+_count = itertools.count()
+
+
+def load_recipe(name: str, folder: Path, changes: dict[str, str] | None = None) -> ModuleType:
+    """Import a recipe from its file; ``changes`` (old text -> new text) make a wrong copy of it first."""
+    path = RECIPES / f"{name}.py"
+    if changes:
+        text = path.read_text()
+        for old, new in changes.items():
+            assert text.count(old) == 1, f"'{old}' stands {text.count(old)} times in {path.name}"
+            text = text.replace(old, new)
+        path = folder / f"{name}_changed.py"
+        path.write_text(text)
+    module_name = f"{name}_{next(_count)}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> Path:
+    """Write the YAML of a short run of ``name`` on the tiny checkpoint and data in ``folder``."""
+    checkpoint, data = folder / "checkpoint", folder / "data.jsonl"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint)
+        write_conversations(data)
+    cfg = {
+        "recipe": name,
+        "output_dir": str(output_dir),
+        "model": {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": str(checkpoint)},
+        "tokenizer": {
+            "_component_": "torchtune.modules.transforms.tokenizers.hf_tokenizer",
+            "path": str(checkpoint),
+            "max_seq_len": 128,
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(checkpoint),
+            "output_dir": "${output_dir}",
+        },
+        "dataset": {
+            "_component_": "torchtune.datasets.chat_dataset",
+            "source": "json",
+            "data_files": str(data),
+            "conversation_column": "messages",
+            "conversation_style": "openai",
+        },
+        "seed": 7,
+        "batch_size": 2,
+        "epochs": 1,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01},
+        "lr_scheduler": {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 2,
+        },
+        "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": "${output_dir}/logs",
+            "output_fmt": "jsonl",
+            "filename": "log.jsonl",
+        },
+        "device": "cpu",
+        "dtype": "fp32",
+        "log_level": "ERROR",
+    }
+    if name.startswith("lora"):
+        cfg["model_converters"] = [
+            {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "apply_to_mlp": True}
+        ]
+    for key, value in settings.items():
+        section, _, leaf = key.partition("__")
+        if leaf:
+            cfg[section][leaf] = value
+        else:
+            cfg[section] = value
+    path = folder / f"{name}_{next(_count)}.yaml"
+    path.write_text(yaml.safe_dump(cfg, sort_keys=False))
+    return path
+
+
+def read_log(output_dir: Path) -> list[dict[str, float]]:
+    """Records of the metric log, in the order in which they were written."""
+    return [json.loads(line) for line in (output_dir / "logs" / "log.jsonl").read_text().splitlines()]
+
+
+@dataclass
+class Run:
+    """A finished run: its recipe object, its log and where it wrote."""
+
+    recipe: Any
+    output_dir: Path
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Step -> loss, the last one logged for a step."""
+        return {record["step"]: record["loss"] for record in read_log(self.output_dir) if "loss" in record}
+
+    @property
+    def lrs(self) -> dict[int, float]:
+        """Step -> learning rate."""
+        return {record["step"]: record["lr"] for record in read_log(self.output_dir) if "lr" in record}
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The trained parameters."""
+        names = (
+            (name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), parameter)
+            for name, parameter in self.recipe.model.named_parameters()
+        )
+        return {name: parameter.detach().clone() for name, parameter in names if parameter.requires_grad}
+
+
+def class_of(module: ModuleType) -> type:
+    """The recipe class of a recipe module."""
+    (cls,) = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__ and value.__name__ != "Settings"
+    ]
+    return cls
+
+
+def start(
+    name: str, folder: Path, *, changes: dict[str, str] | None = None, train: bool = True, **settings: Any
+) -> Run:
+    """Set up a run in a new output folder (or ``settings['output_dir']``) and, with ``train``, finish it."""
+    output_dir = Path(settings.pop("output_dir", folder / f"output_{next(_count)}"))
+    module = load_recipe(name, folder, changes)
+    cfg = load_and_check(write_config(name, folder, output_dir, **settings), [], module.recipe_main)
+    recipe = class_of(module)(cfg)
+    recipe.setup(cfg)
+    if train:
+        recipe.train()
+    recipe.cleanup()
+    return Run(recipe, output_dir)

@@ -1,0 +1,141 @@
+"""The contract suite: what every training recipe promises, on every training recipe."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.recipes import checks
+from tests.recipes.runs import TRAINING, read_log, start
+from torchtune.utils import UserError
+
+
+@pytest.fixture(scope="module", params=TRAINING)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_accumulation_changes_nothing(name: str, tmp_path: Path) -> None:
+    checks.accumulation_changes_nothing(name, tmp_path)
+
+
+def test_packing_changes_nothing(name: str, tmp_path: Path) -> None:
+    checks.packing_changes_nothing(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"loss__num_output_chunks": 1}, id="one-chunk"),
+        pytest.param({"loss__num_output_chunks": 64}, id="many-chunks"),
+        pytest.param({"enable_activation_checkpointing": True}, id="activation-checkpointing"),
+        pytest.param({"optimizer_in_bwd": True}, id="optimizer-in-backward"),
+        pytest.param({"compile": True}, id="compile", marks=pytest.mark.slow),
+        pytest.param({"log_every_n_steps": 1, "log_peak_memory_stats": False}, id="logging"),
+    ],
+)
+def test_setting_changes_nothing(name: str, tmp_path: Path, settings: dict) -> None:
+    checks.setting_changes_nothing(name, tmp_path, settings)
+
+
+def test_documents_restart_positions(name: str, tmp_path: Path) -> None:
+    checks.documents_restart_positions(name, tmp_path)
+
+
+def test_end_of_turn_is_trained(name: str, tmp_path: Path) -> None:
+    checks.end_of_turn_is_trained(name, tmp_path)
+
+
+def test_loss_equals_transformers(name: str, tmp_path: Path) -> None:
+    checks.loss_equals_transformers(name, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_resume_equals_uninterrupted(name: str, tmp_path: Path, dtype: str) -> None:
+    checks.resume_equals_uninterrupted(name, tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("precision", ["fp32_master", "param_dtype"])
+def test_resume_in_every_precision(name: str, tmp_path: Path, precision: str) -> None:
+    checks.resume_equals_uninterrupted(name, tmp_path, dtype="bf16", optimizer_precision=precision)
+
+
+def test_resume_with_optimizer_in_backward(name: str, tmp_path: Path) -> None:
+    checks.resume_equals_uninterrupted(
+        name, tmp_path, optimizer_in_bwd=True, gradient_accumulation_steps=1, batch_size=4
+    )
+
+
+def test_export_equals_trained(name: str, tmp_path: Path) -> None:
+    checks.export_equals_trained(name, tmp_path)
+
+
+def test_schedule_runs_over_all_epochs(name: str, tmp_path: Path) -> None:
+    lrs = start(name, tmp_path, epochs=2, batch_size=4).lrs
+    assert list(lrs) == list(range(1, 13))
+    assert lrs[2] == pytest.approx(0.005)
+    assert max(lrs.values()) == lrs[3] == pytest.approx(0.01)
+    assert lrs[12] < 0.001
+
+
+def test_one_epoch_saves_its_steps(name: str, tmp_path: Path) -> None:
+    run = start(name, tmp_path, save_every_n_steps=5)
+    saved = sorted(path.name for path in run.output_dir.glob("step_*"))
+    assert saved == ["step_10", "step_12", "step_5"]
+    assert all((run.output_dir / step / ".complete").exists() for step in saved)
+
+
+def test_keeps_the_last_checkpoints(name: str, tmp_path: Path) -> None:
+    run = start(name, tmp_path, epochs=4, batch_size=8, checkpointer__keep_last_n_checkpoints=2)
+    assert sorted(path.name for path in run.output_dir.glob("epoch_*")) == ["epoch_2", "epoch_3"]
+
+
+def test_saved_config_runs_again_unchanged(name: str, tmp_path: Path) -> None:
+    from tests.recipes.runs import class_of, load_recipe
+    from torchtune.config import load_and_check
+
+    run = start(name, tmp_path, batch_size=4, seed=None)
+    (saved,) = run.output_dir.glob("epoch_*/torchtune_config.yaml")
+    copy = tmp_path / "again.yaml"
+    shutil.copy(saved, copy)
+    module = load_recipe(name, tmp_path)
+    again = tmp_path / "again"
+    overrides = [f"output_dir={again}", f"checkpointer.output_dir={again}", f"metric_logger.log_dir={again}/logs"]
+    cfg = load_and_check(copy, overrides, module.recipe_main)
+    recipe = class_of(module)(cfg)
+    recipe.setup(cfg)
+    recipe.train()
+    recipe.cleanup()
+    assert [r["loss"] for r in read_log(again) if "loss" in r] == list(run.losses.values())
+
+
+def test_validation_is_the_mean_over_labels(name: str, tmp_path: Path) -> None:
+    settings = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}, "lr_scheduler": None, "shuffle": False}
+    first = start(name, tmp_path, **settings, batch_size=24, max_steps_per_epoch=1)
+    data = {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": "json",
+        "data_files": str(tmp_path / "data.jsonl"),
+        "conversation_column": "messages",
+        "conversation_style": "openai",
+    }
+    run = start(name, tmp_path, **settings, dataset_val=data, batch_size_val=5, run_val_every_n_steps=6)
+    validated = {r["step"]: r["val_loss"] for r in read_log(run.output_dir) if "val_loss" in r}
+    assert list(validated) == [6, 12]
+    assert validated[6] == pytest.approx(first.losses[1], abs=1e-6)
+
+
+def test_training_learns(name: str, tmp_path: Path) -> None:
+    losses = start(name, tmp_path, epochs=6, batch_size=8).losses
+    assert losses[max(losses)] < losses[1] - 1.0
+
+
+def test_an_output_folder_that_holds_a_run_is_refused(name: str, tmp_path: Path) -> None:
+    run = start(name, tmp_path, batch_size=8)
+    with pytest.raises(UserError, match="resume_from_checkpoint"):
+        start(name, tmp_path, batch_size=8, output_dir=run.output_dir)
+
+
+def test_max_steps_per_epoch(name: str, tmp_path: Path) -> None:
+    run = start(name, tmp_path, epochs=2, max_steps_per_epoch=3)
+    assert list(run.losses) == [1, 2, 3, 4, 5, 6]
