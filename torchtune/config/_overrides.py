@@ -37,9 +37,8 @@ def apply(document: Document, overrides: Sequence[str]) -> None:
             else:
                 _assign(document, keys, text, place)
         except _Refused as refused:
-            path: KeyPath = (key or token,) if not token.startswith("--") else (token,)
-            document.places[path] = place
-            document.add(path, str(refused))
+            document.places[(key or token,)] = place
+            document.add((key or token,), str(refused))
 
 
 def _step(node: Any, key: str, so_far: KeyPath) -> str | int:

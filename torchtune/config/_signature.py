@@ -28,7 +28,6 @@ class Accepts:
 
     named: dict[str, Argument] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
-    positional_only: set[str] = field(default_factory=set)
     variadic: bool = False
     open: bool = False
 
@@ -55,11 +54,10 @@ def accepts(target: Callable[..., Any], depth: int = 0) -> Accepts:
         elif parameter.kind is parameter.VAR_KEYWORD:
             catch_all = name
         else:
-            found.named[name] = Argument(_annotation(parameter, source), parameter.default is parameter.empty)
+            if parameter.kind is not parameter.POSITIONAL_ONLY:
+                found.named[name] = Argument(_annotation(parameter, source), parameter.default is parameter.empty)
             if parameter.kind is not parameter.KEYWORD_ONLY:
                 found.order.append(name)
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                found.positional_only.add(name)
     if catch_all is not None:
         _follow(target, catch_all, found, depth)
     return found
@@ -103,12 +101,12 @@ def remaining(
     inner: Accepts, positional: int, given: Set[str] = frozenset(), optional: Set[str] = frozenset()
 ) -> Accepts:
     """``inner`` after some positional and keyword arguments were passed to it."""
-    taken = {*inner.order[:positional], *given, *inner.positional_only}
+    taken = {*inner.order[:positional], *given}
     named = {name: argument for name, argument in inner.named.items() if name not in taken}
     for name in set(named) & optional:
         named[name] = Argument(named[name].annotation)
-    order = [name for name in inner.order[positional:] if name in named]
-    return Accepts(named, order, set(), inner.variadic, inner.open)
+    order = [name for name in inner.order[positional:] if name not in taken]
+    return Accepts(named, order, inner.variadic, inner.open)
 
 
 def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
