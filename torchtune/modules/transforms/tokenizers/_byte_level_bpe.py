@@ -56,7 +56,7 @@ class ByteLevelBPE:
         for left, right in merges:
             if not {left, right, left + right} <= vocab.keys():
                 raise DataError(
-                    f"merges file {merges_path} merges {left!r} and {right!r}, which the vocabulary {vocab_path} lacks: "
+                    f"merges file {merges_path} merges {left!r} and {right!r}, which {vocab_path} does not know: "
                     "take both files from the same checkpoint."
                 )
         self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))

@@ -125,17 +125,21 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         """
         if not messages:
             raise DataError("the conversation has no turns")
-        if not end_tokens(add_end_tokens, add_eos):
+        closed = end_tokens(add_end_tokens, add_eos)
+        if not closed:
             text = self._open_text(messages, tools)
             spans: list[Span] = []
         else:
             text, spans = self._finished_text(messages, tools)
         encoding = self.base_tokenizer.tokenizer.encode(text, add_special_tokens=False)
         tokens, mask = encoding.ids, _mask(encoding.offsets, spans)
-        eos_id = self.eos_id if add_end_tokens else None
-        if add_end_tokens and messages[-1].role == "assistant" and eos_id is not None and not self._is_closed(text):
+        eos_id = self.eos_id if closed else None
+        is_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
+        if is_trained and not text[spans[-1][0] :].rstrip().endswith(tuple(self.special_tokens)):
             log_once(get_logger(), "The chat template does not end the last turn: the end-of-sequence token is added.")
-            tokens, mask = [*tokens, eos_id], [*mask, messages[-1].masked]
+            if eos_id is None:
+                raise DataError("neither the chat template nor the tokenizer's config names a token that ends a turn")
+            tokens, mask = [*tokens, eos_id], [*mask, False]
         return truncate_row(tokens, mask, max_seq_len or self.max_seq_len, self.truncation_type, eos_id)
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
@@ -196,9 +200,6 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         rest = text[end:].lstrip()
         token = first_special(rest, self._stops)
         return (start, end) if token is None else (start, len(text) - len(rest) + len(token))
-
-    def _is_closed(self, text: str) -> bool:
-        return text.rstrip().endswith(tuple(self.special_tokens))
 
 
 def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:

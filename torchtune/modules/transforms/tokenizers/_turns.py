@@ -163,7 +163,7 @@ class TurnFinder:
             closing = self._closing(start, len(until))
             if closing is not None:
                 return closing
-            return self._stop_after(len(until)) or start + len(self.text[start : len(until)].rstrip())
+            return self._stop_after(len(until)) or len(until)
         content = self._content(index)
         following = None if last else self._content(index + 1)
         if content is None or (following is None and not last):

@@ -1,0 +1,123 @@
+"""Batches."""
+
+import pytest
+import torch
+
+from torchtune.data import (
+    DataError,
+    collate_documents,
+    left_pad_sequence,
+    padded_collate,
+    padded_collate_dpo,
+    padded_collate_packed,
+    padded_collate_sft,
+    truncate,
+)
+
+ONE = {"tokens": [1, 2, 3], "labels": [2, 3, -100]}
+TWO = {"tokens": [4], "labels": [5]}
+THREE = {"tokens": torch.tensor([6, 7]), "labels": torch.tensor([7, -100])}
+
+
+def test_documents_lie_one_after_another() -> None:
+    batch = collate_documents([ONE, [TWO, THREE]])
+    assert batch.keys() == {"tokens", "labels", "input_pos", "documents"}
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4, 6, 7]]
+    assert batch["labels"].tolist() == [[2, 3, -100, 5, 7, -100]]
+    assert batch["input_pos"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert batch["documents"].lengths == (3, 1, 2)
+    assert batch["documents"].cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert batch["tokens"].dtype == batch["labels"].dtype == batch["input_pos"].dtype == torch.int64
+
+
+def test_documents_take_text_only() -> None:
+    with pytest.raises(DataError, match="encoder_input"):
+        collate_documents([{**ONE, "encoder_input": {}}])
+    with pytest.raises(DataError, match="3 tokens but 2 labels"):
+        collate_documents([{"tokens": [1, 2, 3], "labels": [1, 2]}])
+
+
+def test_padding_of_examples() -> None:
+    batch = padded_collate_sft([ONE, TWO], padding_idx=9)
+    assert batch["tokens"].tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert batch["labels"].tolist() == [[2, 3, -100], [5, -100, -100]]
+    assert batch.keys() == {"tokens", "labels"}
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(1, 3), (2, 4), (3, 3), (8, 8)])
+def test_no_extra_multiple_for_aligned_rows(multiple: int, length: int) -> None:
+    assert padded_collate_sft([ONE, TWO], pad_to_multiple_of=multiple)["tokens"].shape == (2, length)
+    pair = {
+        "chosen_input_ids": [1, 2, 3],
+        "chosen_labels": [1, 2, 3],
+        "rejected_input_ids": [1],
+        "rejected_labels": [1],
+    }
+    assert padded_collate_dpo([pair], pad_to_multiple_of=multiple)[0].shape == (2, length)
+
+
+def test_context_parallelism_adds_positions() -> None:
+    batch = padded_collate_sft([ONE, TWO], cp_degree=2)
+    assert batch["tokens"].shape == (2, 4)
+    assert batch["input_pos"].tolist() == [[0, 1, 2, 3]]
+
+
+def test_nested_inputs_keep_all_their_keys() -> None:
+    examples = [{**ONE, "encoder_input": {"images": torch.ones(2, 3), "sizes": torch.ones(2, 1)}}] * 2
+    stacked = padded_collate_sft(examples, stack_on_new_dim=True)["encoder_input"]
+    assert {key: tuple(value.shape) for key, value in stacked.items()} == {"images": (2, 2, 3), "sizes": (2, 2, 1)}
+    joined = padded_collate_sft(examples)["encoder_input"]
+    assert {key: tuple(value.shape) for key, value in joined.items()} == {"images": (4, 3), "sizes": (4, 1)}
+
+
+def test_packs_as_rows() -> None:
+    batch = padded_collate_packed([[ONE, TWO], [THREE]], padding_idx=9)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4], [6, 7, 9, 9]]
+    assert batch["labels"].tolist() == [[2, 3, -100, 5], [7, -100, -100, -100]]
+    assert batch["input_pos"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
+    assert batch["documents"].lengths == (3, 1, 2, 2)
+    assert padded_collate_sft([[ONE, TWO], [THREE]])["documents"].lengths == (3, 1, 2, 2)
+
+
+def test_pairs() -> None:
+    pair = {
+        "chosen_input_ids": [1, 2, 3],
+        "chosen_labels": [2, 3, -100],
+        "rejected_input_ids": [4, 5],
+        "rejected_labels": [5, -100],
+    }
+    tokens, labels = padded_collate_dpo([pair, pair], padding_idx=0)
+    assert tokens.tolist() == [[1, 2, 3], [1, 2, 3], [4, 5, 0], [4, 5, 0]]
+    assert labels.tolist() == [[2, 3, -100]] * 2 + [[5, -100, -100]] * 2
+
+
+def test_padding_on_the_left() -> None:
+    rows = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+    assert left_pad_sequence(rows, batch_first=True, padding_value=9).tolist() == [[1, 2, 3], [9, 9, 4]]
+    assert left_pad_sequence(rows).shape == (3, 2)
+
+
+def test_padding_of_chosen_keys() -> None:
+    examples = [{"tokens": [1, 2], "labels": [3], "answer": 5}, {"tokens": [4], "labels": [6, 7, 8], "answer": 6}]
+    batch = padded_collate(
+        examples, pad_direction="left", keys_to_pad=["tokens", "labels"], padding_idx={"tokens": 0, "labels": -100}
+    )
+    assert batch["tokens"].tolist() == [[1, 2], [0, 4]]
+    assert batch["labels"].tolist() == [[-100, -100, 3], [6, 7, 8]]
+    assert batch["answer"].tolist() == [5, 6]
+    with pytest.raises(DataError, match="pad_direction"):
+        padded_collate(examples, pad_direction="up", keys_to_pad=["tokens"], padding_idx=0)
+    with pytest.raises(DataError, match="keys_to_pad"):
+        padded_collate(examples, pad_direction="left", keys_to_pad=["token"], padding_idx=0)
+    with pytest.raises(DataError, match="padding_idx"):
+        padded_collate(examples, pad_direction="left", keys_to_pad=["tokens"], padding_idx={"labels": 0})
+
+
+def test_truncation() -> None:
+    assert truncate([1, 2, 3, 4], 3) == [1, 2, 3]
+    assert truncate([1, 2, 3, 4], 3, eos_id=9) == [1, 2, 9]
+    assert truncate([1, 2, 3, 4], 3, eos_id=9, truncation_type="left") == [2, 3, 9]
+    assert truncate([1, 2], 3, eos_id=9) == [1, 9]
+    assert truncate([True, False], 1, eos_id=False) == [False]
+    with pytest.raises(DataError, match="truncation_type"):
+        truncate([1], 1, truncation_type="up")

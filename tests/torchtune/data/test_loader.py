@@ -1,0 +1,183 @@
+"""Order, position and sharing of steps."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from torchtune.data import BatchLoader, DataError, collate_documents
+
+
+def loader(size: int = 23, **settings: Any) -> BatchLoader:
+    settings = {"batch_size": 2, "accumulation_steps": 2, "shuffle": True, "seed": 5, "collate_fn": list} | settings
+    return BatchLoader(list(range(size)), **settings)
+
+
+def flat(steps: Any) -> list[int]:
+    return [example for step in steps for batch in step for example in batch]
+
+
+def test_an_epoch_holds_every_example_once() -> None:
+    steps = list(loader())
+    assert [[len(batch) for batch in step] for step in steps] == [[2, 2]] * 5 + [[2, 1]]
+    assert sorted(flat(steps)) == list(range(23))
+    assert flat(steps) != list(range(23))
+
+
+def test_without_shuffling_the_order_is_that_of_the_data() -> None:
+    assert flat(loader(shuffle=False)) == list(range(23))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    one = loader()
+    first, second = flat(one), flat(one)
+    assert one.epoch == 2
+    assert first != second
+    assert first == flat(loader())
+    assert first != flat(loader(seed=6))
+
+
+def test_order_is_pinned() -> None:
+    """A resumed run must find the order of the run that was killed, on any version of any package."""
+    assert flat(loader(8)) == [2, 7, 5, 0, 4, 3, 6, 1]
+    assert flat(loader(8, seed=2**40 + 1)) == [1, 5, 0, 3, 4, 7, 6, 2]
+
+
+def test_length_counts_optimizer_steps() -> None:
+    assert len(loader()) == 6
+    assert len(loader(24)) == 6
+    assert len(loader(25)) == 7
+    assert len(loader(max_steps_per_epoch=4)) == 4
+    assert len(list(loader(max_steps_per_epoch=4))) == 4
+    assert len(loader(max_steps_per_epoch=40)) == 6
+
+
+@pytest.mark.parametrize("steps", range(14))
+def test_resume_at_any_point(steps: int) -> None:
+    """After any number of steps a new loader with the state yields what the first one still yields."""
+
+    def rest(of: BatchLoader, epochs: int) -> list[Any]:
+        found = []
+        while of.epoch < epochs:
+            found += [(of.epoch, step) for step in of]
+        return found
+
+    first = loader()
+    taken = 0
+    while taken < steps:
+        for _ in itertools.islice(first, steps - taken):
+            taken += 1
+        if first._step == len(first):
+            list(first)  # ends the epoch
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert rest(second, 4) == rest(first, 4)
+
+
+def test_the_position_moves_before_a_step_is_yielded() -> None:
+    one = loader()
+    for i, _ in enumerate(one, start=1):
+        assert one.state_dict()["step"] == i
+        break
+    two = loader()
+    two.load_state_dict(one.state_dict())
+    assert flat(two) == flat(loader())[4:]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("size", [23, 24, 25, 31, 33])
+def test_ranks_share_the_steps_of_one(world_size: int, size: int) -> None:
+    data = [{"tokens": [i], "labels": [i]} for i in range(size)]
+
+    def steps(accumulation_steps: int, world_size: int, rank: int) -> list[Any]:
+        settings = {"batch_size": 2, "collate_fn": collate_documents, "shuffle": True, "seed": 3}
+        settings |= {"accumulation_steps": accumulation_steps, "world_size": world_size, "rank": rank}
+        return list(BatchLoader(data, **settings))
+
+    def labelled(step: list[Any]) -> list[int]:
+        labels = torch.cat([batch["labels"].flatten() for batch in step])
+        return sorted(labels[labels >= 0].tolist())
+
+    alone = steps(4, 1, 0)
+    ranks = [steps(4 // world_size, world_size, rank) for rank in range(world_size)]
+    for step, parts in zip(alone, zip(*ranks, strict=True), strict=True):
+        assert len({len(part) for part in parts}) == 1, "ranks do different numbers of forward passes"
+        assert sorted(label for part in parts for label in labelled(part)) == labelled(step)
+
+
+def test_a_rank_without_examples_gets_one_without_labels() -> None:
+    data = [{"tokens": [i, i], "labels": [i, -100]} for i in range(5)]
+    settings = {"batch_size": 2, "collate_fn": collate_documents, "shuffle": False, "seed": 0, "world_size": 2}
+    last = [list(BatchLoader(data, rank=rank, **settings))[-1] for rank in range(2)]
+    labels = [[batch["labels"].tolist() for batch in step] for step in last]
+    assert labels == [[[[4, -100]]], [[[-100, -100]]]]
+    packs = [[data[0], data[1]]] * 3
+    (batch,) = list(BatchLoader(packs, rank=1, **{**settings, "batch_size": 1}))[-1]
+    assert (batch["labels"] == -100).all()
+    assert len(batch["documents"].lengths) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"size": 24}, "number of examples .* was 23, now 24"),
+        ({"batch_size": 3}, "examples per step .* was 4, now 6"),
+        ({"seed": 6}, "seed was 5, now 6"),
+        ({"shuffle": False}, "shuffle was True, now False"),
+    ],
+)
+def test_a_position_that_means_something_else_is_refused(change: dict[str, Any], words: str) -> None:
+    state = loader().state_dict()
+    with pytest.raises(DataError, match=words):
+        loader(**change).load_state_dict(state)
+
+
+def test_changed_content_is_refused() -> None:
+    class Data(list):
+        fingerprint = 1
+
+    settings = {"batch_size": 1, "shuffle": True, "seed": 0, "collate_fn": list}
+    state = BatchLoader(Data([1, 2]), **settings).state_dict()
+    Data.fingerprint = 2
+    with pytest.raises(DataError, match="content of the dataset was 1, now 2"):
+        BatchLoader(Data([1, 2]), **settings).load_state_dict(state)
+
+
+def test_the_same_steps_may_be_split_among_other_ranks() -> None:
+    one = loader(batch_size=2, accumulation_steps=2)
+    next(iter(one))
+    other = loader(batch_size=1, accumulation_steps=2, world_size=2, rank=0)
+    other.load_state_dict(one.state_dict())
+    assert set(flat([next(iter(other))])) < set(flat([next(iter(one))]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"size": 0}, "empty"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"max_steps_per_epoch": 0}, "max_steps_per_epoch"),
+        ({"rank": 2, "world_size": 2}, "rank 2"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        loader(**settings)
+
+
+def test_seeking_is_immediate() -> None:
+    read: list[int] = []
+
+    class Data:
+        def __len__(self) -> int:
+            return 1_000
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            read.append(index)
+            return torch.tensor(index)
+
+    one = BatchLoader(Data(), batch_size=1, shuffle=True, seed=0, collate_fn=list)
+    one.load_state_dict({**one.state_dict(), "epoch": 7, "step": 900})
+    next(iter(one))
+    assert len(read) == 1
