@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtune.data._documents import Documents
+from torchtune.modules._block_attention import block_attention, block_attention_backward, suits_blocks
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tenso
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for length, count, (q_run, k_run, v_run, out_run, lse_run) in _pieces(cu_seqlens, q, k, v, out, lse):
-        if q.device.type == "cpu":
-            heads = (t.unflatten(0, (count, length)).transpose(1, 2) for t in (q_run, k_run, v_run))
+        rows = [t.unflatten(0, (count, length)) for t in (q_run, k_run, v_run)]
+        if q.device.type != "cpu":
+            out_run.copy_(_run_attention(length, count, q_run, k_run, v_run))
+        elif suits_blocks(length, q.dtype):
+            out_run.unflatten(0, (count, length)).copy_(block_attention(*rows))
+        else:
+            heads = (t.transpose(1, 2) for t in rows)
             attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
             out_run.unflatten(0, (count, length)).copy_(attended.transpose(1, 2))
             lse_run.unflatten(0, (count, length)).copy_(sums.transpose(1, 2))
-        else:
-            out_run.copy_(_run_attention(length, count, q_run, k_run, v_run))
     return out, lse
 
 
@@ -75,14 +79,17 @@ def _backward(
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for length, count, parts in _pieces(cu_seqlens, grad, q, k, v, out, lse, *grads):
         inputs, results = parts[:6], parts[6:]
-        if q.device.type == "cpu":
-            heads = (t.unflatten(0, (count, length)).transpose(1, 2) for t in inputs)
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
-            found = [t.transpose(1, 2).flatten(0, 1) for t in found]
-        else:
+        rows = [t.unflatten(0, (count, length)) for t in inputs]
+        if q.device.type != "cpu":
             with torch.enable_grad():
                 leaves = [t.detach().requires_grad_() for t in inputs[1:4]]
                 found = torch.autograd.grad(_run_attention(length, count, *leaves), leaves, inputs[0])
+        elif suits_blocks(length, q.dtype):
+            found = [t.flatten(0, 1) for t in block_attention_backward(*rows[:4])]
+        else:
+            heads = (t.transpose(1, 2) for t in rows)
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
+            found = [t.transpose(1, 2).flatten(0, 1) for t in found]
         for result, value in zip(results, found, strict=True):
             result.copy_(value)
     return grads

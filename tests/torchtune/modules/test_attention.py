@@ -10,7 +10,8 @@ from torchtune.data import Documents
 from torchtune.modules import MultiHeadAttention, RMSNorm, attention, create_block_causal_mask
 from torchtune.modules.attention_utils import packed_block_causal_mask
 
-_LENGTHS = [(7,), (3, 4), (2, 2, 2, 1, 5, 5), (1, 1, 9, 1)]
+# The last one has lengths for both ways in which the CPU computes, and runs of equal length.
+_LENGTHS = [(7,), (3, 4), (2, 2, 2, 1, 5, 5), (1, 1, 9, 1), (130, 70, 200, 200)]
 
 
 def _qkv(length: int, n: int = 6, n_kv: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,12 +44,16 @@ def test_documents_equal_the_masked_formula(lengths: tuple[int, ...], n_kv: int)
     assert (masked - expected).abs().max() < 1e-5
 
 
-def test_documents_in_bfloat16_within_rounding() -> None:
-    q, k, v = _qkv(20, dtype=torch.bfloat16)
-    out = attention(q, k, v, documents=Documents.from_lengths((8, 12)))
-    expected = _formula(q, k, v, create_block_causal_mask([torch.tensor([8, 12])])[0])
+@pytest.mark.parametrize("lengths", [(8, 12), (90, 150), (1100, 5)])
+def test_documents_in_bfloat16_within_rounding(lengths: tuple[int, ...]) -> None:
+    q, k, v = _qkv(sum(lengths), dtype=torch.bfloat16)
+    out = attention(q, k, v, documents=Documents.from_lengths(lengths))
+    expected = _formula(q, k, v, create_block_causal_mask([torch.tensor(lengths)])[0])
     assert out.dtype == torch.bfloat16
     assert (out - expected).abs().max() < 0.03
+    ours = torch.autograd.grad(out.sum(), (q, k, v))
+    theirs = torch.autograd.grad(expected.sum(), (q, k, v))
+    assert all((a - b).norm() <= 0.01 * b.norm() for a, b in zip(ours, theirs, strict=True))
 
 
 def test_no_gradient_crosses_a_boundary() -> None:
