@@ -78,10 +78,10 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
                 raise DataError(f"data_files {names} must all be of one of the kinds {', '.join(LOADERS)}.")
             get_logger().info(f"Reading {', '.join(names)} instead of {source}.")
             source = kinds.pop()
-    if kwargs.get("data_files") is not None and source == "csv" and all(_suffix(n) == ".tsv" for n in names):
-        kwargs.setdefault("sep", "\t")
     if source in loaders:
         kwargs["data_files"] = _plain(kwargs["data_files"])
+        if all(_suffix(name) == ".tsv" for name in _files(kwargs["data_files"])):
+            kwargs.setdefault("sep", "\t")
     return source, kwargs
 
 
@@ -162,13 +162,15 @@ def load_rows(
         reason = place or f"{shown}: {_first_line(error.__cause__ or error)}"
         raise DataError(f"Cannot read the data file {reason}.") from error
     except (ValueError, TypeError, OSError) as error:
+        if "corresponds to no data" in str(error):
+            raise DataError(f"There are no rows in {shown} (split {split}).") from error
         raise DataError(f"Cannot load {shown}: {_first_line(error)}.") from error
     if isinstance(rows, dict):
         raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
     if filter_fn is not None:
         rows = rows.filter(filter_fn, **(filter_kwargs or {}))
     if hasattr(rows, "__len__") and len(rows) == 0:
-        part = "filter_fn leaves no rows" if filter_fn is not None else "there are no rows"
+        part = "filter_fn leaves no rows" if filter_fn is not None else "There are no rows"
         raise DataError(f"{part} in {shown}{'' if split is None else f' (split {split})'}.")
     return rows
 

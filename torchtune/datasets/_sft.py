@@ -38,7 +38,7 @@ class SFTTransform(Transform):
         """
         if self.message_transform is not None:
             sample = self.message_transform(sample)
-        if "messages" in sample:
+        if self.message_transform is not None and "messages" in sample:
             validate_messages(sample["messages"])
         sample = dict(self.model_transform(sample)) if self.model_transform is not None else dict(sample)
         if "tokens" not in sample or "mask" not in sample:

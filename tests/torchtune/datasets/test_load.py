@@ -1,0 +1,120 @@
+"""Where rows come from, and what is said when they cannot be read."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtune.data import DataError
+from torchtune.datasets import chat_dataset, instruct_dataset
+from torchtune.datasets._load import load_rows, resolve_source
+
+ROWS = [{"input": f"red {i}", "output": f"blue {i}"} for i in range(6)]
+
+
+def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    """Write rows in the format of the suffix."""
+    kind = path.suffixes[0]
+    if kind == ".jsonl":
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if path.suffix == ".gz":
+            with gzip.open(path, "wt") as file:
+                file.write(text)
+        else:
+            path.write_text(text)
+    elif kind == ".json":
+        path.write_text(json.dumps(rows))
+    elif kind == ".parquet":
+        import datasets
+
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if kind == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet"])
+def test_a_file_of_any_kind(suffix: str, tmp_path: Path) -> None:
+    path = str(write(tmp_path / f"mine{suffix}"))
+    assert list(load_rows(path, split="train")) == ROWS
+    assert list(load_rows("someone/on-the-hub", data_files=path, split="train")) == ROWS
+    loader = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffixes[0], "csv")
+    assert list(load_rows(loader, data_files=[path], split="train")) == ROWS
+
+
+def test_splits_and_filters(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "mine.jsonl"))
+    other = str(write(tmp_path / "other.jsonl", ROWS[:2]))
+    assert len(load_rows(path, split="train[:50%]")) == 3
+    assert list(load_rows("json", data_files={"train": path, "test": other}, split="test")) == ROWS[:2]
+    assert len(load_rows(path, split="train", filter_fn=lambda row: row["input"] != "red 3")) == 5
+
+
+def test_files_of_a_hub_dataset_stay_its_files() -> None:
+    assert resolve_source("someone/data", {"data_files": "part/one.jsonl"}) == (
+        "someone/data",
+        {"data_files": "part/one.jsonl"},
+    )
+    assert resolve_source("json", {"data_files": "https://host/x.jsonl"})[0] == "json"
+
+
+def refused(tmp_path: Path, **settings: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load_rows(**{"split": "train", **settings})
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_missing_or_empty_file(tmp_path: Path) -> None:
+    assert "There is no data file" in refused(tmp_path, source=str(tmp_path / "no.jsonl"))
+    assert "There is no data file" in refused(tmp_path, source="json", data_files=str(tmp_path / "no.jsonl"))
+    assert "There is no data file" in refused(tmp_path, source="a/b", data_files=str(tmp_path / "no.jsonl"))
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert "is empty" in refused(tmp_path, source=str(empty))
+    assert "needs data_files" in refused(tmp_path, source="json")
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"input": "a", "output": "b"}\n{"input": "a", "output": \n')
+    assert f"{path}, line 2" in refused(tmp_path, source=str(path))
+
+
+def test_no_such_split(tmp_path: Path) -> None:
+    message = refused(tmp_path, source=str(write(tmp_path / "mine.jsonl")), split="valid")
+    assert "valid" in message
+    assert "train" in message
+
+
+def test_no_rows_left(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "mine.jsonl"))
+    assert "filter_fn leaves no rows" in refused(tmp_path, source=path, filter_fn=lambda row: False)
+    empty = tmp_path / "head.csv"
+    empty.write_text("input,output\n")
+    assert "no rows" in refused(tmp_path, source=str(empty))
+    assert "no rows" in refused(tmp_path, source=path, split="train[:0]")
+
+
+def test_without_a_split(tmp_path: Path) -> None:
+    assert "has the splits train" in refused(tmp_path, source=str(write(tmp_path / "mine.jsonl")), split=None)
+
+
+def test_the_hub_cannot_be_reached(tmp_path: Path) -> None:
+    message = refused(tmp_path, source="someone/something")
+    assert "someone/something" in message
+    assert "hub" in message
+
+
+def test_builders_take_a_path(tmp_path: Path, tokenizer: Any) -> None:
+    path = str(write(tmp_path / "mine.jsonl"))
+    assert len(instruct_dataset(tokenizer, source=path)) == 6
+    with pytest.raises(DataError, match="conversation_style must be sharegpt or openai, not 'chatml'"):
+        chat_dataset(tokenizer, source=path, conversation_column="a", conversation_style="chatml")

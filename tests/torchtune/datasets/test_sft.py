@@ -1,0 +1,264 @@
+"""Rows to tokens and labels, and rows that cannot be trained on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, collate_documents
+from torchtune.datasets import (
+    ConcatDataset,
+    PackedDataset,
+    SFTDataset,
+    alpaca_cleaned_dataset,
+    alpaca_dataset,
+    chat_dataset,
+    cnn_dailymail_articles_dataset,
+    grammar_dataset,
+    hh_rlhf_helpful_dataset,
+    instantiate_collate,
+    instantiate_dataset,
+    instruct_dataset,
+    preference_dataset,
+    samsum_dataset,
+    slimorca_dataset,
+    stack_exchange_paired_dataset,
+    text_completion_dataset,
+    wikitext_dataset,
+)
+from torchtune.modules.transforms.tokenizers import hf_tokenizer
+
+IGNORE = CROSS_ENTROPY_IGNORE_IDX
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def openai(*texts: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]}
+
+
+def chat(tokenizer: Any, source: str, **settings: Any) -> Any:
+    settings = {"conversation_column": "messages", "conversation_style": "openai", **settings}
+    return chat_dataset(tokenizer, source=source, **settings)
+
+
+def trained_text(tokenizer: Any, row: dict[str, Any]) -> str:
+    return tokenizer.decode([label for label in row["labels"] if label != IGNORE], skip_special_tokens=False)
+
+
+def test_labels_are_shifted_once(tokenizer: Any, tmp_path: Path) -> None:
+    dataset = chat(tokenizer, write(tmp_path / "a.jsonl", [openai("red", "blue", "one", "two")]))
+    assert isinstance(dataset, SFTDataset)
+    row = dataset[0]
+    assert isinstance(row["tokens"], list)
+    assert len(row["tokens"]) == len(row["labels"]) == dataset.lengths[0]
+    for i, label in enumerate(row["labels"][:-1]):
+        assert label in (IGNORE, row["tokens"][i + 1])
+    assert row["labels"][-1] == IGNORE
+    assert trained_text(tokenizer, row) == "blue<|im_end|>two<|im_end|>"
+    assert dataset[-1] == row
+    with pytest.raises(IndexError):
+        dataset[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trained"),
+    [
+        ("train_on_assistant", "blue<|im_end|>two<|im_end|>"),
+        ("train_on_last", "two<|im_end|>"),
+        ("train_on_all", "red<|im_end|>blue<|im_end|>one<|im_end|>two<|im_end|>"),
+    ],
+)
+def test_masking_strategies(tokenizer: Any, tmp_path: Path, strategy: str, trained: str) -> None:
+    path = write(tmp_path / "a.jsonl", [openai("red", "blue", "one", "two")])
+    assert trained_text(tokenizer, chat(tokenizer, path, masking_strategy=strategy)[0]) == trained
+    with pytest.raises(DataError, match="masking_strategy must be one of"):
+        chat(tokenizer, path, masking_strategy="all")
+
+
+@pytest.mark.parametrize(("value", "strategy"), [(True, "train_on_all"), (False, "train_on_assistant")])
+def test_train_on_input_still_works(tokenizer: Any, tmp_path: Path, value: bool, strategy: str) -> None:
+    path = write(tmp_path / "a.jsonl", [openai("red", "blue")])
+    with pytest.warns(FutureWarning, match=f"masking_strategy='{strategy}'"):
+        old = chat(tokenizer, path, train_on_input=value)
+    assert old[0] == chat(tokenizer, path, masking_strategy=strategy)[0]
+
+
+def test_fingerprints_follow_the_content(tokenizer: Any, tmp_path: Path) -> None:
+    one = chat(tokenizer, write(tmp_path / "a.jsonl", [openai("red", "blue")])).fingerprint
+    same = chat(tokenizer, write(tmp_path / "b.jsonl", [openai("red", "blue")])).fingerprint
+    other = chat(tokenizer, write(tmp_path / "c.jsonl", [openai("red", "green")])).fingerprint
+    assert one == same != other
+
+
+def refused(build: Any, *args: Any, **settings: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        build(*args, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_rows_that_cannot_be_trained_on_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    long = openai("red " * 300, "blue")
+    alone = {"messages": [{"role": "user", "content": "hello"}]}
+    twice = {"messages": [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]}
+    path = write(tmp_path / "a.jsonl", [openai("a", "b"), long, openai("a", "b"), alone, long, twice])
+    message = refused(chat, tokenizer, path)
+    assert f"{path} has rows that cannot be trained on" in message
+    assert "rows 1, 4: no label is left within max_seq_len=128, the prompt is too long" in message
+    assert "row 3: a conversation needs at least 2 turns" in message
+    assert "row 5: turn 1 is a second user turn in a row" in message
+
+
+def test_no_more_than_ten_rows_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    message = refused(chat, tokenizer, write(tmp_path / "a.jsonl", [openai("red " * 300, "blue")] * 30))
+    assert "rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9: no label" in message
+    assert "looked no further" in message
+
+
+def test_a_long_row_is_cut_and_its_end_is_not_a_lie(tokenizer: Any, tmp_path: Path, caplog: Any) -> None:
+    dataset = chat(tokenizer, write(tmp_path / "a.jsonl", [openai("red", "blue " * 300), openai("a", "b")]))
+    row = dataset[0]
+    assert len(row["tokens"]) == 128
+    assert row["tokens"][-1] == tokenizer.eos_id
+    assert IGNORE in row["labels"][-2:]
+    assert tokenizer.eos_id not in row["labels"]
+
+
+def test_a_missing_column_names_those_that_are_there(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"inputs": "a", "answer": "b"}])
+    message = refused(instruct_dataset, tokenizer, source=path)
+    assert "there is no column 'input' among 'inputs', 'answer'; did you mean 'inputs'" in message
+    message = refused(chat, tokenizer, path)
+    assert "no column 'messages' among" in message
+    message = refused(instruct_dataset, tokenizer, source=path, column_map={"input": "inputs"})
+    assert "column_map needs the key 'output'" in message
+    message = refused(
+        instruct_dataset, tokenizer, source=path, column_map={"input": "inputs", "out": "b", "output": "c"}
+    )
+    assert "unknown key 'out'" in message
+    assert len(instruct_dataset(tokenizer, source=path, column_map={"input": "inputs", "output": "answer"})) == 1
+
+
+def test_empty_cells_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"input": "a", "output": "b"}, {"input": "a", "output": None}, {"input": "a", "output": "b"}]
+    message = refused(instruct_dataset, tokenizer, source=write(tmp_path / "a.jsonl", rows))
+    assert "row 1: column 'output' holds nothing, not a text" in message
+
+
+def test_turns_of_the_wrong_kind(tokenizer: Any, tmp_path: Path) -> None:
+    sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "robot", "value": "b"}]}
+    path = write(tmp_path / "a.jsonl", [sharegpt])
+    assert "'robot' is not a speaker" in refused(slimorca_dataset, tokenizer, source=path)
+    message = refused(chat, tokenizer, path, conversation_column="conversations")
+    assert "a turn must have 'role' and 'content', not ['from', 'value']" in message
+
+
+def test_packing_needs_a_length(tokenizer_folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [openai("a", "b")])
+    tokenizer = hf_tokenizer(str(tokenizer_folder))
+    assert "set the tokenizer's max_seq_len" in refused(chat, tokenizer, path, packed=True)
+
+
+def test_the_named_instruction_datasets(tokenizer: Any, tmp_path: Path) -> None:
+    alpaca = write(tmp_path / "a.jsonl", [{"instruction": "red", "input": "", "output": "blue"}])
+    tokenizer.max_seq_len = None
+    assert "red" in trained_text(tokenizer, alpaca_dataset(tokenizer, source=alpaca)[0])
+    row = alpaca_cleaned_dataset(tokenizer, data_files=alpaca, masking_strategy="train_on_assistant")[0]
+    assert trained_text(tokenizer, row) == "blue<|im_end|>"
+    assert "### Instruction:\nred\n\n### Response:\n<|im_end|>" in tokenizer.decode(row["tokens"], False)
+    pairs = write(tmp_path / "b.jsonl", [{"input": "a", "output": "b", "dialogue": "c", "summary": "d"}])
+    assert trained_text(tokenizer, grammar_dataset(tokenizer, data_files=pairs)[0]) == "b<|im_end|>"
+    assert trained_text(tokenizer, samsum_dataset(tokenizer, data_files=pairs)[0]) == "d<|im_end|>"
+    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]
+    orca = write(tmp_path / "c.jsonl", [{"conversations": turns}])
+    row = slimorca_dataset(tokenizer, data_files=orca, new_system_prompt="new")[0]
+    assert trained_text(tokenizer, row) == "g<|im_end|>"
+    assert tokenizer.decode(row["tokens"], False).startswith("<|im_start|>system\nnew<|im_end|>")
+
+
+def test_running_text(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": "red blue one", "page": "a", "article": "b"}] * 3)
+    row = text_completion_dataset(tokenizer, path)[0]
+    assert row["tokens"][0] == tokenizer.bos_id
+    assert row["tokens"][-1] == tokenizer.eos_id
+    assert row["labels"] == [*row["tokens"][1:], IGNORE]
+    assert text_completion_dataset(tokenizer, path, add_eos=False)[0]["tokens"] == row["tokens"][:-1]
+    assert len(text_completion_dataset(tokenizer, path, max_seq_len=4)[0]["tokens"]) == 3
+    assert len(wikitext_dataset(tokenizer, path, max_seq_len=3)[0]["tokens"]) == 2
+    assert len(cnn_dailymail_articles_dataset(tokenizer, path, max_seq_len=3)[0]["tokens"]) == 2
+    packed = wikitext_dataset(tokenizer, path, max_seq_len=4, packed=True)
+    assert packed.lengths.tolist() == [4, 4, 1]
+
+
+def test_preference_data(tokenizer: Any, tmp_path: Path) -> None:
+    pair = {"chosen": openai("a", "good")["messages"], "rejected": openai("a", "bad one")["messages"]}
+    stack = {"question": "a", "response_j": "good", "response_k": "bad one"}
+    path = write(tmp_path / "a.jsonl", [{**pair, **stack}] * 2)
+    expected = preference_dataset(tokenizer, source=path)[0]
+    for side, text in (("chosen", "good"), ("rejected", "bad one")):
+        row = {"labels": expected[f"{side}_labels"]}
+        assert trained_text(tokenizer, row) == f"{text}<|im_end|>"
+        assert all(
+            label in (IGNORE, token)
+            for label, token in zip(expected[f"{side}_labels"], expected[f"{side}_input_ids"][1:], strict=False)
+        )
+    assert hh_rlhf_helpful_dataset(tokenizer, data_files=path)[1] == expected
+    assert stack_exchange_paired_dataset(tokenizer, data_files=path)[0] == expected
+    long = {"chosen": openai("a " * 300, "b")["messages"], "rejected": openai("a", "b")["messages"]}
+    message = refused(preference_dataset, tokenizer, source=write(tmp_path / "b.jsonl", [pair, long]))
+    assert "row 1: no label is left in the chosen answer" in message
+
+
+def test_several_datasets_in_a_row(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [openai("a", "b"), openai("c", "d")])
+    one = {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": path,
+        "conversation_column": "messages",
+        "conversation_style": "openai",
+    }
+    both = instantiate_dataset([one, one], tokenizer)
+    assert isinstance(both, ConcatDataset)
+    assert [both[i] for i in range(4)] == [both[i] for i in (0, 1, 0, 1)]
+    assert both[-1] == both[1]
+    assert len(instantiate_dataset(one, tokenizer)) == 2
+    with pytest.raises(DataError, match="cannot be mixed"):
+        instantiate_dataset([one, {**one, "packed": True}], tokenizer)
+    packs = instantiate_dataset([{**one, "packed": True}] * 2, tokenizer)
+    assert isinstance(packs[0], list)
+
+
+def test_collation_by_name(tokenizer: Any) -> None:
+    assert instantiate_collate("torchtune.data.collate_documents", tokenizer) is collate_documents
+    pad = instantiate_collate("torchtune.data.padded_collate_sft", tokenizer)
+    rows = [{"tokens": [5, 6], "labels": [6, IGNORE]}, {"tokens": [5], "labels": [IGNORE]}]
+    assert pad(rows)["tokens"].tolist() == [[5, 6], [5, tokenizer.pad_id]]
+    with pytest.raises(DataError, match="left_pad_sequence"):
+        instantiate_collate("torchtune.data.left_pad_sequence", tokenizer)
+
+
+def test_transforms_that_give_more_than_tokens(tmp_path: Path) -> None:
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"tokens": [1, 2, 3], "mask": [True, False, False], "encoder_input": {"images": [0.5]}}
+
+    path = write(tmp_path / "a.jsonl", [openai("a", "b")] * 2)
+    dataset = SFTDataset(source=path, message_transform=None, model_transform=transform, split="train")
+    assert dataset[1]["encoder_input"] == {"images": [0.5]}
+    assert dataset[1]["labels"] == [2, 3, IGNORE]
+    assert dataset.lengths.tolist() == [3, 3]
+
+
+def test_packed_chat(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [openai("red " * (i % 7 + 1), "blue " * (i % 5 + 1)) for i in range(40)]
+    path = write(tmp_path / "a.jsonl", rows)
+    packed = chat(tokenizer, path, packed=True)
+    assert isinstance(packed, PackedDataset)
+    assert packed.fingerprint == chat(tokenizer, path).fingerprint
+    batch = collate_documents([packed[0], packed[1]])
+    assert batch["tokens"].shape[1] == packed.lengths[:2].sum() <= 256

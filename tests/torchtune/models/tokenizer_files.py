@@ -1,0 +1,56 @@
+"""Small tokenizer files in the formats of released checkpoints."""
+
+import base64
+import json
+from pathlib import Path
+
+TEXT = [
+    "red green blue one two three cat dog bird sees likes finds the and not why where big small",
+    "system user assistant ipython tool You are a helpful assistant. What is the colour of the sky?",
+    "[INST] <<SYS>> <</SYS>> [/INST] Answer: blue, or grey. Grüße naïve 你好 Привет",
+] * 20
+
+
+def write_bpe(folder: Path) -> tuple[str, str]:
+    """Write ``vocab.json`` and ``merges.txt`` of a byte-level BPE; return their paths."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(TEXT, vocab_size=400, show_progress=False)
+    tokenizer.save_model(str(folder))
+    return str(folder / "vocab.json"), str(folder / "merges.txt")
+
+
+def write_ranks(path: Path) -> str:
+    """Write the ranks of a byte-pair encoding, as ``tiktoken`` files have them."""
+    vocab = json.loads(Path(write_bpe(path.parent)[0]).read_text())
+    from torchtune.modules.transforms.tokenizers._byte_level_bpe import bytes_to_unicode
+
+    to_byte = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokens = [bytes(to_byte[c] for c in token) for token in sorted(vocab, key=vocab.get)]
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    return str(path)
+
+
+def write_sentencepiece(path: Path) -> str:
+    """Train a small SentencePiece model, with ids of its special tokens like Llama 2's."""
+    import sentencepiece
+
+    corpus = path.with_suffix(".txt")
+    corpus.write_text("\n".join(TEXT))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(path.with_suffix("")),
+        vocab_size=420,
+        model_type="bpe",
+        byte_fallback=True,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return str(path)
