@@ -109,18 +109,23 @@ def per_document_attention(
     return out.view(q.shape)
 
 
-def attention_backend(device: torch.device, dtype: torch.dtype, documents: bool, dropout_p: float = 0.0) -> str:
-    """Name of the kernel that :func:`attention` uses for tensors of this kind, for the log."""
+def attention_backend(device: torch.device, dtype: torch.dtype, *, documents: bool, mask: bool = False) -> str:
+    """Name of the kernel that :func:`attention` uses for tensors of this kind, without dropout."""
+    if mask:
+        return "torch's scaled_dot_product_attention with a mask"
+    if device.type == "cpu":
+        return f"{'documents' if documents else 'rows'} one by one, in blocks or by torch's fused kernel after length"
     if not documents:
-        return "torch scaled_dot_product_attention, causal"
-    if device.type == "cuda" and dtype in _FLASH_DTYPES and dropout_p == 0.0 and _VARLEN is not None:
-        return "torch varlen_attn (flash attention over documents)"
-    return "torch scaled_dot_product_attention, document by document"
+        return "torch's scaled_dot_product_attention, causal"
+    if device.type == "cuda" and dtype in _FLASH_DTYPES and _VARLEN is not None:
+        return "torch's varlen_attn (flash attention over documents)"
+    return "torch's scaled_dot_product_attention, documents one by one"
 
 
-def log_attention_backend(device: torch.device, dtype: torch.dtype, documents: bool) -> None:
+def log_attention_backend(device: torch.device, dtype: torch.dtype, *, documents: bool, mask: bool = False) -> None:
     """Say once which kernel attention uses."""
-    log_once(get_logger(), f"Attention on {device.type} in {dtype}: {attention_backend(device, dtype, documents)}.")
+    name = attention_backend(device, dtype, documents=documents, mask=mask)
+    log_once(get_logger(), f"Attention on {device.type} in {dtype}: {name}.")
 
 
 def _use_varlen(q: Tensor, dropout_p: float) -> bool:

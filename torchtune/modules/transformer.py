@@ -225,7 +225,7 @@ class TransformerDecoder(nn.Module):
         if input_pos is None:
             input_pos = self._positions(h, documents)
         if not torch.compiler.is_compiling():
-            log_attention_backend(h.device, h.dtype, documents is not None)
+            log_attention_backend(h.device, h.dtype, documents=documents is not None, mask=mask is not None)
         tables = self._rope_tables(input_pos)
         boundaries = None if documents is None else Boundaries.of(documents)
         hidden = []

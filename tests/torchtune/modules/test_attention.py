@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtune.data import Documents
 from torchtune.modules import MultiHeadAttention, RMSNorm, attention, create_block_causal_mask
-from torchtune.modules.attention_utils import packed_block_causal_mask
+from torchtune.modules.attention_utils import attention_backend, packed_block_causal_mask
 
 # The last one has lengths for both ways in which the CPU computes, and runs of equal length.
 _LENGTHS = [(7,), (3, 4), (2, 2, 2, 1, 5, 5), (1, 1, 9, 1), (130, 70, 200, 200)]
@@ -111,6 +111,18 @@ def test_document_operator_is_sound() -> None:
     q, k, v = (t.flatten(0, 1).detach().requires_grad_() for t in _qkv(9))
     cu_seqlens = Documents.from_lengths((4, 5)).cu_seqlens
     torch.library.opcheck(_forward, (q, k, v, cu_seqlens), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_choice_of_kernel_is_told_apart() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    names = {
+        attention_backend(cpu, torch.float32, documents=True),
+        attention_backend(cpu, torch.float32, documents=False),
+        attention_backend(cpu, torch.float32, documents=False, mask=True),
+        attention_backend(cuda, torch.float32, documents=True),
+        attention_backend(cuda, torch.float32, documents=False),
+    }
+    assert len(names) == 5
 
 
 def test_block_masks() -> None:
