@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchtune.training._stochastic_rounding import RandomBits, chunk_size, round_stochastically_
+from torchtune.training._stochastic_rounding import (
+    RandomBits,
+    chunk_size,
+    round_stochastically_,
+    spread_within_rounding_,
+)
 from torchtune.utils import UserError, get_logger
 
 # Their update of an element depends on that element and on scalars alone, so a parameter may be cut into pieces.
@@ -426,20 +431,30 @@ class MasterWeightsOptimizer(LowPrecisionOptimizer):
     """Keeps weights and states in float32 beside the 16-bit weights of the model: 12 more bytes a parameter with Adam
     than its 2 bytes of weight, but every update counts in full.
 
+    A bfloat16 weight says no more than that the weight lies between two bounds. The float32 weight starts at a random
+    place between them, not in the middle: from the middle, no rounded weight would change until its updates add up
+    to half a spacing, and the model would stand still for the first tens of steps of a small learning rate.
+
     Args:
         optimizer: a fresh optimizer.
         names: name of every parameter.
+        seed: of those places.
     """
 
     precision = "fp32_master"
 
-    def __init__(self, optimizer: Optimizer, names: dict[torch.nn.Parameter, str]) -> None:
+    def __init__(self, optimizer: Optimizer, names: dict[torch.nn.Parameter, str], seed: int) -> None:
         self._masters: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._seed = seed
         super().__init__(optimizer, names)
 
     def _make_master(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.dtype in _HALF:
-            self._masters[parameter] = parameter.detach().float().contiguous()
+        if parameter.dtype not in _HALF:
+            return
+        master = parameter.detach().float().contiguous()
+        if parameter.dtype == torch.bfloat16:
+            spread_within_rounding_(master, RandomBits(self._seed, zlib.crc32(self._names[parameter].encode()), 0))
+        self._masters[parameter] = master
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the new parameters get float32 weights too."""

@@ -38,7 +38,7 @@ def prepare_optimizer(
         optimizer: fresh, over parameters of ``model``; not to be used by itself afterwards.
         model: names the parameters; the state dict of the result is keyed by them.
         precision: see above.
-        seed: of the rounding; torch's own seed (``set_seed``) by default.
+        seed: of what is random in it; torch's own seed (``set_seed``) by default.
 
     Raises:
         UserError: the precision is unknown, or the optimizer or the type of the weights cannot be had with it.
@@ -66,11 +66,12 @@ def prepare_optimizer(
     unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
     if unknown:
         raise ValueError(f"{name} has parameters that the model lacks, of shapes {unknown[:3]}.")
+    seed = torch.initial_seed() if seed is None else seed
     if precision == "fp32_master":
-        return MasterWeightsOptimizer(optimizer, names)
+        return MasterWeightsOptimizer(optimizer, names, seed)
     if torch.float16 in dtypes:
         raise UserError("optimizer_precision: stochastic_rounding is for bf16 weights: use fp32_master with fp16.")
-    return StochasticRoundingOptimizer(optimizer, names, torch.initial_seed() if seed is None else seed)
+    return StochasticRoundingOptimizer(optimizer, names, seed)
 
 
 def setup_optimizer(

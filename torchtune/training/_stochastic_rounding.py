@@ -80,3 +80,21 @@ def round_stochastically_(values: torch.Tensor, bits: RandomBits) -> torch.Tenso
             noise.masked_fill_(piece.isnan(), 0)
         piece.view(torch.int32).add_(noise).bitwise_and_(_UPPER_HALF)
     return values
+
+
+def spread_within_rounding_(values: torch.Tensor, bits: RandomBits) -> torch.Tensor:
+    """Move each of ``values``, numbers that bfloat16 represents, to a random place that rounds to it again.
+
+    Args:
+        values: float32, contiguous; zeros and what is not finite stay.
+        bits: source of randomness.
+
+    Returns:
+        ``values``.
+    """
+    for piece in values.view(-1).split(chunk_size(values.device)):
+        noise = bits.next(piece.numel(), piece.device)
+        noise.clamp_(min=1).sub_(2**15)  # from 1 - 2**15 to 2**15 - 1: never as far as a tie
+        noise.masked_fill_((piece == 0) | ~piece.isfinite(), 0)
+        piece.view(torch.int32).add_(noise)
+    return values

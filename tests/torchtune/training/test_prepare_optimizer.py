@@ -40,13 +40,20 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
 
 
+@torch.no_grad()
+def start_at_masters(reference: nn.Module, half: nn.Module, optimizer: MasterWeightsOptimizer) -> None:
+    for mine, theirs in zip(reference.parameters(), half.parameters(), strict=True):
+        mine.copy_(optimizer._masters[theirs])
+
+
 @pytest.mark.parametrize("name", EVERY_OPTIMIZER)
 def test_master_weights_take_the_steps_of_float32(name):
     cls = getattr(torch.optim, name)
     reference, half = make_model(torch.float32, bias=name != "Muon"), make_model(torch.bfloat16, bias=name != "Muon")
-    plain = cls(reference.parameters(), lr=1e-3)
     ours = prepare_optimizer(cls(half.parameters(), lr=1e-3), half, "fp32_master")
     assert isinstance(ours, MasterWeightsOptimizer)
+    start_at_masters(reference, half, ours)
+    plain = cls(reference.parameters(), lr=1e-3)
     take_steps(reference, plain, range(6))
     take_steps(half, ours, range(6))
     masters = torch.cat([ours._masters[p].double().flatten() for p in half.parameters()])
@@ -92,8 +99,21 @@ def test_small_updates_are_lost_in_bfloat16_and_kept_by_us():
 
     assert drift("param_dtype") == 0.0
     assert drift("stochastic_rounding") == pytest.approx(50 * 2e-5, rel=0.15)
-    # 0.001 is below half the spacing of bfloat16 under 1: the master moved, its rounding has not
-    assert drift("fp32_master") == 0.0
+    assert drift("fp32_master") == pytest.approx(50 * 2e-5, rel=0.15)
+
+
+def test_master_weights_start_where_they_round_to_the_weights_and_nowhere_in_particular():
+    model = nn.Linear(300, 300, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.view(-1)[:4] = torch.tensor([0.0, -0.0, 1.0, float("inf")])
+    before = model.weight.detach().clone()
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, "fp32_master", seed=0)
+    (master,) = optimizer._masters.values()
+    assert torch.equal(master.bfloat16(), before)
+    low = master.view(torch.int32).bitwise_and(0xFFFF).view(-1)[4:].double()
+    assert low.mean().item() == pytest.approx(2**15, rel=0.02)
+    assert low.std().item() == pytest.approx(2**16 / 12**0.5, rel=0.02)
+    assert (master.double() - before.double()).view(-1)[4:].mean().abs() < 1e-6
 
 
 def test_second_moment_with_a_long_memory_does_not_stall():
@@ -115,8 +135,9 @@ def test_second_moment_with_a_long_memory_does_not_stall():
 @pytest.mark.parametrize("fused", [None, False, True])
 def test_fused_and_plain_kernels_agree(fused):
     reference, half = make_model(torch.float32), make_model(torch.bfloat16)
-    take_steps(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=False), range(4))
     optimizer = prepare_optimizer(torch.optim.AdamW(half.parameters(), lr=1e-3, fused=fused), half, "fp32_master")
+    start_at_masters(reference, half, optimizer)
+    take_steps(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=False), range(4))
     take_steps(half, optimizer, range(4))
     assert optimizer.param_groups[0]["fused"] is fused
     masters = torch.cat([optimizer._masters[p].double().flatten() for p in half.parameters()])
@@ -130,6 +151,7 @@ def test_pieces_of_a_large_parameter_do_what_the_whole_does(name, precision, mon
     from torchtune.training import _low_precision_optimizer
 
     def run() -> torch.Tensor:
+        torch.manual_seed(0)
         model = make_model(torch.bfloat16)
         kwargs = {"momentum": 0.9} if name == "SGD" else {}
         optimizer = prepare_optimizer(

@@ -1,0 +1,157 @@
+import pytest
+import torch
+from torch import nn
+
+from torchtune import training
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.training.activations import ActivationCheckpointingError
+from torchtune.training.memory import CheckpointedForward
+from torchtune.utils import UserError
+
+CPU = torch.device("cpu")
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return llama3_2(
+        vocab_size=64, num_layers=4, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=64, intermediate_dim=64
+    )
+
+
+def loss_and_gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    loss = model(torch.randint(0, 64, (2, 16))).square().mean()
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def saved_bytes(model: nn.Module) -> int:
+    total = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randint(0, 64, (2, 16)))
+    return total
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda model: training.set_activation_checkpointing(model, {TransformerSelfAttentionLayer}),
+        lambda model: training.set_activation_checkpointing(
+            model, lambda module, recurse, numel: isinstance(module, nn.Linear) or numel == 0
+        ),
+        lambda model: training.apply_selective_activation_checkpointing(model, "full", None),
+        lambda model: training.apply_selective_activation_checkpointing(model, "selective", 2),
+        lambda model: training.apply_selective_activation_checkpointing(model, "selective", "2"),
+        lambda model: training.apply_selective_activation_checkpointing(model, "selective", "op"),
+        lambda model: training.apply_selective_activation_checkpointing(model, "none", None),
+    ],
+)
+def test_checkpointing_changes_neither_loss_gradients_nor_names(apply):
+    plain, checkpointed = make_model(), make_model()
+    apply(checkpointed)
+    assert list(plain.state_dict()) == list(checkpointed.state_dict())
+    loss, gradients = loss_and_gradients(plain)
+    other_loss, other_gradients = loss_and_gradients(checkpointed)
+    assert torch.equal(loss, other_loss)
+    assert gradients.keys() == other_gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, other_gradients[name]), name
+
+
+def test_checkpointing_keeps_less():
+    plain, full, second = make_model(), make_model(), make_model()
+    training.set_activation_checkpointing(full, {TransformerSelfAttentionLayer})
+    training.set_activation_checkpointing(full, {TransformerSelfAttentionLayer})  # twice is once
+    training.apply_selective_activation_checkpointing(second, "selective", 2)
+    assert not isinstance(full.layers[0].forward.forward, CheckpointedForward)
+    assert [isinstance(layer.forward, CheckpointedForward) for layer in second.layers] == [False, True, False, True]
+    assert saved_bytes(full) < 0.4 * saved_bytes(plain)
+    assert saved_bytes(full) < saved_bytes(second) < saved_bytes(plain)
+
+
+def test_dropout_is_drawn_alike_in_the_recomputation():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+    training.set_activation_checkpointing(model, {nn.Dropout})
+    x = torch.ones(8, 64, requires_grad=True)
+    hidden = model[1](model[0](x))
+    mask = hidden.detach() != 0
+    hidden.sum().backward()
+    assert torch.allclose(model[0].bias.grad, 2 * mask.sum(0).float())
+
+
+def test_what_cannot_be_checkpointed():
+    with pytest.raises(ValueError, match="No module of TransformerDecoder matches"):
+        training.set_activation_checkpointing(make_model(), {nn.Conv1d})
+    for mode, option in (("selective", "layer"), ("partly", None), ("selective", 0)):
+        with pytest.raises(ActivationCheckpointingError, match="ac_option"):
+            training.apply_selective_activation_checkpointing(make_model(), mode, option)
+
+
+def test_resident_memory_of_the_process_and_its_reset(caplog):
+    training.get_memory_stats(CPU)
+    block = torch.ones(64 * 2**20 // 4)
+    with_block = training.get_memory_stats(CPU)["peak_memory_resident"]
+    del block
+    training.reset_memory_stats(CPU)
+    after = training.get_memory_stats(CPU)["peak_memory_resident"]
+    assert with_block - after > 0.05
+    training.cleanup_before_training()
+    with caplog.at_level("INFO", logger="torchtune"):
+        training.log_memory_stats({"peak_memory_resident": 1.5}, message="Now:")
+    assert caplog.messages == ["Now:\n\tpeak memory resident: 1.50 GiB"]
+
+
+def test_no_statistics_on_meta():
+    with pytest.raises(ValueError, match="no memory statistics for device type 'meta'"):
+        training.get_memory_stats(torch.device("meta"))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without an accelerator")
+def test_offloading_needs_an_accelerator():
+    with pytest.raises(UserError, match="enable_activation_offloading: there is no accelerator"):
+        training.get_act_offloading_ctx_manager(make_model(), True)
+
+
+def test_no_offloading_is_a_block_that_can_be_entered_again():
+    manager = training.get_act_offloading_ctx_manager(make_model(), False)
+    for _ in range(2):
+        with manager:
+            pass
+
+
+def test_inside_the_no_op_manager_nothing_is_packed():
+    x = torch.ones(3, requires_grad=True)
+
+    def refuse(_):
+        raise AssertionError
+
+    with torch.autograd.graph.saved_tensors_hooks(refuse, refuse), training.NoOpManager():
+        y = x.exp()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("use_streams", [True, False])
+def test_offloading_changes_nothing_but_memory(use_streams):
+    model = make_model().cuda()
+    results = []
+    for enable in (False, True):
+        manager = training.get_act_offloading_ctx_manager(model, enable, use_streams=use_streams)
+        for _ in range(2):
+            model.zero_grad()
+            torch.manual_seed(0)
+            with manager:
+                loss = model(torch.randint(0, 64, (2, 64)).cuda()).square().mean()
+            loss.backward()
+        results.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
