@@ -141,10 +141,12 @@ def load_rows(
     names = _files(kwargs["data_files"]) if where in LOADERS.values() else []
     shown = ", ".join(names) or source
     split = kwargs.get("split")
+    if kwargs.get("streaming"):
+        raise DataError("streaming=True is not possible: data are tokenized before training; leave it out.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
-            rows = datasets.load_dataset(where, **kwargs)
+            rows = _saved_rows(where, split) if _is_saved(where) else datasets.load_dataset(where, **kwargs)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"There is no dataset '{source}' on the hub (or it is gated), and no such folder or file here: correct "
@@ -172,6 +174,22 @@ def load_rows(
     if hasattr(rows, "__len__") and len(rows) == 0:
         part = "filter_fn leaves no rows" if filter_fn is not None else "There are no rows"
         raise DataError(f"{part} in {shown}{'' if split is None else f' (split {split})'}.")
+    return rows
+
+
+def _is_saved(source: str) -> bool:
+    """Whether ``source`` is a folder that ``save_to_disk`` of the datasets package wrote."""
+    return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _saved_rows(folder: str, split: str | None) -> Any:
+    import datasets
+
+    rows = datasets.load_from_disk(folder)
+    if isinstance(rows, dict) and split is not None:
+        if split not in rows:
+            raise DataError(f"{folder} has the splits {', '.join(rows)}, not '{split}'.")
+        return rows[split]
     return rows
 
 

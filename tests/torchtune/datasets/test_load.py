@@ -56,6 +56,17 @@ def test_splits_and_filters(tmp_path: Path) -> None:
     assert len(load_rows(path, split="train", filter_fn=lambda row: row["input"] != "red 3")) == 5
 
 
+def test_a_saved_dataset(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(str(tmp_path / "two"))
+    assert list(load_rows(str(tmp_path / "one"), split="train")) == ROWS
+    assert list(load_rows(str(tmp_path / "two"), split="test")) == ROWS[:1]
+    assert "has the splits train, test, not 'valid'" in refused(tmp_path, source=str(tmp_path / "two"), split="valid")
+
+
 def test_files_of_a_hub_dataset_stay_its_files() -> None:
     assert resolve_source("someone/data", {"data_files": "part/one.jsonl"}) == (
         "someone/data",
@@ -104,7 +115,9 @@ def test_no_rows_left(tmp_path: Path) -> None:
 
 
 def test_without_a_split(tmp_path: Path) -> None:
-    assert "has the splits train" in refused(tmp_path, source=str(write(tmp_path / "mine.jsonl")), split=None)
+    path = str(write(tmp_path / "mine.jsonl"))
+    assert "has the splits train" in refused(tmp_path, source=path, split=None)
+    assert "streaming=True is not possible" in refused(tmp_path, source=path, streaming=True)
 
 
 def test_the_hub_cannot_be_reached(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Ids of ``transformers`` and hand-made masks, for every template and conversation."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,22 @@ def test_ids_and_mask(case: Case, turns: Turns, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize("name", ["three exchanges", "same texts", "code"])
 def test_ids_and_mask_with_metaspace(case: Case, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     check(case, CONVERSATIONS[name], tmp_path_factory.getbasetemp(), metaspace=True)
+
+
+PARTS = [
+    "a", "b ", " c", "\n", "\n\n", "assistant", "user", "<think>", "</think>", "<", "|", "[/INST]", "im_end", "🙂",
+    "é", "red", "Standin0Text", " ", "\t", "{{x}}", "<|im", "s>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ids_and_mask_of_confusing_texts(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        case = rng.choice(CASES)
+        texts = ["".join(rng.choices(PARTS, k=rng.randint(0, 5))) for _ in range(rng.choice((2, 4, 6)))]
+        system = [{"role": "system", "content": rng.choice(PARTS)}] if case.system and rng.random() < 0.3 else []
+        check(case, [*system, *exchange(*texts)], tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
