@@ -1,0 +1,73 @@
+"""Write recipes/configs from one template per recipe and one table of models (`make configs`).
+
+``--check`` writes nothing and fails if a file differs from what would be written.
+"""
+
+import argparse
+import string
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SOURCES = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
+
+
+class Template(string.Template):
+    """``@name`` is filled in; ``$`` belongs to YAML's own references."""
+
+    delimiter = "@"
+
+
+def render(recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: dict[str, str], **values: Any) -> str:
+    """The text of one config."""
+    family = model.split("/")[0]
+    folder = f"/tmp/{row['repo'].rpartition('/')[2]}"
+    # a name is followed by more letters in "@family_tokenizer"
+    tokenizer = tokenizers[row["tokenizer"]].replace("@family_tokenizer", f"{family}_tokenizer")
+    common = {"title": row["title"], "repo": row["repo"], "dir": folder, "family": family, "builder": row["builder"]}
+    filled = textwrap.indent(Template(tokenizer).substitute(common).rstrip(), "  ")
+    template = (SOURCES / f"{recipe}.yaml").read_text()
+    return Template(template).substitute(common, name=name, tokenizer=filled, **values)
+
+
+def configs() -> Iterator[tuple[str, str]]:
+    """(name, text) of every config."""
+    table = yaml.load((SOURCES / "models.yaml").read_text(), Loader=yaml.BaseLoader)
+    for model, row in table["models"].items():
+        for recipe, defaults in table["recipes"].items():
+            for changes in row.get(recipe, []):
+                values = {**defaults, **changes}
+                name = f"{model}_{values.pop('suffix')}"
+                yield name, render(recipe, name, model, row, table["tokenizers"], **values)
+    for name, entry in table["single"].items():
+        model = entry["model"]
+        yield name, render(entry["recipe"], name, model, table["models"][model], table["tokenizers"])
+
+
+def main() -> int:
+    """Write or check; returns the number of files that differ."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a file is not current")
+    check = parser.parse_args().check
+    wanted = {CONFIGS / f"{name}.yaml": text for name, text in configs()}
+    differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    surplus = [path for path in CONFIGS.rglob("*.yaml") if path not in wanted]
+    for path in differing + surplus:
+        print(f"{'not current' if check else 'written' if path in wanted else 'removed'}: {path.relative_to(CONFIGS)}")
+        if check:
+            continue
+        if path in wanted:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path])
+        else:
+            path.unlink()
+    return len(differing + surplus) if check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
