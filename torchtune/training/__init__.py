@@ -15,15 +15,13 @@ _CHECKPOINTING = (
     "STEPS_KEY",
     "TOTAL_EPOCHS_KEY",
     "VAL_DATALOADER_KEY",
+    "CheckpointError",
     "Checkpointer",
-    "DistributedCheckpointer",
     "FormattedCheckpointFiles",
     "FullModelHFCheckpointer",
     "FullModelMetaCheckpointer",
     "FullModelTorchTuneCheckpointer",
-    "GGUFCheckpointer",
     "ModelType",
-    "update_state_dict_for_classifier",
 )
 
 __getattr__, __dir__, __all__ = attach(

@@ -33,11 +33,14 @@ def _compile_module(module: torch.nn.Module, backend: str) -> None:
 
     A checkpointed one is compiled inside the checkpoint, which then recomputes by running the compiled code again: a
     graph that breaks inside a checkpoint would not be compiled at all. Selective checkpointing decides operation by
-    operation, so that one is left to the compiler as a whole.
+    operation, so that one is left to the compiler as a whole. ``Module.compile`` does nothing for torch's own
+    modules: of these the function is compiled.
     """
     forward = module.forward
     if isinstance(forward, CheckpointedForward) and "context_fn" not in forward.kwargs:
         forward.forward = torch.compile(forward.forward, backend=backend)
+    elif type(module).__module__.startswith("torch.nn."):
+        module.forward = torch.compile(forward, backend=backend)
     else:
         module.compile(backend=backend)
 
@@ -86,7 +89,7 @@ def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module
     if hasattr(loss, "apply_compile_strategy"):
         loss.apply_compile_strategy(backend=backend)
     else:
-        loss.compile(backend=backend)
+        _compile_module(loss, backend)
     if verbose:
         get_logger().info(f"Compiling {type(loss).__name__} with {backend}.")
     return loss

@@ -154,6 +154,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         before = {p: dict(self.state[p]) if p in self.state else {} for p in updated}
         for device in {p.device: None for p in parameters if p.dtype in _HALF}:
             halves = [p for p in parameters if p.dtype in _HALF and p.device == device]
+            self._make_room([p for p in halves if not before[p]], settings)
             # A parameter, its gradient and two states of a chunk at a time
             scratch = _Scratch(device, 4 * min(chunk_size(device), sum(p.numel() for p in halves)))
             for batch in self._batches(halves, chunk_size(device)):
@@ -162,6 +163,20 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             self.state[parameter].update(scalars)
         own = {"params", "fused"}
         group.update({key: value for key, value in result.items() if key not in own})
+
+    def _make_room(self, fresh: list[torch.nn.Parameter], settings: dict[str, Any]) -> None:
+        """Allocate the states of parameters that step for the first time before the temporaries of that step.
+
+        Lasting tensors among these would leave holes. Which states there will be, a step on a single number tells.
+        """
+        if not fresh or not self._elementwise:
+            return
+        probe, state = torch.zeros(1, device=fresh[0].device), {}
+        self._run(dict(settings), [probe], [torch.zeros_like(probe)], [state])
+        keys = [key for key, value in state.items() if self._per_element(probe, value)]
+        for parameter in fresh:
+            for key in keys:
+                self.state[parameter][key] = torch.empty_like(parameter, dtype=self._storage_dtype(parameter))
 
     def _is_fused(self, group: dict[str, Any]) -> bool:
         """Whether torch's fused kernel takes the step: where it can, unless the user said otherwise."""
@@ -175,14 +190,9 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         room = limit
         for parameter in parameters:
             cut = self._elementwise and parameter.is_contiguous() and parameter.numel() > limit
-            pieces = (
-                [
-                    _Piece(parameter, start, min(start + limit, parameter.numel()))
-                    for start in range(0, parameter.numel(), limit)
-                ]
-                if cut
-                else [_Piece(parameter)]
-            )
+            starts = range(0, parameter.numel(), limit)
+            cuts = [_Piece(parameter, start, min(start + limit, parameter.numel())) for start in starts]
+            pieces = cuts if cut else [_Piece(parameter)]
             for piece in pieces:
                 if piece.numel > room and batch:
                     yield batch

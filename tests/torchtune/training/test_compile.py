@@ -1,0 +1,95 @@
+import pytest
+import torch
+from torch import nn
+
+from torchtune import training
+from torchtune.data import Documents
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.utils import UserError
+
+pytestmark = [
+    # inductor imports a part of torch that is written with torch.jit
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return llama3_2(
+        vocab_size=64, num_layers=3, num_heads=4, num_kv_heads=2, embed_dim=32, max_seq_len=128, intermediate_dim=64
+    )
+
+
+def batch(lengths: tuple[int, ...]) -> dict:
+    documents = Documents.from_lengths(lengths)
+    torch.manual_seed(sum(lengths))
+    tokens = torch.randint(0, 64, (1, documents.num_tokens))
+    return {"tokens": tokens, "documents": documents, "input_pos": documents.positions()[None]}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_share_two_compilations_whatever_the_lengths(checkpointing, monkeypatch):
+    """``aot_eager`` goes through the whole front end and skips code generation, which is slow."""
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    plain, compiled = make_model(), make_model()
+    if checkpointing:
+        training.set_activation_checkpointing(compiled, {TransformerSelfAttentionLayer})
+    training.compile_model(compiled)
+    assert list(plain.state_dict()) == list(compiled.state_dict())
+    for lengths in ((7, 9), (5, 20, 3), (30,), (4, 4, 4, 4), (1, 50)):
+        for model in (plain, compiled):
+            model.zero_grad()
+        losses = [model(**batch(lengths)).square().mean() for model in (plain, compiled)]
+        for loss in losses:
+            loss.backward()
+        assert torch.allclose(*losses, atol=1e-6)
+        for mine, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
+    stats = torch._dynamo.utils.counters["stats"]
+    assert stats["unique_graphs"] == 2  # the first length, then any length
+    assert stats["calls_captured"] > 60
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_model_without_layers_and_a_loss(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    model, loss = nn.Linear(3, 3), nn.MSELoss()
+    training.compile_model(model, verbose=False)
+    assert training.compile_loss(loss, verbose=False) is loss
+    x = torch.ones(2, 3)
+    assert loss(model(x), x).item() == pytest.approx(
+        (nn.functional.linear(x, model.weight, model.bias) - x).square().mean().item()
+    )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_loss_that_knows_what_to_compile(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
+
+    class Loss(nn.Module):
+        def apply_compile_strategy(self, **kwargs):
+            self.compiled_with = kwargs
+
+    assert training.compile_loss(Loss()).compiled_with == {"backend": "eager"}
+
+
+def test_no_compiler(monkeypatch):
+    from torch._inductor import config as inductor_config
+
+    monkeypatch.delenv("TORCH_COMPILE_BACKEND", raising=False)
+    monkeypatch.setattr(inductor_config.cpp, "cxx", ("no-such-compiler",))
+    import torch._inductor.cpp_builder as builder
+
+    builder.get_cpp_compiler.cache_clear() if hasattr(builder.get_cpp_compiler, "cache_clear") else None
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler and finds none: install g\+\+"):
+        training.compile_model(make_model())
