@@ -74,7 +74,7 @@ def split(tokens: list[str]) -> Command:
     for token in rest:
         if token.startswith("-"):
             raise UserError(
-                f"{token}: unknown option: options of torchrun stand before the recipe, settings are given as key=value."
+                f"{token}: unknown option: torchrun's options stand before the recipe, settings are key=value."
             )
         if not _is_override(token):
             raise UserError(f"{token}: settings are given as key=value, or ~key to remove one.")
@@ -140,9 +140,9 @@ class Run(Subcommand):
             self._run_here(recipe, config, command.overrides)
 
     def _print_settings(self, recipe: RecipeTarget) -> None:
-        from torchtune.config import describe_settings
+        from torchtune.config import describe_settings, settings_of
 
-        print(describe_settings(recipe.load_main()))
+        print(describe_settings(settings_of(recipe.load_main())), end="")
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
         from torchtune.config import load_and_check

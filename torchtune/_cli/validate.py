@@ -34,10 +34,12 @@ class Validate(Subcommand):
         self._parser.add_argument("overrides", nargs="*", help="settings to check instead of the config's: key=value")
 
     def _validate_cmd(self, args: argparse.Namespace) -> None:
+        from omegaconf import DictConfig
+
         from torchtune.config import load_and_check
 
         config = resolve_config(args.config)
         # A config that names no recipe gets the component checks alone.
-        main = None if recipe_of(config) is None else recipe_named_by(config).load_main()
-        load_and_check(config, args.overrides, main)
+        recipe = DictConfig if recipe_of(config) is None else recipe_named_by(config).load_main()
+        load_and_check(config, args.overrides, recipe)
         print("Config is well-formed!")

@@ -1,0 +1,47 @@
+# Every verb is a line of ordinary commands: `make -n VERB` shows it.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+# Threads that spin while they wait slow down everything else on a shared machine.
+ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+
+.PHONY: help quickstart test lint format docs bench configs sync clean
+
+help:  ## Show the verbs
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(BIN)/.quickstart  ## Fine-tune SmolLM2-135M on a small task, about ten minutes on two cores
+	$(BIN)/python examples/quickstart/run.py
+
+test: $(BIN)/.test  ## Lint, import contracts, docs and all tests
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(ENVIRONMENT) $(BIN)/pytest -n 2 --durations=10
+
+lint: $(BIN)/.test  ## Lint and import contracts
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+
+format: $(BIN)/.test  ## Format, and mend what the linter can mend
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+docs: $(BIN)/.test  ## Build the documentation into docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+
+bench: $(BIN)/.bench  ## Compare speed and memory with TRL on this machine
+	$(BIN)/python benchmarks/compare_trl.py
+
+configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table of models
+	$(BIN)/python tools/make_configs.py
+
+sync: $(BIN)/.test  ## Copy the twin methods of the first training recipe into the others
+	$(BIN)/python tools/sync_recipes.py
+
+clean:  ## Remove what the other verbs made
+	rm -rf .venv build dist docs/_build quickstart *.egg-info
+
+$(BIN)/.quickstart: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv && $(INSTALL) '.[gguf,report]' && touch $@
+
+$(BIN)/.test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv && $(INSTALL) '.[test]' && touch $@
+
+$(BIN)/.bench: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv && $(INSTALL) '.[bench]' && touch $@
