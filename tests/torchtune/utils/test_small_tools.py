@@ -1,0 +1,126 @@
+"""Devices, optional packages, versions, logging and deprecation."""
+
+import logging
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtune.data import Documents
+from torchtune.utils import (
+    DeviceSupport,
+    UserError,
+    batch_to_device,
+    deprecate_parameter,
+    deprecated,
+    get_device,
+    get_logger,
+    get_world_size_and_rank,
+    log_once,
+    log_rank_zero,
+    require,
+    torch_version_ge,
+)
+
+
+def test_get_device() -> None:
+    assert get_device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match="'gpu' is not a device name: use one of cpu, cuda"):
+        get_device("gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
+def test_a_missing_device_is_explained() -> None:
+    with pytest.raises(UserError, match=r"'cuda' was asked for, but torch .* finds no cuda device here: set device="):
+        get_device("cuda")
+
+
+def test_device_support() -> None:
+    assert DeviceSupport.from_type("cuda").communication_backend == "nccl"
+    with pytest.raises(ValueError, match="Unknown device type 'tpu'"):
+        DeviceSupport.from_type("tpu")
+
+
+def test_without_processes_the_world_is_one() -> None:
+    assert get_world_size_and_rank() == (1, 0)
+
+
+def test_batch_to_device_moves_what_can_be_moved() -> None:
+    documents = Documents.from_lengths([2, 1])
+    batch = {"tokens": torch.zeros(3), "nested": {"x": torch.zeros(1)}, "documents": documents, "name": "kept"}
+    batch_to_device(batch, torch.device("meta"))
+    assert batch["tokens"].is_meta
+    assert batch["nested"]["x"].is_meta
+    assert batch["documents"].cu_seqlens.is_meta
+    assert batch["name"] == "kept"
+
+
+def test_require_names_the_extra() -> None:
+    assert require("json", extra="x", purpose="It") is sys.modules["json"]
+    with pytest.raises(UserError, match=r"WandBLogger needs the package 'no_such_thing'.*'torchtune\[wandb\]'"):
+        require("no_such_thing.sub", extra="wandb", purpose="WandBLogger")
+
+
+def test_require_does_not_hide_a_broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_package.py").write_text("import what_it_needs")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
+        require("broken_package", extra="x", purpose="It")
+
+
+def test_torch_version() -> None:
+    numbers = version("torch").split("+")[0]
+    assert torch_version_ge(numbers)
+    assert torch_version_ge("2.2")
+    assert not torch_version_ge("99.0.1")
+
+
+def test_logging(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = get_logger("INFO")
+    with caplog.at_level(logging.INFO, logger="torchtune"):
+        log_rank_zero(logger, "first rank")
+        for _ in range(3):
+            log_once(logger, "once and for all")
+        monkeypatch.setenv("RANK", "1")
+        log_rank_zero(logger, "second rank")
+    assert [record.message for record in caplog.records] == ["first rank", "once and for all"]
+
+
+def test_a_deprecated_class_stays_a_class() -> None:
+    @deprecated("Use B.")
+    class A:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    assert isinstance(A, type)
+    with pytest.warns(FutureWarning, match=r"A is deprecated and will be removed\. Use B\."):
+        assert A(3).x == 3
+
+
+def test_a_deprecated_function_and_parameter() -> None:
+    @deprecated()
+    def f() -> int:
+        return 1
+
+    @deprecate_parameter("old", "Use new.")
+    def g(new: int = 0, old: int | None = None) -> int:
+        return new
+
+    with pytest.warns(FutureWarning, match="f is deprecated"):
+        assert f() == 1
+    assert g(2) == 2
+    with pytest.warns(FutureWarning, match="old is deprecated for g"):
+        g(2, 3)
+
+
+def test_documents() -> None:
+    documents = Documents.from_lengths([3, 1, 2])
+    assert documents.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert documents.cu_seqlens.dtype == torch.int32
+    assert (documents.max_length, documents.num_tokens) == (3, 6)
+    assert documents.positions().tolist() == [0, 1, 2, 0, 0, 1]
+    for wrong in ([], [2, 0]):
+        with pytest.raises(ValueError, match="at least one token"):
+            Documents.from_lengths(wrong)
