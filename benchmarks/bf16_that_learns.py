@@ -3,7 +3,7 @@
     python benchmarks/bf16_that_learns.py --checkpoint DIR [--steps 22 --batch-size 8 --lr 2e-5 --out curves.json]
 
 DIR is a Hugging Face folder of a small model, for example SmolLM2-135M-Instruct. Every run starts from the same
-weights and sees the same batches: conversations that turn a sentence about an order into JSON. Weights, gradients and
+weights and sees the same batches, each twice: what the docstrings of Python's library say. Weights, gradients and
 optimizer states of the bf16 runs are bfloat16 (fp32_master adds its float32 copies). Reported for each run: the
 loss before every step, how far it is from float32, milliseconds per optimizer step (the fastest), the bytes that the
 optimizer keeps, and the peak resident memory of the loop.
@@ -11,6 +11,9 @@ optimizer keeps, and the peak resident memory of the loop.
 
 import argparse
 import gc
+import importlib
+import inspect
+import itertools
 import json
 import random
 import time
@@ -28,6 +31,12 @@ from torchtune.models import from_hf_config
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer
 
+MODULES = (
+    "argparse ast asyncio.tasks calendar cmd codecs configparser csv datetime decimal difflib doctest fractions "
+    "functools gettext heapq inspect ipaddress locale logging mailbox optparse os pathlib pickletools pprint random "
+    "shlex shutil statistics string subprocess tarfile tempfile textwrap threading tokenize traceback typing "
+    "unittest.mock urllib.parse urllib.request uuid warnings zipfile"
+).split()
 RUNS = [
     ("fp32", torch.float32, "param_dtype"),
     ("stochastic_rounding", torch.bfloat16, "stochastic_rounding"),
@@ -48,25 +57,21 @@ class Curve:
 
 
 def write_conversations(path: Path, count: int, seed: int = 0) -> None:
-    """Write ``count`` conversations as JSON lines."""
-    rng = random.Random(seed)
-    names = "Ada Bela Carmen Dmitri Elif Femi Greta Hugo Ines Jun Kofi Lena Milo Nora Omar Petra Quinn Rosa".split()
-    goods = "teapot lamp chair ladder blanket mirror kettle drum compass bucket radio clock scarf globe".split()
-    towns = "Lisbon Oslo Quito Nairobi Osaka Tallinn Bergen Cusco Leeds Turin Perth Accra Lyon Gdansk".split()
-    forms = (
-        "{n} from {t} would like {q} {g}s by day {d}, please.",
-        "Please send {q} {g}s to {n} in {t}; they are needed on day {d}.",
-        "On day {d} we promised {n} ({t}) {q} pieces of the {g}.",
-        "Order of {q} x {g}, customer {n}, ship to {t}, due day {d}.",
-    )
+    """Write ``count`` conversations as JSON lines: a name of Python's library, and what its docstring says."""
+    rows = []
+    for module in map(importlib.import_module, MODULES):
+        for name, value in sorted(vars(module).items()):
+            public = not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+            text = inspect.getdoc(value) if public and callable(value) else None
+            if text and len(text) > 200:
+                rows.append((f"What does {module.__name__}.{name} do?", text[:700]))
+    random.Random(seed).shuffle(rows)
+    if len(rows) < count:
+        raise SystemExit(f"There are {len(rows)} texts for {count} conversations: lower --steps or --batch-size.")
     with path.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            row = {"n": rng.choice(names), "t": rng.choice(towns), "g": rng.choice(goods)}
-            row |= {"q": rng.randint(2, 90), "d": rng.randint(1, 365)}
-            answer = {"customer": row["n"], "item": row["g"], "quantity": row["q"], "town": row["t"], "day": row["d"]}
-            turns = [("user", rng.choice(forms).format(**row)), ("assistant", json.dumps(answer))]
-            messages = [{"role": role, "content": content} for role, content in turns]
-            file.write(json.dumps({"messages": messages}) + "\n")
+        for question, answer in rows[:count]:
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": turns}) + "\n")
 
 
 def load(checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
@@ -92,7 +97,7 @@ def run(name: str, dtype: torch.dtype, precision: str, data: Any, args: argparse
     gc.collect()
     device = torch.device("cpu")
     training.reset_memory_stats(device)
-    for (batch,), _ in zip(loader, range(args.steps), strict=False):
+    for (batch,) in itertools.chain(loader, loader):
         labels = batch.pop("labels")
         loss = loss_fn(model(**batch), labels)
         loss.backward()
@@ -130,7 +135,7 @@ def main() -> None:
     """Run all four and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="Hugging Face folder of a small model")
-    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument("--steps", type=int, default=22, help="optimizer steps, an even number")
     parser.add_argument("--batch-size", type=int, default=8, help="conversations per step")
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--seed", type=int, default=0)
@@ -139,8 +144,8 @@ def main() -> None:
 
     tokenizer = HuggingFaceModelTokenizer(str(args.checkpoint / "tokenizer.json"))
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "orders.jsonl"
-        write_conversations(path, args.steps * args.batch_size)
+        path = Path(folder) / "conversations.jsonl"
+        write_conversations(path, args.steps * args.batch_size // 2)
         data = chat_dataset(tokenizer, source=str(path), conversation_column="messages", conversation_style="openai")
     curves = []
     for name, dtype, precision in RUNS:

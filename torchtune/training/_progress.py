@@ -31,13 +31,16 @@ class ProgressBar:
     def __init__(self, total: int, initial: int = 0, file: IO[str] | None = None, interval: float = 10.0) -> None:
         file = sys.stderr if file is None else file
         terminal = file.isatty()
+        sized = terminal and _has_size(file)
         self._shown: dict[str, str] = {}
         self._bar = _Bar(
             total=total,
             initial=initial,
             file=file if terminal else _Lines(file),
             disable=int(os.environ.get("RANK", "0")) != 0,
-            dynamic_ncols=terminal,
+            dynamic_ncols=sized,
+            ncols=80 if terminal and not sized else None,
+            nrows=24 if terminal and not sized else None,
             mininterval=0.1 if terminal else interval,
             miniters=1,
             unit="step",
@@ -66,6 +69,11 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _has_size(file: IO[str]) -> bool:
+    """Whether a terminal knows its size; some do not, and a bar of width 0 is no bar."""
+    return min(os.get_terminal_size(file.fileno())) > 0
 
 
 class _Bar(tqdm):

@@ -109,3 +109,34 @@ def test_the_second_signal_ends_at_once(number, code):
     assert "asked" in done.stdout
     assert "still here" not in done.stdout
     assert done.returncode in (code, -int(number))
+
+
+def test_one_line_is_redrawn_on_a_terminal():
+    import pty
+
+    script = (
+        "from torchtune.training import ProgressBar\n"
+        "with ProgressBar(total=6, initial=2) as progress:\n"
+        "    for step in range(3, 7):\n"
+        "        progress.update_metrics({'loss': 1.25})\n"
+        "        progress.advance(step)\n"
+    )
+    output = []
+
+    def read(descriptor: int) -> bytes:
+        output.append(os.read(descriptor, 4096))
+        return output[-1]
+
+    pid, descriptor = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", script])
+    try:
+        while read(descriptor):
+            pass
+    except OSError:  # the other end is closed
+        pass
+    assert os.waitpid(pid, 0)[1] == 0
+    text = b"".join(output).decode()
+    assert text.count("\r") >= 2
+    assert "6/6" in text
+    assert "loss=1.2500" in text
