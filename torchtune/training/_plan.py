@@ -24,6 +24,7 @@ from torchtune.training._prepare_optimizer import prepare_optimizer
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
 
 _PROBE_SHAPE = (128, 128)
+_ASSUMED_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,13 @@ def estimate_memory(
     )
 
 
-def _max_seq_len(settings: Any, model: torch.nn.Module) -> int:
+def _row_length(settings: Any, model: torch.nn.Module) -> tuple[int, str]:
+    """(tokens of the longest row, what to say about it)."""
     stated = settings.tokenizer.get("max_seq_len")
-    return stated or getattr(model, "max_seq_len", None) or getattr(model.description, "max_seq_len", 2048)
+    if stated:
+        return stated, "at most"
+    longest = min(_ASSUMED_LENGTH, getattr(model, "max_seq_len", None) or _ASSUMED_LENGTH)
+    return longest, "(tokenizer.max_seq_len is not set, so this is a guess)"
 
 
 def _show(number_of_bytes: float) -> str:
@@ -158,7 +163,7 @@ def plan_run(settings: Any) -> str:
 
     precision = getattr(settings, "optimizer_precision", "param_dtype")
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision)
-    batch_size, length = settings.batch_size, _max_seq_len(settings, model)
+    batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
     checkpointing = getattr(settings, "enable_activation_checkpointing", False)
     loss = getattr(settings, "loss", None)
     estimate = estimate_memory(
@@ -174,7 +179,7 @@ def plan_run(settings: Any) -> str:
     return "\n".join(
         [
             *lines,
-            f"micro-batch at most {batch_size} x {length} = {batch_size * length:,} tokens",
+            f"micro-batch {batch_size} x {length} = {batch_size * length:,} tokens {remark}",
             "memory, estimated:",
             f"  weights     {_show(estimate.weights)}",
             f"  gradients   {_show(estimate.gradients)}",
