@@ -5,10 +5,12 @@ from torchtune.training.checkpointing._checkpointer import (
     FullModelMetaCheckpointer,
     FullModelTorchTuneCheckpointer,
 )
+from torchtune.training.checkpointing._classifier import update_state_dict_for_classifier
 from torchtune.training.checkpointing._directories import ResumePoint
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_to_hf import gguf_to_hf
+from torchtune.training.checkpointing._legacy import get_largest_iter_folder
 from torchtune.training.checkpointing._model_type import (
     ADAPTER_CONFIG,
     ADAPTER_KEY,
@@ -50,6 +52,8 @@ __all__ = [
     "GGUFFile",
     "ModelType",
     "ResumePoint",
+    "get_largest_iter_folder",
     "gguf_to_hf",
     "safe_torch_load",
+    "update_state_dict_for_classifier",
 ]

@@ -1,6 +1,5 @@
 """Checkpointers: where weights come from, where checkpoints go."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtune.models import ModelError, get_spec
+from torchtune.training.checkpointing._adapter import (
+    ADAPTER_FILE,
+    adapter_beside_base,
+    find_adapter,
+    load_adapter,
+    write_adapter,
+)
 from torchtune.training.checkpointing._directories import (
+    MARKER,
     ResumePoint,
     check_output_dir,
     find_resume_point,
@@ -16,14 +24,22 @@ from torchtune.training.checkpointing._directories import (
     prune,
 )
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import carry_files, write_adapter, write_config, write_model
+from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, carry_files, write_config, write_model
 from torchtune.training.checkpointing._gguf import GGUFFile
-from torchtune.training.checkpointing._gguf_tokenizer import write_tokenizer
+from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.training.checkpointing._legacy import LegacyInterface
-from torchtune.training.checkpointing._load import ADAPTER_FILE, initialize_rest, load_adapter, load_base
+from torchtune.training.checkpointing._load import (
+    check_config,
+    check_description,
+    initialize_rest,
+    is_adapter_key,
+    load_base,
+    read_json,
+)
 from torchtune.training.checkpointing._model_type import ModelType
 from torchtune.training.checkpointing._sources import Source, find_files, open_source, resolve_files
 from torchtune.training.checkpointing._state import load_state, save_state
+from torchtune.utils import write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
 ADAPTER_DIR = "adapter"
@@ -40,7 +56,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         checkpoint_files: names of the files of weights, or ``{filename_format, max_filename}``; found by default.
         model_type: name of a :class:`ModelType`; the model says itself what it is, this is checked against it.
         output_dir: where checkpoints go: ``epoch_N`` or ``step_N`` below it.
-        adapter_checkpoint: name of an adapter's file in older checkpoints.
+        adapter_checkpoint: adapter to start from: a folder in PEFT's layout, or a file in it, or the
+            ``adapter_model.pt`` of an older checkpoint; as it stands, or below ``checkpoint_dir`` or ``output_dir``.
         recipe_checkpoint: accepted for older configs; the newest complete checkpoint is found by itself.
         resume_from_checkpoint: accepted for older configs; the recipe's setting of that name decides.
         safe_serialization: accepted for older configs; safetensors are always written.
@@ -58,8 +75,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
         model_type: str | None = None,
         output_dir: str | None = None,
-        adapter_checkpoint: str | None = "adapter_model.pt",
-        recipe_checkpoint: str | None = "recipe_state.pt",
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
         resume_from_checkpoint: bool = False,
         safe_serialization: bool = True,
         should_load_recipe_state: bool = False,
@@ -78,28 +95,52 @@ class FullModelHFCheckpointer(LegacyInterface):
         self.adapter_checkpoint = adapter_checkpoint
         self.should_load_recipe_state = should_load_recipe_state
         self.keep_last_n_checkpoints = keep_last_n_checkpoints
+        # Of a GGUF file: what a save writes besides the weights, by name, and what it adds to config.json.
+        self._made_files: dict[str, Any] = {}
+        self._made_ids: dict[str, int] = {}
 
     def source(self) -> Source:
         """The files of weights, opened."""
         return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files))
 
-    def load_model(self, model: nn.Module, *, device: torch.device | str = "cpu") -> None:
+    def load_model(
+        self, model: nn.Module, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
         """Fill ``model`` from ``checkpoint_dir``; parameters on the meta device become real on ``device``.
 
-        Parameters that conversions added are read from an adapter in the folder if there is one, and initialised
-        otherwise.
+        Parameters that conversions added are read from ``adapter_checkpoint`` if it is given, else from an adapter
+        in PEFT's layout in ``checkpoint_dir`` if there is one, and initialised by their modules otherwise.
 
         Args:
-            model: built by :mod:`torchtune.models`, on the meta device or real; its dtype is kept.
+            model: built by :mod:`torchtune.models`, on the meta device or real.
             device: see above.
+            dtype: of the parameters that become real; theirs by default.
 
         Raises:
             CheckpointError: files are missing or corrupt, or do not fit the model.
         """
         self._check_model_type(model)
-        device = torch.device(device)
-        load_base(model, self.source(), device)
-        initialize_rest(model, device)
+        device, source = torch.device(device), self.source()
+        if isinstance(source, GGUFFile):
+            check_description(model, source.description, source.path)
+            if not (self.checkpoint_dir / "tokenizer.json").exists():
+                self._made_files, self._made_ids = tokenizer_files(source), special_ids(source)
+        else:
+            check_config(model, self.checkpoint_dir / "config.json")
+        load_base(model, source, device, dtype)
+        own = is_adapter_key(model)
+        adapter = self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
+        if adapter is not None:
+            load_adapter(model, adapter, device, dtype)
+        loaded = {name for name, _ in model.named_parameters() if adapter is not None or not own(name)}
+        initialize_rest(model, loaded, device, dtype)
+
+    def _adapter_file(self, *, wanted: bool) -> Path | None:
+        if self.adapter_checkpoint is None:
+            return adapter_beside_base(self.checkpoint_dir, wanted=wanted)
+        folders = [Path(), self.checkpoint_dir, *([self.output_dir] if self.output_dir is not None else [])]
+        candidates = [folder / self.adapter_checkpoint for folder in folders]
+        return find_adapter(next((path for path in candidates if path.exists()), candidates[-1]))
 
     def check_output_dir(self, *, resume: bool) -> None:
         """Refuse an output folder that would overwrite something; call it before anything is loaded.
@@ -129,13 +170,20 @@ class FullModelHFCheckpointer(LegacyInterface):
             CheckpointError: the checkpoint is of another model or kind of run.
         """
         device = next(model.parameters()).device
-        for folder in (point.path, point.path / ADAPTER_DIR):
-            if (folder / ADAPTER_FILE).is_file():
-                load_adapter(model, folder, device)
-                break
+        own = is_adapter_key(model)
+        adapters = [folder for folder in (point.path, point.path / ADAPTER_DIR) if (folder / ADAPTER_FILE).is_file()]
+        has_adapter = any(own(name) for name, _ in model.named_parameters())
+        if has_adapter != bool(adapters):
+            theirs, ours = ("an adapter", "has none") if adapters else ("a whole model", "has an adapter")
+            raise CheckpointError(
+                f"{point.path} holds {theirs}, but the model of this run {ours}: resume with the saved "
+                "torchtune_config.yaml."
+            )
+        if has_adapter:
+            load_adapter(model, adapters[0] / ADAPTER_FILE, device)
         else:
             load_base(model, open_source(find_files(point.path)), device)
-        load_state(state, point.path)
+        load_state(state, model, point.path)
 
     def save(
         self,
@@ -146,7 +194,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         cfg: Any = None,
         adapter_only: bool = False,
         merge: bool = False,
-        max_shard_bytes: int = 5 * 10**9,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> Path:
         """Write ``output_dir/name`` whole or not at all, then remove what ``keep_last_n_checkpoints`` lets go.
 
@@ -168,32 +216,37 @@ class FullModelHFCheckpointer(LegacyInterface):
         with new_directory(self._output_dir(), name) as folder:
             if not adapter_only:
                 write_model(model, folder, merge=merge, max_shard_bytes=max_shard_bytes)
-                write_config(model, folder, self.checkpoint_dir)
             if adapter_only or merge:
                 adapter = folder if adapter_only else folder / ADAPTER_DIR
                 adapter.mkdir(exist_ok=True)
                 write_adapter(model, adapter, self._base_name())
+            write_config(model, folder, self.checkpoint_dir)
             self._carry(folder)
             if cfg is not None:
                 from torchtune.config import save_config
 
                 save_config(cfg, folder / "torchtune_config.yaml")
             if state is not None:
-                save_state(state, folder)
+                save_state(state, model, folder)
         prune(self._output_dir(), self.keep_last_n_checkpoints)
         return self._output_dir() / name
 
     def _carry(self, folder: Path) -> None:
+        """Tokenizer, template and generation settings, from the source folder or out of a GGUF file."""
         carry_files(self.checkpoint_dir, folder)
-        paths = resolve_files(self.checkpoint_dir, self.checkpoint_files)
-        if paths[0].suffix == ".gguf" and not (folder / "tokenizer.json").exists():
-            write_tokenizer(GGUFFile(paths[0]), folder)
+        for name, content in self._made_files.items():
+            if not (folder / name).exists():
+                write_json(folder / name, content)
+        if self._made_ids:
+            write_json(folder / "config.json", {**read_json(folder / "config.json"), **self._made_ids})
 
     def _base_name(self) -> str:
-        """Repository of the base if `tune download` noted it, else its folder."""
+        """Repository of the base if `tune download` noted it and nothing was trained since, else its folder."""
         path = self.checkpoint_dir / "original_repo_id.json"
-        if path.is_file():
-            return json.loads(path.read_text())["repo_id"]
+        if path.is_file() and not (self.checkpoint_dir / MARKER).exists():
+            name = read_json(path).get("repo_id")
+            if isinstance(name, str):
+                return name
         return str(self.checkpoint_dir.resolve())
 
     def _output_dir(self) -> Path:
@@ -206,8 +259,6 @@ class FullModelHFCheckpointer(LegacyInterface):
         spec = getattr(model, "spec", None)
         if self.model_type is None or spec is None or self.model_type.name in spec.model_types:
             return
-        from torchtune.models import ModelError, get_spec
-
         try:
             named = get_spec(self.model_type.value)
         except ModelError:
@@ -220,8 +271,45 @@ class FullModelHFCheckpointer(LegacyInterface):
 
 
 class FullModelMetaCheckpointer(FullModelHFCheckpointer):
-    """The same, for Meta's consolidated files: kept so that configs that name it run. What it writes is HF's."""
+    """The same, for Meta's consolidated files: kept so that configs that name it run.
+
+    :meth:`save` writes what the other checkpointers write; :meth:`save_checkpoint` writes one file under Meta's names.
+    See :class:`FullModelHFCheckpointer` for the arguments.
+    """
+
+    _legacy_names = "meta"
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
+        model_type: str | None = None,
+        output_dir: str | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        resume_from_checkpoint: bool = False,
+        should_load_recipe_state: bool = False,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+    ) -> None:
+        super().__init__(
+            checkpoint_dir,
+            checkpoint_files,
+            model_type,
+            output_dir,
+            adapter_checkpoint,
+            recipe_checkpoint,
+            resume_from_checkpoint,
+            should_load_recipe_state=should_load_recipe_state,
+            keep_last_n_checkpoints=keep_last_n_checkpoints,
+        )
 
 
-class FullModelTorchTuneCheckpointer(FullModelHFCheckpointer):
-    """The same, for files with this library's own names. What it writes is HF's."""
+class FullModelTorchTuneCheckpointer(FullModelMetaCheckpointer):
+    """The same, for files with this library's own names.
+
+    :meth:`save` writes what the other checkpointers write; :meth:`save_checkpoint` writes one file under our names.
+    See :class:`FullModelHFCheckpointer` for the arguments.
+    """
+
+    _legacy_names = "tune"

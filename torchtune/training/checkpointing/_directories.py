@@ -1,6 +1,7 @@
 """Directories of checkpoints: which are whole, which one to resume from, which may go."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from torchtune.utils import atomic_directory, get_logger
 
 MARKER = ".complete"
 _NAME = re.compile(r"^(epoch|step)_(\d+)$")
+# What atomic_directory leaves behind when the process is killed: .NAME.xxxxxxxx.tmp, or, if it was replacing a
+# directory of that name, .NAME.xxxxxxxx.old.tmp
+_LEFTOVER = re.compile(r"^\.((?:epoch|step)_\d+)\.[0-9a-f]+(\.old)?\.tmp$")
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,27 @@ class ResumePoint:
         return load_progress(self.path)
 
 
-def complete_directories(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. A directory without a marker does not count."""
+def _named_directories(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
-    found = [path for path in output_dir.iterdir() if _NAME.match(path.name) and (path / MARKER).is_file()]
+    return [path for path in output_dir.iterdir() if _NAME.match(path.name) and path.is_dir()]
+
+
+def complete_directories(output_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first. A directory without a marker does not count."""
+    found = [path for path in _named_directories(output_dir) if (path / MARKER).is_file()]
     return sorted(found, key=lambda path: (_marker(path)["saves"], path.name))
 
 
 def _marker(path: Path) -> dict[str, Any]:
-    return json.loads((path / MARKER).read_text())
+    """What the marker says: ``saves``, the how manieth save of the run it was, and ``resumable``."""
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        return {"saves": int(marker["saves"]), "resumable": bool(marker["resumable"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / MARKER} was not written by this library or is damaged: delete {path.name} or that file."
+        ) from error
 
 
 @contextmanager
@@ -59,12 +74,27 @@ def new_directory(output_dir: Path, name: str) -> Iterator[Path]:
 
 
 def prune(output_dir: Path, keep: int | None) -> None:
-    """Remove the oldest complete checkpoints beyond ``keep``, never the newest."""
+    """Remove the oldest complete checkpoints beyond ``keep``, never the newest. What cannot be removed stays."""
     if keep is None:
         return
     for path in complete_directories(output_dir)[: -max(keep, 1)]:
-        (path / MARKER).unlink()  # from here on it is not complete, whatever happens to the rest
-        shutil.rmtree(path)
+        try:
+            (path / MARKER).unlink()  # from here on it is not complete, whatever happens to the rest
+            shutil.rmtree(path)
+        except OSError as error:
+            get_logger().warning(f"The old checkpoint {path} could not be removed ({error}): delete it yourself.")
+
+
+def _clear_leftovers(output_dir: Path) -> None:
+    """Remove what an interrupted save left behind; put back what it was about to replace."""
+    for path in sorted(output_dir.iterdir()):
+        match = _LEFTOVER.match(path.name)
+        if match is None:
+            continue
+        if match[2] and (path / MARKER).is_file() and not (output_dir / match[1]).exists():
+            os.rename(path, output_dir / match[1])
+        else:
+            shutil.rmtree(path)
 
 
 def find_resume_point(output_dir: Path) -> ResumePoint | None:
@@ -73,13 +103,18 @@ def find_resume_point(output_dir: Path) -> ResumePoint | None:
     What an interrupted save left behind is removed.
 
     Raises:
-        CheckpointError: the run is finished.
+        CheckpointError: the run is finished, or what there is was not written whole by this library.
     """
-    for path in output_dir.glob(".*.tmp") if output_dir.is_dir() else ():
-        if _NAME.match(path.name.split(".")[1]):
-            shutil.rmtree(path)
+    if output_dir.is_dir():
+        _clear_leftovers(output_dir)
     complete = complete_directories(output_dir)
     if not complete:
+        if unmarked := sorted(path.name for path in _named_directories(output_dir)):
+            raise CheckpointError(
+                f"output_dir: {output_dir} holds {', '.join(unmarked[:3])} without the marker of a complete "
+                "checkpoint, so there is nothing to resume: choose another output_dir (and, to start from these "
+                "weights, give that folder as checkpoint_dir)."
+            )
         get_logger().warning(f"{output_dir} holds no complete checkpoint: the run starts from the beginning.")
         return None
     if not _marker(complete[-1])["resumable"]:
@@ -103,7 +138,9 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
                 f"output_dir: {output_dir} is inside checkpoint_dir ({checkpoint_dir}): choose a folder outside, so "
                 "that the base model stays as it is."
             )
-    held = complete_directories(output_dir)
+    if output_dir.exists() and not output_dir.is_dir():
+        raise CheckpointError(f"output_dir: {output_dir} is a file: choose a folder.")
+    held = complete_directories(output_dir) or sorted(_named_directories(output_dir))
     if held and not resume:
         raise CheckpointError(
             f"output_dir: {output_dir} already holds a run ({held[-1].name}): set resume_from_checkpoint=True to go on "

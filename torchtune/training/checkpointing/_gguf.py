@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchtune.models import Description, Llama3RopeScaling, ModelSpec, spec_for_architecture
+from torchtune.models import Description, Llama3RopeScaling, ModelError, ModelSpec, spec_for_architecture
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.utils import require
 
@@ -40,7 +40,7 @@ class GGUFFile:
             reader = gguf.GGUFReader(self.path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
             self._metadata = {name: field.contents for name, field in reader.fields.items()}
-        except (ValueError, IndexError, KeyError, OverflowError, MemoryError, UnicodeDecodeError) as error:
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError) as error:
             raise CheckpointError(
                 f"{self.path} is not a whole GGUF file ({type(error).__name__}: {error}): download it again."
             ) from error
@@ -76,8 +76,17 @@ class GGUFFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata; ``{arch}`` in the key stands for the architecture."""
-        contents = self._metadata.get(key.replace("{arch}", self.architecture))
-        return default if contents is None else contents()
+        value = self._value(key.replace("{arch}", self.architecture))
+        return default if value is None else value
+
+    def _value(self, key: str) -> Any:
+        contents = self._metadata.get(key)
+        try:
+            return None if contents is None else contents()
+        except (ValueError, IndexError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.path}: the metadata '{key}' is damaged ({error}): download it again."
+            ) from error
 
     def need(self, key: str) -> Any:
         """The same, for a value that must be there. Raises ``CheckpointError``."""
@@ -91,10 +100,10 @@ class GGUFFile:
     @cached_property
     def architecture(self) -> str:
         """``general.architecture``, for example ``"llama"``."""
-        contents = self._metadata.get("general.architecture")
-        if contents is None:
+        value = self._value("general.architecture")
+        if not isinstance(value, str):
             raise CheckpointError(f"{self.path} does not say its architecture: it is incomplete.")
-        return contents()
+        return value
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -108,19 +117,42 @@ class GGUFFile:
 
     @cached_property
     def description(self) -> Description:
-        """The model that the metadata describes."""
+        """The model that the metadata describes.
+
+        Raises:
+            CheckpointError: it is damaged, or describes what cannot be expressed.
+        """
+        try:
+            return self._describe()
+        except CheckpointError:
+            raise
+        except (ModelError, TypeError, ValueError, ArithmeticError, KeyError, IndexError) as error:
+            raise CheckpointError(
+                f"{self.path}: its metadata describe no model ({str(error).rstrip('.')}): download it again."
+            ) from error
+
+    def _describe(self) -> Description:
         heads, embed_dim = self.need("{arch}.attention.head_count"), self.need("{arch}.embedding_length")
-        names = set(self._tensors)
+        head_dim = self.get("{arch}.attention.key_length", embed_dim // heads)
+        for key in ("{arch}.rope.dimension_count", "{arch}.attention.value_length"):
+            if self.get(key, head_dim) != head_dim:
+                raise CheckpointError(
+                    f"{self.path}: {key.replace('{arch}', self.architecture)} = {self.get(key)} differs from the size "
+                    f"of a head ({head_dim}), which cannot be expressed."
+                )
+        names, layers = set(self._tensors), self.need("{arch}.block_count")
+        if layers > len(names):
+            raise CheckpointError(f"{self.path} lacks tensors: {layers} layers and {len(names)} tensors do not fit.")
         qwen = self.architecture.startswith("qwen")
         return Description(
             vocab_size=self.shape("token_embd.weight")[0],
-            num_layers=self.need("{arch}.block_count"),
+            num_layers=layers,
             embed_dim=embed_dim,
             intermediate_dim=self.need("{arch}.feed_forward_length"),
             max_seq_len=self.need("{arch}.context_length"),
             num_heads=heads,
             num_kv_heads=self.get("{arch}.attention.head_count_kv", heads),
-            head_dim=self.get("{arch}.attention.key_length", embed_dim // heads),
+            head_dim=head_dim,
             q_bias="blk.0.attn_q.bias" in names,
             k_bias="blk.0.attn_k.bias" in names,
             v_bias="blk.0.attn_v.bias" in names,

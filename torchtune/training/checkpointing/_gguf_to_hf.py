@@ -1,21 +1,23 @@
 """From one GGUF file to a standard Hugging Face folder."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from torchtune.models import build
-from torchtune.training.checkpointing._export import write_config, write_model
+from torchtune.models import WeightMapError, build
+from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, Part, config_of, write_parts
 from torchtune.training.checkpointing._gguf import GGUFFile
-from torchtune.training.checkpointing._gguf_tokenizer import special_ids, write_tokenizer
-from torchtune.training.checkpointing._load import load_base
+from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
+from torchtune.training.checkpointing._load import check_shape
 from torchtune.utils import atomic_directory, write_json
 
 
 def gguf_to_hf(gguf_file: str | Path, output_dir: str | Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write the model and tokenizer of a GGUF file as a folder that Hugging Face's libraries load.
 
-    Quantised weights come out as what they stand for, rounded to ``dtype``.
+    Quantised weights come out as what they stand for, rounded to ``dtype``; one tensor is held at a time.
 
     Args:
         gguf_file: of the architecture llama, qwen2 or qwen3, with a byte-level BPE tokenizer.
@@ -27,22 +29,44 @@ def gguf_to_hf(gguf_file: str | Path, output_dir: str | Path, dtype: torch.dtype
 
     Raises:
         CheckpointError: the file is corrupt or holds something that cannot be expressed.
+        UserError: the ``gguf`` package is not installed, or the disk is full.
     """
-    import json
-
     file = GGUFFile(gguf_file)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = build(file.description, file.spec)
-    finally:
-        torch.set_default_dtype(previous)
-    load_base(model, file, torch.device("cpu"))
+    parts = _parts(file, dtype)
     with atomic_directory(output_dir) as folder:
-        write_model(model, folder, merge=False)
-        write_config(model, folder, None)
-        config = json.loads((folder / "config.json").read_text())
+        config = config_of(file.spec, file.description, file.description.vocab_size, dtype, None)
         write_json(folder / "config.json", {**config, **special_ids(file)})
-        write_tokenizer(file, folder)
+        for name, content in tokenizer_files(file).items():
+            write_json(folder / name, content)
+        write_parts(parts, folder, MAX_SHARD_BYTES)
     return Path(output_dir)
+
+
+def _parts(file: GGUFFile, dtype: torch.dtype) -> list[Part]:
+    """What ``model.safetensors`` will hold, and how each of its tensors is made from the file's."""
+    spec, description = file.spec, file.description
+    with torch.device("meta"):
+        like = {name: p.detach().to(dtype) for name, p in build(description, spec).named_parameters()}
+    try:
+        sources = {
+            name: group for group in spec.weight_map("gguf").select(file.names(), description) for name in group.tune
+        }
+    except WeightMapError as error:
+        raise CheckpointError(f"{file.path}: {error}") from error
+    for group in set(sources.values()):
+        outline = group.to_external([like[name] for name in group.tune])
+        for name, wanted in zip(group.external, outline, strict=True):
+            check_shape(file.path, name, torch.Size(file.shape(name)), wanted.shape)
+
+    def ours(name: str) -> torch.Tensor:
+        group = sources[name]
+        tensors = group.to_tune([file.read(external) for external in group.external])
+        return tensors[group.tune.index(name)].to(dtype)
+
+    def part(group) -> Part:
+        outline: Mapping[str, torch.Tensor] = dict(
+            zip(group.external, group.to_external([like[name] for name in group.tune]), strict=True)
+        )
+        return outline, lambda: group.to_external([ours(name) for name in group.tune])
+
+    return [part(group) for group in spec.weight_map("hf").groups(description)]

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
-from torchtune.utils import atomic_write, write_json
+from torchtune.utils import get_logger
 
 # tokenizer.ggml.token_type
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+# Name of a special token -> key of its id in the metadata.
+_SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 # The published regular expressions of the two families; they differ in how many digits go together.
 _SPLIT = (
@@ -46,6 +47,42 @@ def _pre_tokenizers() -> dict[str, Callable[[], Any]]:
     }
 
 
+def _vocabulary(file: GGUFFile) -> tuple[list[str], list[tuple[str, str]], list[int]]:
+    """Tokens, merges and kinds of tokens.
+
+    Raises:
+        CheckpointError: they do not fit each other.
+    """
+    tokens, merges = file.need("tokenizer.ggml.tokens"), file.need("tokenizer.ggml.merges")
+    lists = isinstance(tokens, list) and isinstance(merges, list)
+    types = file.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens) if lists else None)
+    pairs = [tuple(merge.split(" ")) for merge in merges if isinstance(merge, str)] if lists else []
+    known = set(tokens) if lists and all(isinstance(token, str) for token in tokens) else set()
+    if not (
+        known
+        and len(known) == len(tokens)
+        and len(pairs) == len(merges)
+        and isinstance(types, list)
+        and len(types) == len(tokens)
+        and all(len(pair) == 2 and {*pair, "".join(pair)} <= known for pair in pairs)
+    ):
+        raise CheckpointError(
+            f"{file.path}: the tokens, their kinds and the merges of its tokenizer do not fit each other: download it "
+            "again."
+        )
+    return tokens, pairs, types
+
+
+def _special_ids(file: GGUFFile) -> dict[str, int]:
+    """Ids of special tokens. Raises ``CheckpointError`` for one beyond the vocabulary."""
+    found = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_IDS.items()}
+    count = len(file.need("tokenizer.ggml.tokens"))
+    for name, index in found.items():
+        if index is not None and not (isinstance(index, int) and 0 <= index < count):
+            raise CheckpointError(f"{file.path}: the id of its {name} token is {index!r}, of {count} tokens.")
+    return {name: index for name, index in found.items() if index is not None}
+
+
 def _build(file: GGUFFile) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
@@ -54,14 +91,19 @@ def _build(file: GGUFFile) -> Any:
             f"{file.path}: its tokenizer is '{file.need('tokenizer.ggml.model')}', only byte-level BPE ('gpt2') can be "
             "read from GGUF: use the tokenizer files of the Hugging Face checkpoint."
         )
-    pre, known = file.get("tokenizer.ggml.pre", "default"), _pre_tokenizers()
+    pre, known = file.get("tokenizer.ggml.pre"), _pre_tokenizers()
+    if pre is None:
+        pre = "default"
+        get_logger().warning(
+            f"{file.path} does not say how text is cut before it is merged: it is cut as for GPT-2; compare some ids "
+            "with the original tokenizer, or put its tokenizer.json beside the file."
+        )
     if pre not in known:
         raise CheckpointError(
             f"{file.path}: the pre-tokenizer '{pre}' is not known, only {', '.join(known)}: use the tokenizer files of "
             "the Hugging Face checkpoint."
         )
-    tokens, types = file.need("tokenizer.ggml.tokens"), file.need("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges")]
+    tokens, merges, types = _vocabulary(file)
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = known[pre]()
@@ -75,10 +117,14 @@ def _build(file: GGUFFile) -> Any:
     own = [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
     tokenizer.add_tokens(own)
     byte_level = processors.ByteLevel(trim_offsets=False)
-    if file.get("tokenizer.ggml.add_bos_token", False):
-        bos = file.need("tokenizer.ggml.bos_token_id")
+    if _adds_bos(file):
+        bos = _special_ids(file).get("bos")
+        if bos is None:
+            raise CheckpointError(f"{file.path}: its tokenizer puts a token before every text and does not say which.")
         template = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A {tokens[bos]} $B", special_tokens=[(tokens[bos], bos)]
+            single=[tokens[bos], "$A"],
+            pair=[tokens[bos], "$A", f"{tokens[bos]}:1", "$B:1"],
+            special_tokens=[(tokens[bos], bos)],
         )
         tokenizer.post_processor = processors.Sequence([byte_level, template])
     else:
@@ -86,8 +132,13 @@ def _build(file: GGUFFile) -> Any:
     return tokenizer
 
 
-def write_tokenizer(file: GGUFFile, output_dir: Path) -> None:
-    """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json`` into ``output_dir``.
+def _adds_bos(file: GGUFFile) -> bool:
+    """Whether a text begins with BOS; a file of Llama 3's that does not say means yes, as llama.cpp reads it."""
+    return bool(file.get("tokenizer.ggml.add_bos_token", file.get("tokenizer.ggml.pre") == "llama-bpe"))
+
+
+def tokenizer_files(file: GGUFFile) -> dict[str, Any]:
+    """Contents of ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     The class is PreTrainedTokenizerFast: ``transformers`` rebuilds the pre-tokenizer of other classes from its own
     idea of the family, and loses what the file says.
@@ -95,38 +146,34 @@ def write_tokenizer(file: GGUFFile, output_dir: Path) -> None:
     Raises:
         CheckpointError: a kind of tokenizer that cannot be expressed.
     """
+    tokenizer, ids = json.loads(_build(file).to_str()), _special_ids(file)
     tokens = file.need("tokenizer.ggml.tokens")
-    ids = {
-        name: file.get(f"tokenizer.ggml.{key}_token_id")
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-    }
-    with atomic_write(output_dir / "tokenizer.json", "w") as out:
-        out.write(_build(file).to_str(pretty=True))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{f"{name}_token": tokens[index] for name, index in ids.items() if index is not None},
-        "add_bos_token": bool(file.get("tokenizer.ggml.add_bos_token", False)),
+        **{f"{name}_token": tokens[index] for name, index in ids.items()},
+        "add_bos_token": _adds_bos(file),
         "clean_up_tokenization_spaces": False,
         "model_max_length": file.need("{arch}.context_length"),
         "chat_template": file.get("tokenizer.chat_template"),
     }
-    write_json(
-        output_dir / "tokenizer_config.json", {key: value for key, value in settings.items() if value is not None}
-    )
-    stops = [ids["eos"], *(file.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
+    stops = [ids.get("eos"), *(file.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
     stops = sorted({stop for stop in stops if stop is not None})
     generation = {
-        "bos_token_id": ids["bos"],
-        "eos_token_id": stops[0] if len(stops) == 1 else stops,
-        "pad_token_id": ids["pad"],
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": None if not stops else stops[0] if len(stops) == 1 else stops,
+        "pad_token_id": ids.get("pad"),
     }
-    write_json(
-        output_dir / "generation_config.json", {key: value for key, value in generation.items() if value is not None}
-    )
+    return {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": _without_none(settings),
+        "generation_config.json": _without_none(generation),
+    }
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def special_ids(file: GGUFFile) -> dict[str, int]:
-    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` for a ``config.json``."""
-    pairs = (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding"))
-    found = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in pairs}
-    return json.loads(json.dumps({name: value for name, value in found.items() if value is not None}))
+    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` for a ``config.json``. Raises ``CheckpointError``."""
+    return {f"{name}_token_id": index for name, index in _special_ids(file).items() if name != "unk"}

@@ -1,58 +1,78 @@
 """What copied recipes call: checkpoints as dicts of tensors."""
 
-import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtune.models import Description, ModelSpec, get_spec, spec_for_architecture
+from torchtune.models.convert_weights import meta_to_tune, tune_to_meta, tune_to_peft_adapter_config
+from torchtune.training.checkpointing._adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_settings
 from torchtune.training.checkpointing._directories import complete_directories, new_directory, prune
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import SAFETENSORS_INDEX, carry_files, save_tensors
-from torchtune.training.checkpointing._load import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from torchtune.training.checkpointing._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY
+from torchtune.training.checkpointing._export import carry_files, write_parts
+from torchtune.training.checkpointing._load import read_json, recognise
+from torchtune.training.checkpointing._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, ModelType
+from torchtune.training.checkpointing._safetensors_file import save_tensors
 from torchtune.training.checkpointing._sources import open_source, resolve_files, safe_torch_load, stream
 from torchtune.utils import atomic_write, write_json
 
 _RECIPE_STATE = "recipe_state.pt"
 _ADAPTER_PT = "adapter_model.pt"
+_MODEL_BIN = "model-00001-of-00001.bin"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class LegacyInterface:
-    """``load_checkpoint`` and ``save_checkpoint``: the whole model passes through a dict."""
+    """``load_checkpoint`` and ``save_checkpoint``: the whole model passes through a dict.
 
-    def load_checkpoint(self) -> dict[str, Any]:
+    It is mixed into the checkpointers and uses their attributes ``checkpoint_dir``, ``checkpoint_files``,
+    ``model_type``, ``keep_last_n_checkpoints`` and ``should_load_recipe_state``.
+    """
+
+    # Under whose names weights are written, and read where the folder has no config.json.
+    _legacy_names = "hf"
+
+    def load_checkpoint(self, weights_only: bool = True) -> dict[str, Any]:
         """Read ``checkpoint_dir`` into ``{"model": {our names: tensor}}``.
 
         With ``should_load_recipe_state``, the newest checkpoint of ``output_dir``: also its adapter and whatever its
         ``recipe_state.pt`` holds.
 
+        Args:
+            weights_only: accepted for older recipes; what a pickle may hold is never run.
+
         Raises:
             CheckpointError: files are missing or corrupt, or the folder does not say what the model is.
         """
-        latest = None
-        if self.should_load_recipe_state:
-            latest = self._latest()
-        adapter = None if latest is None else latest / _ADAPTER_PT
-        from_latest = latest is not None and not adapter.is_file()
-        paths = (
-            resolve_files(latest, None) if from_latest else resolve_files(self.checkpoint_dir, self.checkpoint_files)
-        )
-        source = open_source(paths)
+        if not self.should_load_recipe_state:
+            return {MODEL_KEY: self._read_model(resolve_files(self.checkpoint_dir, self.checkpoint_files))}
+        latest = self._latest()
+        adapter = latest / _ADAPTER_PT
         loaded: dict[str, Any] = {}
-        if source.kind == "tune":
-            loaded[MODEL_KEY] = dict(stream(source))
+        if adapter.is_file():
+            loaded[MODEL_KEY] = self._read_model(resolve_files(self.checkpoint_dir, self.checkpoint_files))
+            loaded[ADAPTER_KEY] = safe_torch_load(adapter)
         else:
-            spec, description = self._identity()
-            loaded[MODEL_KEY] = dict(spec.weight_map(source.kind).to_tune(stream(source), description))
-        if latest is not None:
-            if adapter.is_file():
-                loaded[ADAPTER_KEY] = safe_torch_load(adapter)
-            loaded |= safe_torch_load(latest / _RECIPE_STATE, mmap=False)
-        return loaded
+            loaded[MODEL_KEY] = self._read_model(resolve_files(latest, None))
+        return loaded | safe_torch_load(self._recipe_state(latest), mmap=False)
+
+    def _read_model(self, paths: list[Path]) -> dict[str, torch.Tensor]:
+        source = open_source(paths)
+        if self._legacy_names == "tune":
+            return dict(stream(source))
+        if self._legacy_names == "meta":
+            converted = meta_to_tune(dict(stream(source)))
+            if self.model_type is ModelType.LLAMA3_2:
+                converted.pop("output.weight", None)  # shared with the embedding
+            return converted
+        spec, description = self._identity()
+        kind = recognise(source, spec, description)
+        if kind == "tune":
+            return dict(stream(source))
+        return dict(spec.weight_map(kind).to_tune(stream(source), description))
 
     def save_checkpoint(
         self,
@@ -78,92 +98,111 @@ class LegacyInterface:
             dir_prefix: ``"epoch"`` or ``"step"``.
 
         Raises:
-            CheckpointError: ``adapter_only`` without an adapter.
+            CheckpointError: ``adapter_only`` without an adapter, or the folder does not say what the model is.
             UserError: the disk is full; what was saved before is untouched.
         """
         if adapter_only and ADAPTER_KEY not in state_dict:
             raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
         number = step if dir_prefix == "step" and step is not None else epoch
+        limit = _bytes(max_shard_size)
         with new_directory(self._output_dir(), f"{dir_prefix}_{number}") as folder:
-            spec, description = self._identity()
             if not adapter_only:
-                tensors = spec.weight_map("hf").to_external(state_dict[MODEL_KEY].items(), description)
-                _write_shards(dict(tensors), folder, _bytes(max_shard_size))
-                if (self.checkpoint_dir / "config.json").is_file():
-                    (folder / "config.json").write_bytes((self.checkpoint_dir / "config.json").read_bytes())
+                self._write_model(state_dict[MODEL_KEY], folder, limit)
             if ADAPTER_KEY in state_dict:
-                _write_adapter(state_dict, folder, spec, description, self._base_name())
+                self._write_adapter(state_dict, folder)
+            if (self.checkpoint_dir / "config.json").is_file():
+                write_json(folder / "config.json", read_json(self.checkpoint_dir / "config.json"))
             carry_files(self.checkpoint_dir, folder)
             if intermediate_checkpoint:
                 rest = {k: v for k, v in state_dict.items() if k not in (MODEL_KEY, ADAPTER_KEY, ADAPTER_CONFIG)}
-                with atomic_write(folder / _RECIPE_STATE) as file:
-                    torch.save(rest, file)
+                _torch_save(rest, folder / _RECIPE_STATE)
         prune(self._output_dir(), self.keep_last_n_checkpoints)
 
+    def _write_model(self, model: Mapping[str, torch.Tensor], folder: Path, limit: int) -> None:
+        if self._legacy_names == "tune":
+            _torch_save(_on_cpu(model.items()), folder / _MODEL_BIN)
+        elif self._legacy_names == "meta":
+            theirs = tune_to_meta(dict(model))
+            theirs.setdefault("output.weight", theirs["tok_embeddings.weight"])
+            _torch_save(_on_cpu(theirs.items()), folder / _MODEL_BIN)
+        else:
+            spec, description = self._identity()
+            tensors = spec.weight_map("hf").to_external(model.items(), description)
+            write_parts([({name: tensor}, lambda t=tensor: [t]) for name, tensor in tensors], folder, limit)
+
+    def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path) -> None:
+        """The adapter under our names, and, where the folder says what the model is, in PEFT's layout."""
+        adapter = _on_cpu(state_dict[ADAPTER_KEY].items())
+        _torch_save(adapter, folder / _ADAPTER_PT)
+        if self._legacy_names != "hf":
+            return
+        spec, description = self._identity()
+        save_tensors(
+            dict(spec.weight_map("hf").peft().to_external(adapter.items(), description, partial=True)),
+            folder / ADAPTER_FILE,
+        )
+        if ADAPTER_CONFIG in state_dict:
+            settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
+            modules = sorted(settings.pop("target_modules"))
+            write_json(folder / ADAPTER_CONFIG_FILE, adapter_settings(self._base_name(), settings, modules))
+
     def _latest(self) -> Path:
-        found = complete_directories(self._output_dir())
-        with_state = [path for path in found if (path / _RECIPE_STATE).is_file()]
+        """The newest directory to go on from; older checkpoints have no marker, there the largest number counts."""
+        output_dir = self._output_dir()
+        complete = complete_directories(output_dir)
+        names = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]
+        found = complete or [output_dir / name for name in names if name is not None]
+        with_state = [path for path in found if self._recipe_state(path).is_file()]
         if not with_state:
-            raise CheckpointError(f"{self._output_dir()} holds no checkpoint with a {_RECIPE_STATE} to resume from.")
+            raise CheckpointError(f"{output_dir} holds no checkpoint with a {_RECIPE_STATE} to resume from.")
         return with_state[-1]
+
+    @staticmethod
+    def _recipe_state(folder: Path) -> Path:
+        inside = folder / _RECIPE_STATE
+        return inside if inside.is_file() else folder.parent / "recipe_state" / _RECIPE_STATE
 
     def _identity(self) -> tuple[ModelSpec, Description]:
         """What the checkpoint's ``config.json`` says the model is; ``model_type`` chooses among its families."""
         path = self.checkpoint_dir / "config.json"
         if not path.is_file():
-            raise CheckpointError(f"There is no {path}: load_checkpoint needs it to know the model.")
-        config = json.loads(path.read_text(encoding="utf-8"))
-        spec = get_spec(self.model_type.value) if self.model_type else spec_for_architecture(config["architectures"][0])
+            raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
+        config = read_json(path)
+        if self.model_type is not None:
+            spec = get_spec(self.model_type.value)
+        elif config.get("architectures"):
+            spec = spec_for_architecture(config["architectures"][0])
+        else:
+            raise CheckpointError(f"{path} names no architecture: say model_type in the config.")
         return spec, spec.from_hf_config(config)
+
+
+def get_largest_iter_folder(dir: str | Path, pattern: str = r"^epoch_(\d+)") -> str | None:
+    """Name of the folder in ``dir`` whose number is largest; ``None`` if there is none.
+
+    Args:
+        dir: where to look.
+        pattern: regular expression with one group, the number.
+    """
+    path = Path(dir)
+    if not path.is_dir():
+        return None
+    found = [(int(match[1]), entry.name) for entry in path.iterdir() if (match := re.match(pattern, entry.name))]
+    return max(found)[1] if found else None
 
 
 def _bytes(size: str) -> int:
     for unit, factor in _UNITS.items():
-        if size.upper().endswith(unit):
-            return int(float(size[: -len(unit)]) * factor)
+        number = size.upper().removesuffix(unit)
+        if number != size.upper() and number.strip().replace(".", "", 1).isdigit():
+            return int(float(number) * factor)
     raise CheckpointError(f"max_shard_size: '{size}' is no size, write it like 5GB.")
 
 
-def _write_shards(tensors: dict[str, torch.Tensor], folder: Path, limit: int) -> None:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        length = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + length > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.detach().contiguous().cpu()
-        size += length
-    if len(shards) == 1:
-        save_tensors(shards[0], folder / "model.safetensors")
-        return
-    index = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_tensors(shard, folder / name)
-        index |= dict.fromkeys(shard, name)
-    total = sum(t.numel() * t.element_size() for t in tensors.values())
-    write_json(folder / SAFETENSORS_INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors}
 
 
-def _write_adapter(
-    state_dict: Mapping[str, Any], folder: Path, spec: ModelSpec, description: Description, base_name: str
-) -> None:
-    adapter = {name: tensor.detach().cpu() for name, tensor in state_dict[ADAPTER_KEY].items()}
-    with atomic_write(folder / _ADAPTER_PT) as file:
-        torch.save(adapter, file)
-    weight_map = spec.weight_map("hf")
-    external = weight_map.peft().to_external(adapter.items(), description, partial=True)
-    save_tensors({name: tensor.contiguous() for name, tensor in external}, folder / ADAPTER_FILE)
-    if ADAPTER_CONFIG not in state_dict:
-        return
-    settings = dict(state_dict[ADAPTER_CONFIG])
-    asked = set(settings["target_modules"])
-    modules = [row.tune.removesuffix(".weight") for row in weight_map.rows if isinstance(row.tune, str)]
-    names = {module.rpartition(".")[2]: module.format(layer=0) for module in modules}
-    settings["target_modules"] = sorted(
-        weight_map.external_module(names[name], description).rpartition(".")[2] for name in asked & names.keys()
-    )
-    write_json(
-        folder / ADAPTER_CONFIG_FILE, {**settings, "base_model_name_or_path": base_name, "task_type": "CAUSAL_LM"}
-    )
+def _torch_save(value: Any, path: Path) -> None:
+    with atomic_write(path) as file:
+        torch.save(value, file)

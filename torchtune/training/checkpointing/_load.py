@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtune.models import Description, WeightMap, WeightMapError
+from torchtune.models import Description, ModelError, ModelSpec, WeightMap, WeightMapError, spec_for_architecture
 from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._sources import SafetensorsFiles, Source, stream
+from torchtune.training.checkpointing._sources import Source
+from torchtune.utils import get_logger
 
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
+# Fields that decide the arithmetic and that no shape of a tensor shows.
+_UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation")
 
 
 def is_adapter_key(model: nn.Module) -> Callable[[str], bool]:
@@ -22,50 +23,115 @@ def is_adapter_key(model: nn.Module) -> Callable[[str], bool]:
     return lambda name: any(test(name) for test in tests)
 
 
-def spec_map(model: nn.Module, kind: str) -> tuple[WeightMap, Description]:
-    """The weight map of one format, and the description that it expands for.
+def identity(model: nn.Module) -> tuple[ModelSpec, Description]:
+    """What the model says that it is.
 
     Raises:
-        CheckpointError: the model does not say what it is.
+        CheckpointError: it does not say so.
     """
-    if getattr(model, "spec", None) is None or getattr(model, "description", None) is None:
+    spec, description = getattr(model, "spec", None), getattr(model, "description", None)
+    if spec is None or description is None:
         raise CheckpointError(
-            f"{type(model).__name__} carries no ModelSpec, so names of the format '{kind}' cannot be mapped: build it "
-            "with a builder of torchtune.models."
+            f"{type(model).__name__} carries no ModelSpec, so the names of its weights in other formats are not known: "
+            "build it with a builder of torchtune.models."
         )
-    return model.spec.weight_map(kind), model.description
+    return spec, description
 
 
-def _put(model: nn.Module, name: str, value: torch.Tensor, device: torch.device, where: Path) -> None:
-    """Copy ``value`` into a parameter, which becomes real on ``device`` if it is on the meta device."""
+def recognise(source: Source, spec: ModelSpec, description: Description) -> str:
+    """Whose names a source bears: a key of ``spec.weight_maps``, or ``"tune"`` for this library's own.
+
+    Raises:
+        CheckpointError: nobody's that this family knows.
+    """
+    if source.kind is not None:
+        return source.kind
+    names, known = set(source.names()), {}
+    for kind, weight_map in spec.weight_maps.items():
+        groups = weight_map.groups(description)
+        known[kind] = len(names.intersection(name for group in groups for name in group.external))
+        own = len(names.intersection(name for group in groups for name in group.tune))
+        known["tune"] = max(own, known.get("tune", 0))
+    best = max(known, key=known.__getitem__, default=None)
+    if not names or best is None or known[best] == 0:
+        example = f"its first tensor is '{source.names()[0]}'" if names else "it holds no tensor"
+        raise CheckpointError(
+            f"{_folder(source)}: no tensor belongs to a model of the family '{spec.name}' ({example}): "
+            "check checkpoint_dir and checkpoint_files against the model in the config."
+        )
+    return best
+
+
+def _folder(source: Source) -> Path | str:
+    names = source.names()
+    return source.where(names[0]).parent if names else "checkpoint_files"
+
+
+def parameter_at(model: nn.Module, name: str) -> nn.Parameter:
+    """A parameter by its full name."""
     path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    parameter = getattr(module, leaf)
-    if parameter.shape != value.shape:
-        raise CheckpointError(
-            f"{where}: the tensor of '{name}' has the shape {tuple(value.shape)}, the model's is "
-            f"{tuple(parameter.shape)}: this checkpoint is of another model than the one in `model`."
-        )
-    if parameter.is_meta:
-        data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        parameter = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        module.register_parameter(leaf, parameter)
+    return getattr(model.get_submodule(path), leaf)
+
+
+def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Make a parameter of the meta device real, unfilled; a real one is returned as it is."""
+    parameter = parameter_at(model, name)
+    if not parameter.is_meta:
+        return parameter
+    path, _, leaf = name.rpartition(".")
+    data = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+    new = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    model.get_submodule(path).register_parameter(leaf, new)
+    return new
+
+
+def put(
+    model: nn.Module,
+    name: str,
+    value: torch.Tensor,
+    where: Path,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Copy ``value`` into a parameter, which becomes real on ``device`` if it is on the meta device.
+
+    Raises:
+        CheckpointError: the shapes differ.
+    """
+    check_shape(where, name, value.shape, parameter_at(model, name).shape)
     with torch.no_grad():
-        parameter.copy_(value)
+        materialize(model, name, device, dtype).copy_(value)
 
 
-def _from_external(model: nn.Module, source: Source) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    weight_map, description = spec_map(model, source.kind)
+def check_shape(where: Path, name: str, found: torch.Size, wanted: torch.Size) -> None:
+    """Raise ``CheckpointError`` with file, tensor and both shapes if they differ."""
+    if found == wanted:
+        return
+    hint = "the checkpoint is of another model than the one in the config, or of other sizes"
+    if len(found) == 2 and found[1:] == wanted[1:] and ("emb" in name or "lm_head" in name or "output" in name):
+        hint = f"the checkpoint has a vocabulary of {found[0]} tokens, build the model with that vocab_size"
+    raise CheckpointError(
+        f"{where}: the tensor '{name}' has the shape {list(found)} where the model needs {list(wanted)}: {hint}."
+    )
+
+
+def _from_external(
+    model: nn.Module, source: Source, weight_map: WeightMap, description: Description
+) -> Iterator[tuple[str, torch.Tensor, Path]]:
     try:
         groups = weight_map.select(source.names(), description)
     except WeightMapError as error:
-        raise CheckpointError(f"{source.where(source.names()[0]).parent}: {error}") from error
-    _check_tied(weight_map, description, source)
+        raise CheckpointError(f"{_folder(source)}: {str(error).rstrip('.')}: {_OTHER_MODEL}.") from error
     for group in groups:
-        tensors = group.to_tune([source.read(name) for name in group.external])
-        yield from (
-            (name, tensor, source.where(group.external[0])) for name, tensor in zip(group.tune, tensors, strict=True)
-        )
+        outline = group.to_external([torch.empty_like(parameter_at(model, name), device="meta") for name in group.tune])
+        read = [source.read(name) for name in group.external]
+        for name, tensor, like in zip(group.external, read, outline, strict=True):
+            check_shape(source.where(name), name, tensor.shape, like.shape)
+        for name, tensor in zip(group.tune, group.to_tune(read), strict=True):
+            yield name, tensor, source.where(group.external[0])
+
+
+_OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the config"
 
 
 def _check_tied(weight_map: WeightMap, description: Description, source: Source) -> None:
@@ -73,11 +139,12 @@ def _check_tied(weight_map: WeightMap, description: Description, source: Source)
     names = set(source.names())
     originals = {name: group.external[0] for group in weight_map.groups(description) for name in group.tune}
     for tie in weight_map.tied:
-        if not getattr(description, tie.when) or tie.external not in names:
+        original = originals[tie.source]
+        if not getattr(description, tie.when) or tie.external not in names or original not in names:
             continue
-        if not torch.equal(source.read(tie.external), source.read(originals[tie.source])):
+        if not torch.equal(source.read(tie.external), source.read(original)):
             raise CheckpointError(
-                f"{source.where(tie.external)}: '{tie.external}' differs from '{originals[tie.source]}', but the model "
+                f"{source.where(tie.external)}: '{tie.external}' differs from '{original}', but the model "
                 "shares them: build it with tie_word_embeddings=False."
             )
 
@@ -87,93 +154,134 @@ def _from_tune(model: nn.Module, source: Source) -> Iterator[tuple[str, torch.Te
     wanted = {name for name, _ in model.named_parameters() if not own(name)}
     names = set(source.names())
     for name in sorted(wanted - names):
-        raise CheckpointError(f"{source.where(source.names()[0])} lacks the tensor '{name}', which the model needs.")
+        raise CheckpointError(f"{_folder(source)} lacks the tensor '{name}', which the model needs: {_OTHER_MODEL}.")
     for name in sorted(names - wanted):
         if not own(name):
-            raise CheckpointError(f"{source.where(name)}: the tensor '{name}' has no place in the model.")
+            raise CheckpointError(
+                f"{source.where(name)}: the tensor '{name}' has no place in the model: {_OTHER_MODEL}."
+            )
     yield from ((name, source.read(name), source.where(name)) for name in source.names() if name in wanted)
 
 
-def load_base(model: nn.Module, source: Source, device: torch.device) -> None:
+def load_base(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Fill the base parameters of ``model`` from a source, one tensor at a time.
 
     Args:
         model: on the meta device, or real.
         source: any format that the model's spec knows.
         device: where parameters of the meta device become real.
+        dtype: of these; theirs by default.
 
     Raises:
         CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
     """
-    tensors = _from_tune(model, source) if source.kind == "tune" else _from_external(model, source)
+    spec, description = identity(model)
+    kind = recognise(source, spec, description)
+    if kind == "tune":
+        tensors = _from_tune(model, source)
+    else:
+        weight_map = spec.weight_map(kind)
+        _check_tied(weight_map, description, source)
+        tensors = _from_external(model, source, weight_map, description)
     for name, tensor, where in tensors:
-        _put(model, name, tensor, device, where)
+        put(model, name, tensor, where, device, dtype)
 
 
-def load_adapter(model: nn.Module, folder: Path, device: torch.device) -> None:
-    """Fill the adapter parameters of ``model`` from a PEFT folder.
+def check_config(model: nn.Module, config_file: Path) -> None:
+    """Compare what a checkpoint's ``config.json`` says with what the model is, where weights would fit either way.
 
     Raises:
-        CheckpointError: the adapter is of other layers, another rank, or another scale.
+        CheckpointError: the file is of a family whose weights have other names or another layout, or its heads are
+            of another number.
     """
-    weight_map, description = spec_map(model, "hf")
-    source = SafetensorsFiles([folder / ADAPTER_FILE])
-    own = is_adapter_key(model)
-    wanted = {name for name, _ in model.named_parameters() if own(name)}
-    _check_adapter_config(model, folder / ADAPTER_CONFIG_FILE)
-    found = set()
-    try:
-        for name, tensor in weight_map.peft().to_tune(stream(source), description, partial=True):
-            if name not in wanted:
-                raise CheckpointError(
-                    f"{folder / ADAPTER_FILE}: it adapts '{name.rpartition('.lora')[0]}', which the model does not: "
-                    "ask for the layers that its adapter_config.json lists."
-                )
-            _put(model, name, tensor, device, folder / ADAPTER_FILE)
-            found.add(name)
-    except WeightMapError as error:
-        raise CheckpointError(f"{folder / ADAPTER_FILE}: {error}") from error
-    if missing := sorted(wanted - found):
-        raise CheckpointError(
-            f"{folder / ADAPTER_FILE} lacks '{missing[0]}' and {len(missing) - 1} more that the model adapts: ask for "
-            "the layers that its adapter_config.json lists."
-        )
-
-
-def _check_adapter_config(model: nn.Module, path: Path) -> None:
-    if not path.is_file():
+    if not config_file.is_file():
         return
-    saved = json.loads(path.read_text())
-    for conversion in get_conversions(model):
-        rank, alpha = getattr(conversion, "rank", None), getattr(conversion, "alpha", None)
-        if rank is not None and (saved.get("r"), float(saved.get("lora_alpha", 0))) != (rank, float(alpha)):
+    spec, _ = identity(model)
+    config = read_json(config_file)
+    architecture = next(iter(config.get("architectures") or ()), None)
+    if architecture is not None and architecture not in spec.architectures:
+        try:
+            other = spec_for_architecture(architecture)
+        except ModelError:
+            other = None
+        if other is None or other.weight_maps.get("hf") != spec.weight_maps.get("hf"):
             raise CheckpointError(
-                f"{path}: the adapter has rank {saved.get('r')} and alpha {saved.get('lora_alpha')}, the model is "
-                f"built with {rank} and {alpha}: make them equal."
+                f"{config_file}: the checkpoint is a {architecture}, the model in the config is of the family "
+                f"'{spec.name}' ({', '.join(spec.architectures)}): use a builder of the checkpoint's family."
+            )
+        spec = other
+    try:
+        described = spec.from_hf_config(config)
+    except ModelError as error:
+        get_logger().warning(f"{config_file} is not compared with the model: {error}")
+        return
+    check_description(model, described, config_file)
+
+
+def check_description(model: nn.Module, theirs: Description, where: Path) -> None:
+    """Compare fields of descriptions that no shape of a tensor shows; warn where the model may differ.
+
+    Raises:
+        CheckpointError: the heads are of another number.
+    """
+    _, ours = identity(model)
+    if (theirs.num_heads, theirs.num_kv_heads) != (ours.num_heads, ours.num_kv_heads):
+        raise CheckpointError(
+            f"{where}: the checkpoint has {theirs.num_heads} heads ({theirs.num_kv_heads} of keys and values), the "
+            f"model in the config {ours.num_heads} ({ours.num_kv_heads}): use the builder of this checkpoint."
+        )
+    for name in _UNSEEN:
+        if getattr(theirs, name) != getattr(ours, name):
+            get_logger().warning(
+                f"{where} says {name} = {getattr(theirs, name)}, the model in the config is built with "
+                f"{getattr(ours, name)}: the latter holds."
             )
 
 
-def initialize_rest(model: nn.Module, device: torch.device) -> None:
-    """Make what no checkpoint holds real: every module with such parameters initialises them itself.
+def read_json(path: Path) -> dict:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: it is no such thing.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}): download it again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__} where an object is expected: download it again.")
+    return value
+
+
+def initialize_rest(model: nn.Module, loaded: set[str], device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Give parameters that no checkpoint holds their first values: their modules know how.
+
+    Args:
+        model: after :func:`load_base`.
+        loaded: names of parameters that have their values.
+        device: where parameters of the meta device become real.
+        dtype: of these; theirs by default.
 
     Raises:
         CheckpointError: parameters are left that no module initialises.
     """
-    for module in model.modules():
-        lacking = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-        if lacking and hasattr(module, "initialize_parameters"):
-            for name in lacking:
-                path, _, leaf = name.rpartition(".")
-                owner = module.get_submodule(path)
-                old = getattr(owner, leaf)
-                data = torch.empty(old.shape, dtype=old.dtype, device=device)
-                owner.register_parameter(leaf, nn.Parameter(data, requires_grad=old.requires_grad))
+    left = [name for name, _ in model.named_parameters() if name not in loaded]
+    for path, module in model.named_modules():
+        inside = [name for name in left if name.startswith(f"{path}." if path else "")]
+        if inside and hasattr(module, "initialize_parameters"):
+            for name in inside:
+                materialize(model, name, device, dtype)
             module.initialize_parameters()
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+            left = [name for name in left if name not in inside]
+    left = [name for name in left if parameter_at(model, name).is_meta]
     if left:
-        raise CheckpointError(f"The checkpoint holds no value for '{left[0]}' and {len(left) - 1} more parameters.")
-    for name, buffer in list(model.named_buffers()):
+        raise CheckpointError(
+            f"The checkpoint holds no value for '{left[0]}'{f' and {len(left) - 1} more' if left[1:] else ''}, and its "
+            "module has no initialize_parameters() to make one."
+        )
+    for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise CheckpointError(
-                f"The buffer '{name}' is on the meta device: it must be made from numbers, not loaded."
+                f"The buffer '{name}' is on the meta device: checkpoints hold no buffers, so its module must make it "
+                "when it is used."
             )

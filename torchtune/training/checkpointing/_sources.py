@@ -2,8 +2,9 @@
 
 import json
 import pickle
+import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,16 +17,26 @@ from torchtune.training.checkpointing._gguf import GGUFFile
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# What a folder without an index may hold, the first that is there.
+_WEIGHT_FILES = (
+    "model*.safetensors",
+    "*.safetensors",
+    "*.gguf",
+    "pytorch_model*.bin",
+    "model*.bin",
+    "consolidated*.pth",
+    "*.pth",
+)
 
 
 class Source(Protocol):
     """Named tensors in files.
 
     Attributes:
-        kind: whose names they bear: ``"hf"``, ``"meta"``, ``"gguf"`` or ``"tune"``.
+        kind: whose names they bear: ``"gguf"``, or ``None`` where the names must tell.
     """
 
-    kind: str
+    kind: str | None
 
     def names(self) -> list[str]:
         """Names of all tensors, file by file."""
@@ -40,39 +51,26 @@ class Source(Protocol):
         ...
 
 
-def _kind_of(names: Sequence[str]) -> str:
-    if any(name.startswith(("model.", "lm_head.")) for name in names):
-        return "hf"
-    if any(".attention.wq." in name for name in names):
-        return "meta"
-    return "tune"
-
-
-class SafetensorsFiles:
-    """Safetensors files, memory mapped.
+class _Shards(ABC):
+    """Files of which one at a time is open: read in the order of :meth:`names`, memory holds one shard.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt, or two hold the same tensor.
+        CheckpointError: a file is missing or corrupt, or two hold the same tensor.
     """
 
+    kind = None
+
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
+        self._open: tuple[Path, Any] | None = None
         for path in paths:
-            _must_exist(path)
-            try:
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path} ({path.stat().st_size:,} bytes) is not a whole safetensors file ({error}): "
-                    "download or copy it again."
-                ) from error
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            for name in self._names_in(path):
                 if name in self._paths:
-                    raise CheckpointError(f"The tensor '{name}' is in both {self._paths[name].name} and {path.name}.")
-                self._files[name], self._paths[name] = file, path
-        self.kind = _kind_of(list(self._paths))
+                    raise CheckpointError(
+                        f"The tensor '{name}' is in both {self._paths[name]} and {path.name}: name the files of one "
+                        "checkpoint in checkpoint_files (parts of tensors, as in Meta's larger models, cannot be read)."
+                    )
+                self._paths[name] = path
 
     def names(self) -> list[str]:
         """Names of all tensors, file by file."""
@@ -82,42 +80,65 @@ class SafetensorsFiles:
         """File that holds a tensor."""
         return self._paths[name]
 
+    def _file(self, path: Path) -> Any:
+        if self._open is None or self._open[0] != path:
+            self._open = None  # closed before the next one is opened
+            self._open = (path, self._load(path))
+        return self._open[1]
+
+    @abstractmethod
+    def _load(self, path: Path) -> Any:
+        """Open a file."""
+
+    @abstractmethod
+    def _names_in(self, path: Path) -> list[str]:
+        """Names of the tensors of a file."""
+
+    @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """A tensor backed by the file: copy it before changing it."""
-        return self._files[name].get_tensor(name)
 
 
-class TorchFiles:
-    """Files written by ``torch.save``, memory mapped, read without running what a pickle may hold.
+class SafetensorsFiles(_Shards):
+    """Safetensors files, memory mapped."""
 
-    Raises:
-        CheckpointError: a file is missing or corrupt, or holds anything but tensors.
-    """
+    def _load(self, path: Path) -> Any:
+        must_exist(path)
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} ({path.stat().st_size:,} bytes) is not a whole safetensors file ({error}): "
+                "download or copy it again."
+            ) from error
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._paths: dict[str, Path] = {}
-        for path in paths:
-            for name, value in safe_torch_load(path).items():
-                if not isinstance(value, torch.Tensor):
-                    raise CheckpointError(
-                        f"{path} holds '{name}', a {type(value).__name__}, where a tensor is expected: "
-                        "name the files of weights in checkpoint_files."
-                    )
-                self._tensors[name], self._paths[name] = value, path
-        self.kind = _kind_of(list(self._paths))
-
-    def names(self) -> list[str]:
-        """Names of all tensors, file by file."""
-        return list(self._tensors)
-
-    def where(self, name: str) -> Path:
-        """File that holds a tensor."""
-        return self._paths[name]
+    def _names_in(self, path: Path) -> list[str]:
+        return list(self._load(path).keys())
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor backed by the file: copy it before changing it."""
-        return self._tensors[name]
+        return self._file(self._paths[name]).get_tensor(name)
+
+
+class TorchFiles(_Shards):
+    """Files written by ``torch.save``, memory mapped, read without running what a pickle may hold."""
+
+    def _load(self, path: Path) -> dict[str, torch.Tensor]:
+        return safe_torch_load(path)
+
+    def _names_in(self, path: Path) -> list[str]:
+        loaded = self._load(path)
+        for name, value in loaded.items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"{path} holds '{name}', a {type(value).__name__}, where a tensor is expected: "
+                    "name the files of weights in checkpoint_files."
+                )
+        return list(loaded)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor backed by the file: copy it before changing it."""
+        return self._file(self._paths[name])[name]
 
 
 class FormattedCheckpointFiles:
@@ -162,22 +183,31 @@ class FormattedCheckpointFiles:
 def safe_torch_load(checkpoint_path: str | Path, weights_only: bool = True, mmap: bool = True) -> dict[str, Any]:
     """Load a file of ``torch.save`` onto the CPU.
 
+    Args:
+        checkpoint_path: the file.
+        weights_only: refuse anything but tensors, containers and numbers; a pickle runs code otherwise.
+        mmap: leave tensors in the file until they are used; files older than torch 1.6 are read whole.
+
     Raises:
-        CheckpointError: it is missing, corrupt, or would need to run code to be read.
+        CheckpointError: it is missing, corrupt, holds no dict, or would need to run code to be read.
     """
     path = Path(checkpoint_path)
-    _must_exist(path)
+    must_exist(path)
     try:
-        loaded = torch.load(path, map_location="cpu", mmap=mmap, weights_only=weights_only)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
+        loaded = torch.load(path, map_location="cpu", mmap=mmap and zipfile.is_zipfile(path), weights_only=weights_only)
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's text advises to run the code
+            reason = "it is damaged, or holds more than tensors, which could run code when it is read"
         raise CheckpointError(
             f"{path} cannot be read as a file of tensors ({reason}): download it again, or convert it to safetensors."
         ) from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__} where a dict of tensors is expected.")
     return loaded
 
 
-def _must_exist(path: Path) -> None:
+def must_exist(path: Path) -> None:
     if path.is_file():
         return
     there = sorted(p.name for p in path.parent.glob(f"*{path.suffix}")) if path.parent.is_dir() else []
@@ -210,11 +240,24 @@ def find_files(checkpoint_dir: Path) -> list[Path]:
                 f"{len(shards)} shards that {index} lists: download the checkpoint again."
             )
         return [checkpoint_dir / shard for shard in shards]
-    for pattern in ("model*.safetensors", "*.safetensors", "*.gguf", "pytorch_model*.bin", "consolidated*.pth"):
-        found = sorted(p for p in checkpoint_dir.glob(pattern) if not p.name.startswith("adapter_model"))
+    for pattern in _WEIGHT_FILES:
+        found = sorted(path for path in checkpoint_dir.glob(pattern) if not path.name.startswith("adapter"))
+        if pattern == "*.gguf" and len(found) > 1:
+            raise CheckpointError(
+                f"checkpoint_dir: {checkpoint_dir} holds {len(found)} GGUF files ({found[0].name}, {found[1].name} …): "
+                "name one in checkpoint_files."
+            )
         if found:
             return found
-    raise CheckpointError(f"checkpoint_dir: {checkpoint_dir} holds no weights (*.safetensors, *.gguf, *.bin, *.pth).")
+    if any(checkpoint_dir.glob("adapter_model.*")):
+        raise CheckpointError(
+            f"checkpoint_dir: {checkpoint_dir} holds an adapter and no model: give the folder of the base model, and "
+            "this one as adapter_checkpoint."
+        )
+    raise CheckpointError(
+        f"checkpoint_dir: {checkpoint_dir} holds no weights (*.safetensors, *.gguf, *.bin, *.pth): "
+        "give the folder that does."
+    )
 
 
 def resolve_files(checkpoint_dir: Path, checkpoint_files: Sequence[str] | Mapping[str, str] | None) -> list[Path]:
@@ -223,6 +266,8 @@ def resolve_files(checkpoint_dir: Path, checkpoint_files: Sequence[str] | Mappin
         return find_files(checkpoint_dir)
     if isinstance(checkpoint_files, Mapping):
         checkpoint_files = FormattedCheckpointFiles.from_dict(checkpoint_files).build_checkpoint_filenames()
+    if isinstance(checkpoint_files, str):
+        checkpoint_files = [checkpoint_files]
     if len(checkpoint_files) == 0:
         raise CheckpointError("checkpoint_files: the list is empty: name the files, or leave the key out.")
     return [checkpoint_dir / name for name in sorted(checkpoint_files)]

@@ -1,0 +1,125 @@
+"""Small random models in folders, as other tools write them, and how the tests look at them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+
+from tests.tiny import write_tokenizer
+from torchtune.models import from_hf_config
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.conversion import apply_conversions
+from torchtune.training import FullModelHFCheckpointer
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Name -> architecture of transformers, and what it says beyond the sizes.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def hf_model(shape: str, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> torch.nn.Module:
+    """A random model of transformers, with norms and biases that matter."""
+    architecture, options = SHAPES[shape]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{architecture}Config")(**{**SIZES, **options, **sizes})
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.3)
+            elif name.endswith("bias"):
+                parameter.normal_()
+    return model.to(dtype)
+
+
+def write_folder(folder: Path, shape: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """A complete Hugging Face folder; ``max_shard_size`` goes to ``save_pretrained``, other options to the model."""
+    shards = {"max_shard_size": options.pop("max_shard_size")} if "max_shard_size" in options else {}
+    hf_model(shape, dtype, **options).save_pretrained(folder, **shards)
+    write_tokenizer(folder)
+    return folder
+
+
+def build(folder: Path, *conversions: Any, dtype: torch.dtype = torch.float32) -> TransformerDecoder:
+    """Our model of a folder, on the meta device."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = from_hf_config(folder)
+            apply_conversions(model, list(conversions))
+    finally:
+        torch.set_default_dtype(previous)
+    return model
+
+
+def load(folder: Path, *conversions: Any, dtype: torch.dtype = torch.float32, **options: Any) -> TransformerDecoder:
+    """Our model of a folder, with its weights."""
+    model = build(folder, *conversions, dtype=dtype)
+    FullModelHFCheckpointer(str(folder), **options).load_model(model)
+    return model.eval()
+
+
+def some_tokens() -> torch.Tensor:
+    """[2, 24] token ids."""
+    return torch.randint(3, 320, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """float32 logits of :func:`some_tokens` by our model or one of transformers: [2, 24, v]."""
+    out = model(some_tokens())
+    return (out if isinstance(out, torch.Tensor) else out.logits).float()
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in the safetensors files of a folder's model."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    return found
+
+
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    """Whether two dicts hold the same tensors, dtypes and bits."""
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def read(path: Path) -> Any:
+    """Contents of a JSON file."""
+    return json.loads(path.read_text())
+
+
+def randomize_adapter(model: torch.nn.Module, seed: int = 3) -> None:
+    """Give every adapter parameter a value that shows."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            elif name.endswith("magnitude"):
+                parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=generator))

@@ -1,0 +1,232 @@
+"""Adapters in files: PEFT's layout in and out, and the files of older checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune.models import Description, WeightMap, WeightMapError
+from torchtune.modules.conversion import get_conversions
+from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._load import identity, is_adapter_key, parameter_at, put, read_json
+from torchtune.training.checkpointing._safetensors_file import save_tensors
+from torchtune.training.checkpointing._sources import Source, must_exist, open_source
+from torchtune.utils import get_logger, write_json
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+# In a folder that holds several, the first: older checkpoints have the adapter under this library's names in .pt,
+# and Qwen's rows in the wrong order in .safetensors.
+_OLDER_FILE = "adapter_model.pt"
+_FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
+_PEFT_PREFIX = "base_model.model."
+# Settings of peft that change what the same tensors compute.
+_UNKNOWN_SETTINGS = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform")
+
+
+def find_adapter(path: Path) -> Path:
+    """The file of an adapter: ``path`` itself, or the one in the folder ``path``.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not path.is_dir():
+        must_exist(path)
+        return path
+    for name in _FILES:
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointError(f"{path} holds no adapter ({', '.join(_FILES)}): name the folder that does.")
+
+
+def adapter_beside_base(folder: Path, *, wanted: bool) -> Path | None:
+    """The adapter in a folder of base weights, as ``peft`` would take it; None without one.
+
+    Args:
+        folder: see above.
+        wanted: whether the model has adapters; if not, one that is there is left alone, with a warning.
+
+    Raises:
+        CheckpointError: an older release's checkpoint, where the weights may have the adapter in them already.
+    """
+    found = [folder / name for name in _FILES if (folder / name).is_file()]
+    if not found:
+        return None
+    if not wanted:
+        get_logger().warning(f"{found[0]} is not used: the model has no adapter.")
+        return None
+    if found[0].name == _OLDER_FILE:
+        raise CheckpointError(
+            f"checkpoint_dir: {folder} holds {_OLDER_FILE} beside weights, as older releases wrote it after they had "
+            f"merged it into them: set adapter_checkpoint to {_OLDER_FILE} if the weights are those of the base model, "
+            "or move the adapter's files away to train a new one on the merged weights."
+        )
+    get_logger().info(f"The adapter starts from {found[0]}.")
+    return found[0]
+
+
+def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Fill the adapter parameters of ``model``.
+
+    Args:
+        model: already has its adapters, on the meta device or real.
+        file: under PEFT's names, or under this library's.
+        device: where parameters of the meta device become real.
+        dtype: of these; theirs by default.
+
+    Raises:
+        CheckpointError: the adapter is of other layers, another rank, or another scale.
+    """
+    source = open_source([file])
+    own = is_adapter_key(model)
+    wanted = {name for name, _ in model.named_parameters() if own(name)}
+    if not wanted:
+        raise CheckpointError(f"{file}: the model has no adapter to put it into: use a lora_* builder or a converter.")
+    _check_settings(model, file.with_name(ADAPTER_CONFIG_FILE))
+    found = set()
+    for name, tensor in _our_names(model, source, file):
+        if name not in wanted:
+            raise CheckpointError(
+                f"{file}: it holds '{name}', which the model in the config does not adapt: adapt the layers that its "
+                f"{ADAPTER_CONFIG_FILE} lists."
+            )
+        put(model, name, tensor, file, device, dtype)
+        found.add(name)
+    if missing := sorted(wanted - found):
+        raise CheckpointError(
+            f"{file} lacks '{missing[0]}'{f' and {len(missing) - 1} more' if missing[1:] else ''}, which the model in "
+            f"the config adapts: adapt the layers that its {ADAPTER_CONFIG_FILE} lists."
+        )
+
+
+def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, torch.Tensor]]:
+    """The tensors under our names and in our order of rows."""
+    tensors = [(name, source.read(name)) for name in source.names()]
+    if not any(name.startswith(_PEFT_PREFIX) for name, _ in tensors):
+        return tensors
+    spec, description = identity(model)
+    weight_map = spec.weight_map("hf").peft()
+    try:
+        tensors = [pair for pair in tensors if not _is_of_base(model, *pair, file)]
+        for name, tensor in tensors:
+            _check_rank(model, weight_map.tune_name(name, description), name, tensor, file)
+        return list(weight_map.to_tune(tensors, description, partial=True))
+    except WeightMapError as error:
+        raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
+
+
+def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -> bool:
+    """Whether a tensor of an adapter's file is one of the base, as ``peft`` adds those of an adapted output layer.
+
+    Raises:
+        CheckpointError: it is, and differs from the model's.
+    """
+    spec, description = identity(model)
+    external, weight_map = name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", "."), spec.weight_map("hf")
+    if not any(external in group.external for group in weight_map.groups(description)):
+        return external in {tie.external for tie in weight_map.tied}
+    for ours, value in weight_map.to_tune([(external, tensor)], description, partial=True):
+        parameter = parameter_at(model, ours)
+        if value.shape != parameter.shape or not torch.equal(value.to(parameter), parameter):
+            raise CheckpointError(
+                f"{file}: it brings '{name}', which differs from the model's: it was trained together with a changed "
+                "base, so merge it into that base with peft and start from the merged model."
+            )
+    return True
+
+
+def _check_rank(model: nn.Module, ours: str, name: str, tensor: torch.Tensor, file: Path) -> None:
+    """Refuse a shape that does not fit, before rows are put into another order."""
+    try:
+        wanted = parameter_at(model, ours).shape
+    except AttributeError:
+        return  # not adapted here: refused with the list of layers
+    if tensor.shape != wanted:
+        raise CheckpointError(
+            f"{file}: the tensor '{name}' has the shape {list(tensor.shape)} where the model needs {list(wanted)}: the "
+            "adapter is of another rank or of another model."
+        )
+
+
+def _check_settings(model: nn.Module, path: Path) -> None:
+    if not path.is_file():
+        get_logger().warning(f"There is no {path}: that the adapter has the model's alpha is taken for granted.")
+        return
+    saved = read_json(path)
+    if saved.get("peft_type", "LORA") != "LORA":
+        raise CheckpointError(f"{path}: an adapter of type {saved['peft_type']} cannot be read, only LORA.")
+    for key in _UNKNOWN_SETTINGS:
+        if saved.get(key):
+            raise CheckpointError(f"{path}: {key} = {saved[key]!r} cannot be expressed: use an adapter without it.")
+    ours = _settings(model)
+    for key, default in (("r", None), ("lora_alpha", None), ("use_dora", False)):
+        if key in ours and saved.get(key, default) != ours[key]:
+            raise CheckpointError(
+                f"{path}: the adapter has {key} = {saved.get(key, default)}, the model in the config {ours[key]}: "
+                "make them equal."
+            )
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for conversion in get_conversions(model):
+        if hasattr(conversion, "peft_config"):
+            settings |= conversion.peft_config(model)
+    return settings
+
+
+def write_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
+    """Write the adapter as ``peft`` reads it.
+
+    Args:
+        model: has a conversion that knows its ``peft_config``.
+        folder: exists, and is temporary.
+        base_name: ``base_model_name_or_path``: the repository or folder of the base.
+
+    Raises:
+        CheckpointError: there is no adapter, or a layer has no name of its own in Hugging Face's format.
+    """
+    spec, description = identity(model)
+    weight_map, own = spec.weight_map("hf"), is_adapter_key(model)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if own(name)}
+    if not parameters:
+        raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
+    modules = {name.partition(".lora_")[0].removesuffix(".magnitude"): None for name in parameters}
+    try:
+        tensors = dict(weight_map.peft().to_external(parameters.items(), description, partial=True))
+        names = [weight_map.external_module(module, description) for module in modules]
+    except WeightMapError as error:
+        raise CheckpointError(f"The adapter cannot be saved for peft: {error}") from error
+    save_tensors(tensors, folder / ADAPTER_FILE)
+    settings = adapter_settings(base_name, _settings(model), _shortest(names, weight_map, description))
+    write_json(folder / ADAPTER_CONFIG_FILE, settings)
+
+
+def adapter_settings(base_name: str, settings: dict[str, Any], target_modules: list[str]) -> dict[str, Any]:
+    """The contents of ``adapter_config.json``."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        **settings,
+        "base_model_name_or_path": base_name,
+        "target_modules": target_modules,
+    }
+
+
+def _shortest(names: list[str], weight_map: WeightMap, description: Description) -> list[str]:
+    """Last parts of module names (``q_proj``), if these choose the same modules; else the whole names."""
+    leaves = sorted({name.rpartition(".")[2] for name in names})
+    modules = [
+        name.removesuffix(".weight")
+        for group in weight_map.groups(description)
+        for name in group.external
+        if name.endswith(".weight")
+    ]
+    chosen = {name for name in modules if name.rpartition(".")[2] in leaves}
+    return leaves if chosen == set(names) else sorted(names)
