@@ -1,0 +1,34 @@
+"""Sphinx configuration: extensions of Sphinx alone, no network."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = [str(Path(__file__).parent / "_ext"), str(Path(__file__).parents[1])]
+
+import torchtune  # noqa: E402
+
+project = "torchtune"
+version = release = torchtune.__version__
+author = "the torchtune contributors"
+copyright = "the torchtune contributors"
+language = "en"
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "tables", "faces"]
+exclude_patterns = ["_build"]
+html_theme = "alabaster"
+html_theme_options = {
+    "description": "Recipes for fine-tuning language models in native PyTorch",
+    "fixed_sidebar": True,
+    "page_width": "1080px",
+}
+html_show_sourcelink = False
+html_copy_source = False
+highlight_language = "text"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True

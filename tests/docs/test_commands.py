@@ -1,0 +1,186 @@
+"""Everything that README and the pages show is run, on a tiny model, or listed here with the reason why not."""
+
+import contextlib
+import doctest
+import io
+import logging
+import os
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs import tiny_models
+from tests.docs.pages import LANGUAGES, PAGES, Block, Command, blocks_of, commands_of, edited
+from torchtune._cli import tune
+from torchtune._recipe_registry import find_config
+
+# Commands that are shown and not run, each with the reason.
+NOT_RUN = {
+    "pip install torchtune": "needs the package registry",
+    "tune download HuggingFaceTB/SmolLM2-135M-Instruct": "needs the hub",
+    "tune download meta-llama/Llama-3.2-1B-Instruct --hf-token $HF_TOKEN": "needs the hub",
+    "make quickstart": "makes an environment of its own and downloads a model",
+    "make test": "runs this test",
+    "python benchmarks/bf16_that_learns.py --checkpoint /tmp/SmolLM2-135M-Instruct": "takes minutes",
+}
+# What stands in commands that train or generate, and in the configs that they name -> what takes its place.
+SUBSTITUTIONS = {
+    "torchtune.models.smol.lora_smollm2_135m": "tests.docs.tiny_models.lora_smollm2_135m",
+    "torchtune.models.smol.smollm2_135m": "tests.docs.tiny_models.smollm2_135m",
+    "device: cuda": "device: cpu",
+    "max_new_tokens: 300": "max_new_tokens: 8",
+    "dtype: bf16": "dtype: fp32",
+}
+CHECKER = doctest.OutputChecker()
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make(tmp_path_factory.mktemp("docs") / "SmolLM2-135M-Instruct")
+
+
+class Page:
+    """The folder of a page, and what is done in it. ``/tmp`` of the page is a folder of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tmp, self.cwd = folder / "tmp", folder / "cwd"
+        self.names: dict = {"__name__": "page"}
+
+    def placed(self, text: str, *, tiny: bool = False) -> str:
+        for old, new in SUBSTITUTIONS.items() if tiny else ():
+            text = text.replace(old, new)
+        return text.replace("/tmp/", f"{self.tmp}/")
+
+    def shown(self, text: str) -> str:
+        for old, new in SUBSTITUTIONS.items():
+            text = text.replace(new, old) if "." in new else text
+        return text.replace(str(self.tmp), "/tmp")
+
+    def run(self, command: Command) -> None:
+        words = shlex.split(command.text)
+        if words[0] not in ("tune", "python"):
+            done = subprocess.run(
+                self.placed(command.text), shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            code, output = done.returncode, done.stdout
+        else:
+            code, output = self._in_process(words)
+        output = self.shown(output)
+        expected = command.output
+        if not expected:
+            assert code == 0, f"$ {command.text}\nexit code {code}\n{output}"
+        else:
+            fits = CHECKER.check_output(expected + "\n", output.strip("\n") + "\n", FLAGS)
+            fits &= code == (2 if "error: " in expected else 0)
+            assert fits, f"$ {command.text}\nshown:\n{expected}\nprinted (exit code {code}):\n{output}"
+
+    def _in_process(self, words: list[str]) -> tuple[int, str]:
+        tiny = words[:2] == ["tune", "run"] and not {"--dry-run", "--help"} & set(words)
+        arguments = [self._argument(word, before, tiny) for before, word in pairwise(words)]
+        output, code, argv = io.StringIO(), 0, sys.argv
+        handler = logging.StreamHandler(output)
+        handler.setFormatter(logging.Formatter("%(levelname)s:%(name)s:%(message)s"))
+        logger = logging.getLogger("torchtune")
+        logger.addHandler(handler)
+        logger.setLevel(logging.NOTSET)  # as in a new process
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                if words[0] == "tune":
+                    sys.argv = ["tune", *arguments]
+                    tune.main()
+                else:
+                    sys.argv = arguments
+                    runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        finally:
+            sys.argv = argv
+            logger.removeHandler(handler)
+        return code, output.getvalue()
+
+    def _argument(self, word: str, before: str, tiny: bool) -> str:
+        if not tiny or before != "--config":
+            return self.placed(word, tiny=tiny)
+        text = (find_config(word) or Path(word)).read_text()
+        path = self.tmp / "configs" / f"{word.removesuffix('.yaml').replace('/', '_')}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(self.placed(text, tiny=True))
+        return str(path)
+
+    def do(self, block: Block) -> None:
+        if block.language == "console":
+            for command in commands_of(block):
+                if command.text not in NOT_RUN:
+                    self.run(command)
+        elif block.language == "diff":
+            path = Path(block.caption)
+            path.write_text(edited(path.read_text(), block.text))
+        elif block.caption:
+            Path(block.caption).parent.mkdir(parents=True, exist_ok=True)
+            Path(block.caption).write_text(block.text)
+        elif block.language == "python":
+            code = compile(self.placed(block.text), f"{block.page.name}:{block.line}", "exec")
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(code, self.names)
+        elif block.language == "yaml":
+            yaml.safe_load(block.text)
+
+
+@pytest.fixture
+def page_folder(
+    checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Page]:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets_cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    page = Page(tmp_path)
+    page.cwd.mkdir()
+    shutil.copytree(checkpoint, page.tmp / checkpoint.name)
+    monkeypatch.chdir(page.cwd)
+    monkeypatch.setattr(sys, "path", [str(page.cwd), *sys.path])
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    modules = set(sys.modules)
+    yield page
+    for name in set(sys.modules) - modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and str(tmp_path) in file:
+            del sys.modules[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_what_a_page_shows_runs(path: Path, page_folder: Page) -> None:
+    for block in blocks_of(path):
+        page_folder.do(block)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_block_is_of_a_kind_that_is_checked(path: Path) -> None:
+    for block in blocks_of(path):
+        where = f"{path.name}:{block.line}"
+        assert block.language in LANGUAGES, f"{where}: say which language the block is in, one of {LANGUAGES}"
+        assert block.language != "diff" or block.caption, f"{where}: an edit needs the name of its file as caption"
+        lines = block.text.splitlines()
+        hidden = block.language == "text" and any(line.startswith(("$ ", "tune ", "pip ", "make ")) for line in lines)
+        assert not hidden, f"{where}: commands belong into a console block"
+
+
+def test_commands_that_are_not_run_are_still_shown() -> None:
+    shown = {
+        command.text
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language == "console"
+        for command in commands_of(block)
+    }
+    assert not NOT_RUN.keys() - shown
