@@ -93,7 +93,7 @@ def download(repo_id: str, output_dir: Path, *, token: str | None, ignore_patter
             f"{error.response.status_code}: run the same command again later, it goes on where it stopped."
         ) from error
     except (errors.HTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOTDIR):
+        if getattr(error, "filename", None) is not None or getattr(error, "errno", None) == errno.ENOSPC:
             raise UserError(f"Failed to write '{repo_id}' to {output_dir}: {error.strerror}.") from error
         raise UserError(
             f"Failed to download '{repo_id}': no connection to {constants.ENDPOINT} ({str(error).splitlines()[0]}): "

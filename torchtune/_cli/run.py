@@ -183,8 +183,7 @@ class Run(Subcommand):
         try:
             run(args)
         except ChildFailedError as error:
-            codes = {failure.exitcode for failure in error.failures.values()}
-            if codes == {2}:  # a worker has printed what the user did wrong
+            if error.get_first_failure()[1].exitcode == 2:  # that worker has printed what the user did wrong
                 sys.exit(2)
             print(error, file=sys.stderr)
             sys.exit(1)

@@ -1,0 +1,192 @@
+"""What holds for the repository as a whole: budgets, light imports, one truth in one place, a wheel that works."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import tomllib
+import yaml
+
+ROOT = Path(__file__).parents[1]
+# Lines of code files; argue about them in a diff.
+FILE_BUDGET = {"torchtune": 500, "recipes": 400, "tools": 400, "examples": 400, "benchmarks": 400}
+ROOM_BUDGET = {
+    "torchtune/models": 6000,
+    "torchtune/modules": 9000,
+    "torchtune/training": 6000,
+    "torchtune/config": 1200,
+    "torchtune/_cli": 1200,
+    "recipes": 7000,
+}
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def run_python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("folder", FILE_BUDGET)
+def test_no_file_is_too_long(folder: str) -> None:
+    long = {str(p.relative_to(ROOT)): lines(p) for p in (ROOT / folder).rglob("*.py") if lines(p) > FILE_BUDGET[folder]}
+    assert not long, f"more than {FILE_BUDGET[folder]} lines are a sign of two ideas: {long}"
+
+
+@pytest.mark.parametrize("room", ROOM_BUDGET)
+def test_no_room_is_too_full(room: str) -> None:
+    total = sum(lines(path) for path in (ROOT / room).rglob("*.py"))
+    assert total <= ROOM_BUDGET[room], f"{room} has {total} lines"
+
+
+def test_importing_torchtune_loads_no_subpackage() -> None:
+    code = "import sys, torchtune; print(sorted(m for m in sys.modules if m.startswith(('torchtune.', 'torch'))))"
+    assert run_python(code) == "['torchtune', 'torchtune._lazy']\n"
+
+
+@pytest.mark.parametrize("package", ["torchtune.utils", "torchtune.config", "torchtune._recipe_registry"])
+def test_what_the_command_line_uses_loads_no_torch(package: str) -> None:
+    assert run_python(f"import sys, {package}; print('torch' in sys.modules)") == "False\n"
+
+
+@pytest.mark.parametrize("family", ["llama2", "llama3_2", "qwen2_5", "qwen3", "smol"])
+def test_a_model_family_loads_no_data_packages(family: str) -> None:
+    heavy = ("pandas", "pyarrow", "torchvision", "datasets", "transformers", "torchao", "huggingface_hub", "PIL")
+    code = f"import sys, torchtune.models.{family}; print([name for name in {heavy!r} if name in sys.modules])"
+    assert run_python(code) == "[]\n"
+
+
+def test_importing_changes_no_environment_variable() -> None:
+    rooms = ["config", "data", "datasets", "generation", "models", "modules", "modules.peft", "training", "utils"]
+    # torch itself sets TORCHINDUCTOR_CACHE_DIR and its like; what is imported here is ours alone, after torch.
+    code = "import os, torch, datasets; before = dict(os.environ)\n"
+    code += "".join(f"import torchtune.{room}\n" for room in rooms)
+    code += "print({k: v for k, v in os.environ.items() if before.get(k) != v}, set(before) - set(os.environ))"
+    assert run_python(code) == "{} set()\n"
+
+
+def test_the_committed_configs_are_what_the_templates_make() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "make_configs.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"run `make configs`:\n{done.stdout}{done.stderr}"
+
+
+def test_imports_keep_to_the_floors() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = {
+        re.split("[=@ ]", line)[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
+    extras = project["optional-dependencies"]
+    wanted = {*project["dependencies"], *extras["gguf"], *extras["report"], *extras["test"], *extras["bench"]}
+    names = {re.split(r"[\[<>=! ]", requirement)[0].lower().replace("_", "-") for requirement in wanted}
+    assert names - {"torchtune"} <= pins
+    assert len(project["dependencies"]) <= 12
+
+
+def test_continuous_integration_runs_the_test_command_of_the_readme() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert [line for line in script.splitlines() if line.startswith("make")] == ["make test"]
+    readme = (ROOT / "README.md").read_text()
+    verbs = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"make test", "make quickstart"} <= set(re.findall(r"make [a-z]+", readme))
+    assert set(re.findall(r"`make ([a-z]+)", readme)) <= verbs
+
+
+def test_versions_agree() -> None:
+    import torchtune
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == torchtune.__version__
+    assert f"## {torchtune.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    block = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    stack: list[str] = []
+    for line in block.splitlines():
+        name = line.strip().split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        stack = [*stack[:depth], name]
+        assert ROOT.joinpath(*stack).exists(), f"README.md shows {'/'.join(stack)}"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which a freshly built wheel was unpacked, as an installation would."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "torchtune", "recipes", "pyproject.toml", "README.md", "LICENSE"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    for name in tracked.stdout.rstrip("\0").split("\0"):
+        if (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = folder.glob("torchtune-*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_recipes_travel_inside_the_wheel(installed: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+
+    def tune(*arguments: str) -> str:
+        # -P keeps the current folder off the path, as the installed command does.
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "torchtune._cli.tune", *arguments],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    where = subprocess.run(
+        [sys.executable, "-P", "-c", "import torchtune; print(torchtune.__file__)"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(installed) in where.stdout
+    shown = tune("ls")
+    shipped = {path.relative_to(ROOT / "recipes").as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}
+    assert {
+        path.relative_to(installed / "recipes").as_posix() for path in (installed / "recipes").rglob("*.yaml")
+    } == shipped
+    configs = [name.removeprefix("configs/").removesuffix(".yaml") for name in shipped if name.startswith("configs/")]
+    assert all(name in shown for name in configs)
+    assert yaml.safe_load(tune("cat", configs[0]))["recipe"] in shown
+    tune("cp", "full_finetune_single_device", "mine.py")
+    tune("cp", "llama3_2/1B_full_single_device", ".")
+    assert (tmp_path / "mine.py").read_bytes() == (ROOT / "recipes" / "full_finetune_single_device.py").read_bytes()
+    assert "Config is well-formed!" in tune("validate", "1B_full_single_device.yaml")
+    assert "enable_activation_checkpointing" in tune("run", "mine.py", "--help")
+    assert "parameters" in tune("run", "mine.py", "--config", "1B_full_single_device.yaml", "device=cpu", "--dry-run")

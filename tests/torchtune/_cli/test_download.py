@@ -1,0 +1,163 @@
+"""tune download, against a small hub on this machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"w" * 4096, "original/params.json": b"{}"}
+COMMIT = "0" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows own/model, own/gated (files need the token ``right``), own/busy (always out of order), nothing else."""
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.command, self.path))
+        path = self.path.partition("?")[0]
+        repo = next((name for name in ("own/model", "own/gated", "own/busy") if f"{name}/" in f"{path}/"), None)
+        if repo is None:
+            self.answer(401 if "Authorization" not in self.headers else 404, X_Error_Code="RepoNotFound")
+        elif repo == "own/busy":
+            self.answer(403, b"{}")
+        elif "/resolve/" in path:
+            self.file(repo, path.partition(f"/resolve/{COMMIT}/")[2])
+        elif "/tree/" in path:
+            rows = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": name} for name in FILES]
+            self.answer(200, json.dumps(rows).encode(), Content_Type="application/json")
+        else:
+            siblings = [{"rfilename": name} for name in FILES]
+            info = {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+            self.answer(200, json.dumps(info).encode(), Content_Type="application/json")
+
+    do_HEAD = do_GET
+
+    def file(self, repo: str, name: str) -> None:
+        if repo == "own/gated" and self.headers.get("Authorization") != "Bearer right":
+            self.answer(403 if "Authorization" in self.headers else 401, X_Error_Code="GatedRepo")
+        else:
+            self.answer(200, FILES[name], ETag=f'"{hash(name)}"', X_Repo_Commit=COMMIT, Accept_Ranges="bytes")
+
+    def log_message(self, *args: object) -> None:
+        """Be quiet."""
+
+
+@pytest.fixture
+def hub() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def download(endpoint: str, cache: Path, *arguments: str, token: str | None = None) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+    environment.pop("HF_TOKEN", None)
+    if token:
+        environment["HF_TOKEN"] = token
+    command = [sys.executable, "-m", "torchtune._cli.tune", "download", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def url(hub: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{hub.server_port}"
+
+
+def test_a_model_arrives_whole(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    for name, body in FILES.items():
+        assert (folder / name).read_bytes() == body
+    assert json.loads((folder / "original_repo_id.json").read_text()) == {"repo_id": "own/model"}
+    said = "Successfully downloaded model repo and wrote to the following locations:\n"
+    assert said in done.stdout
+    assert str(folder / "model.safetensors") in done.stdout.partition(said)[2].splitlines()
+
+    hub.asked.clear()
+    again = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(folder))
+    assert again.returncode == 0
+    assert not [path for verb, path in hub.asked if verb == "GET" and "/resolve/" in path], "fetched twice"
+
+
+def test_patterns_leave_files_out(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    patterns = ("--ignore-patterns", "original/*", "--ignore-patterns", "*.safetensors")
+    done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(folder), *patterns)
+    assert done.returncode == 0, done.stderr
+    assert "Ignoring files matching the following patterns: original/*, *.safetensors" in done.stdout
+    visible = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    assert visible == {"config.json", "original_repo_id.json"}
+
+
+def test_a_gated_model_needs_the_right_token(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    where = ("own/gated", "--output-dir", str(tmp_path / "here"))
+    without = download(url(hub), tmp_path / "cache", *where)
+    assert without.returncode == 2
+    assert without.stderr.splitlines()[-1].startswith("error: Repository 'own/gated' is gated, and a token")
+    wrong = download(url(hub), tmp_path / "cache", *where, "--hf-token", "wrong")
+    assert wrong.returncode == 2
+    assert "the account of your token has no access" in wrong.stderr
+    right = download(url(hub), tmp_path / "cache", *where, token="right")
+    assert right.returncode == 0, right.stderr
+
+
+@pytest.mark.parametrize(
+    ("repo", "said"),
+    [
+        ("own/nothing", "Repository 'own/nothing' not found on the Hugging Face Hub"),
+        ("own/busy", "answered with status 403"),
+        ("a/b/c", "'a/b/c' is not the name of a repository"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(hub: ThreadingHTTPServer, tmp_path: Path, repo: str, said: str) -> None:
+    done = download(url(hub), tmp_path / "cache", repo, "--output-dir", str(tmp_path / "here"))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "here" / "original_repo_id.json").exists()
+
+
+def test_no_network_is_not_mistaken_for_success(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")  # what a download that broke off may leave
+    done = download(f"http://127.0.0.1:{port}", tmp_path / "cache", "own/model", "--output-dir", str(folder))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Failed to download 'own/model': no connection to")
+    assert "Successfully" not in done.stdout
+
+
+def test_a_folder_that_cannot_be_written(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(tmp_path / "file" / "here"))
+    assert done.returncode == 2
+    assert f"Failed to write 'own/model' to {tmp_path / 'file' / 'here'}: Not a directory." in done.stderr
+
+
+def test_kaggle_is_refused_by_name(tmp_path: Path) -> None:
+    done = download("http://127.0.0.1:9", tmp_path, "owner/model", "--source", "kaggle")
+    assert done.returncode == 2
+    assert "Kaggle is no longer a source" in done.stderr

@@ -1,0 +1,129 @@
+"""tune ls, cp, cat and the top level."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torchtune._recipe_registry import find_config, find_recipe, get_all_recipes
+
+RECIPE = "lora_finetune_single_device"
+CONFIG = "llama3_2/1B_lora_single_device"
+
+
+def test_no_subcommand_prints_help(tune: Callable) -> None:
+    bare, asked = tune(), tune("--help")
+    assert bare.code == asked.code == 0
+    assert bare.out == asked.out
+    assert "{download,ls,cp,run,validate,cat}" in bare.out
+
+
+def test_an_unknown_subcommand_is_an_error(tune: Callable) -> None:
+    result = tune("jump")
+    assert result.code == 2
+    assert "invalid choice" in result.err
+
+
+def test_ls_shows_every_recipe_once_and_every_config(tune: Callable) -> None:
+    lines = tune("ls").out.splitlines()
+    assert lines[0] == f"{'RECIPE':<40} {'CONFIG':<40}"
+    rows = [(line[:40].strip(), line[41:].strip()) for line in lines[1:]]
+    recipes = [recipe.name for recipe in get_all_recipes()]
+    assert [name for name, _ in rows if name] == recipes
+    assert [name for _, name in rows] == [config.name for recipe in get_all_recipes() for config in recipe.configs]
+
+
+def test_the_registry_is_what_lies_in_the_folder() -> None:
+    folder = find_recipe(RECIPE).parent
+    files = {path.stem for path in folder.glob("*.py") if path.name != "__init__.py"}
+    assert {recipe.name for recipe in get_all_recipes()} >= files
+    configs = [config for recipe in get_all_recipes() for config in recipe.configs]
+    assert {config.path for config in configs} == set((folder / "configs").rglob("*.yaml")), "a config names no recipe"
+    for recipe in get_all_recipes():
+        for config in recipe.configs:
+            assert next(iter(yaml.safe_load(config.path.read_text()).items())) == ("recipe", recipe.name)
+    sizes = [c.name for r in get_all_recipes() for c in r.configs if c.name.startswith("qwen2_5/") and "lora" in c.name]
+    assert [name.split("/")[1].split("B")[0] for name in sizes] == ["0.5", "1.5", "3", "7", "14", "32"]
+
+
+def test_a_config_is_found_for_its_recipe_first() -> None:
+    assert find_config(CONFIG) == find_config(CONFIG, recipe=RECIPE) == find_config(CONFIG, recipe="generate")
+    assert find_config("nothing") is None
+    assert find_recipe("nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "destination", "written"),
+    [
+        (RECIPE, "mine.py", "mine.py"),
+        (RECIPE, "mine", "mine.py"),
+        (CONFIG, "mine.yaml", "mine.yaml"),
+        (CONFIG, "mine.yml", "mine.yml"),
+        (CONFIG, "mine.txt", "mine.yaml"),
+        (CONFIG, "0.6B_lora", "0.6B_lora.yaml"),
+        (CONFIG, ".", "1B_lora_single_device.yaml"),
+        (CONFIG, "there", "there/1B_lora_single_device.yaml"),
+        (RECIPE, "there/", f"there/{RECIPE}.py"),
+        (RECIPE, "..", f"../{RECIPE}.py"),
+    ],
+)
+def test_cp(
+    tune: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, destination: str, written: str
+) -> None:
+    (tmp_path / "here" / "there").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    result = tune("cp", name, destination)
+    assert result.code == 0
+    assert result.out == f"Copied file to {Path(written)}\n"
+    source = find_recipe(name) or find_config(name)
+    assert Path(written).read_bytes() == source.read_bytes()
+
+
+def test_cp_overwrites_unless_told_not_to(tune: Callable, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("kept")
+    result = tune("cp", CONFIG, str(tmp_path / "mine"), "-n")
+    assert (result.code, result.out) == (0, f"File already exists at {mine}, not overwriting.\n")
+    assert mine.read_text() == "kept"
+    tune("cp", CONFIG, str(mine))
+    assert mine.read_text().startswith("recipe:")
+
+
+def test_cp_into_a_missing_directory(tune: Callable, tmp_path: Path) -> None:
+    missing = tmp_path / "a" / "b" / "mine.yaml"
+    result = tune("cp", CONFIG, str(missing))
+    assert result.code == 2
+    assert f"Cannot create regular file: '{missing}'" in result.err
+    assert not missing.parent.exists()
+    assert tune("cp", CONFIG, str(missing), "--make-parents").code == 0
+    assert missing.exists()
+
+
+def test_cp_of_something_unknown(tune: Callable) -> None:
+    result = tune("cp", "nothing", "x")
+    assert result.code == 2
+    assert "Invalid file name: nothing. Try `tune ls`" in result.err
+
+
+def test_cat_prints_the_file(tune: Callable, tmp_path: Path) -> None:
+    result = tune("cat", CONFIG)
+    assert result.out == find_config(CONFIG).read_text()
+    ordered = list(yaml.safe_load(tune("cat", "--sort", CONFIG).out))
+    assert ordered == sorted(ordered)
+    assert "${output_dir}" in result.out
+    (tmp_path / "own.YML").write_text("é: 2e-5\n")
+    assert tune("cat", str(tmp_path / "own.YML")).out == "é: 2e-5\n"
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert tune("cat", str(tmp_path / "empty.yaml")).out == ""
+
+
+def test_cat_of_what_is_no_config(tune: Callable, tmp_path: Path) -> None:
+    recipe = tune("cat", RECIPE)
+    assert (recipe.code, recipe.out) == (0, f"'{RECIPE}' is a recipe, not a config. Please use a config name.\n")
+    assert "Invalid config format: 'nothing'. Must be YAML" in tune("cat", "nothing").err
+    assert "Config 'nothing.yaml' not found." in tune("cat", "nothing.yaml").err
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    broken = tune("cat", str(tmp_path / "broken.yaml"))
+    assert broken.code == 2
+    assert "Error parsing YAML file" in broken.err

@@ -1,0 +1,235 @@
+"""tune run and tune validate: what is found, checked, started and refused."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchtune._cli.run import split
+from torchtune.utils import UserError
+
+OWN_RECIPE = '''
+"""A recipe of a user."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import neighbour
+from torchtune import config, utils
+from torchtune.config import Range
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Settings of a small recipe."""
+
+    # Where the note goes.
+    note: str
+    # How often to say it.
+    times: Annotated[int, Range(min=1)] = 1
+    # Whether to fail as a user would see it.
+    fail: bool = False
+
+
+@config.parse
+def recipe_main(cfg: Settings) -> int:
+    """Write down what was asked for."""
+    if cfg.fail:
+        raise utils.UserError("note: there is no ink.")
+    rank = os.environ.get("RANK", "0")
+    seen = {"note": cfg.note, "times": cfg.times, "world": os.environ.get("WORLD_SIZE"), "word": neighbour.WORD}
+    Path(f"note_{rank}.json").write_text(json.dumps(seen))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a recipe of the user's, a module that it imports and a config for it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN_RECIPE)
+    (tmp_path / "neighbour.py").write_text('WORD = "hello"\n')
+    (tmp_path / "own.yaml").write_text("recipe: own.py\nnote: first\n")
+    monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+    return tmp_path
+
+
+def note(folder: Path, rank: int = 0) -> str:
+    return (folder / f"note_{rank}.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("own.py", "--config", "own.yaml"),
+        ("own", "--config=own.yaml"),
+        ("--config", "own.yaml"),
+        ("--config=own.yaml",),
+        ("./own.py", "--config", "own.yaml"),
+    ],
+)
+def test_a_recipe_of_ones_own_runs(tune: Callable, folder: Path, command: tuple[str, ...]) -> None:
+    assert tune("run", *command).code == 0
+    assert '"note": "first"' in note(folder)
+    assert '"word": "hello"' in note(folder)
+
+
+def test_overrides_may_contain_the_equals_sign(tune: Callable, folder: Path) -> None:
+    assert tune("run", "--config", "own.yaml", "note=a=b=c", "times=3").code == 0
+    assert '"note": "a=b=c", "times": 3' in note(folder)
+
+
+def test_a_dotted_module_runs(tune: Callable, folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "__init__.py").touch()
+    (folder / "mine" / "own.py").write_text(OWN_RECIPE)
+    assert tune("run", "mine.own", "--config", "own.yaml", "note=dotted").code == 0
+    assert '"note": "dotted"' in note(folder)
+
+
+def test_help_prints_the_settings(tune: Callable, folder: Path) -> None:
+    assert "torchrun" in tune("run", "--help").out
+    result = tune("run", "own.py", "--help")
+    assert result.code == 0
+    assert "note: str (required)\n      Where the note goes." in result.out
+    shipped = tune("run", "lora_finetune_single_device", "--help")
+    assert "save_adapter_weights_only" in shipped.out
+    assert tune("run", "--config", "llama3_2/1B_lora_single_device", "--help").out == shipped.out
+
+
+def test_mistakes_are_shown_before_anything_runs(tune: Callable, folder: Path) -> None:
+    result = tune("run", "--config", "own.yaml", "times=0", "nte=second")
+    assert result.code == 2
+    assert result.err.startswith("error: ")
+    assert "times" in result.err
+    assert "did you mean 'note'?" in result.err
+    assert not (folder / "note_0.json").exists()
+
+
+def test_an_error_of_the_user_has_no_traceback(tune: Callable, folder: Path) -> None:
+    result = tune("run", "--config", "own.yaml", "fail=True")
+    assert (result.code, result.err) == (2, "error: note: there is no ink.\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ((), "the following arguments are required: recipe, --config"),
+        (("own.py",), "The '--config' argument is required."),
+        (("own.py", "--config"), "--config needs a value"),
+        (("own.py", "--config="), "--config needs a value"),
+        (("own.py", "--config", "own.yaml", "--config", "own.yaml"), "--config is given twice"),
+        (("own.py", "--config", "own.yaml", "--epochs=3"), "--epochs=3: unknown option"),
+        (("own.py", "--config", "own.yaml", "epochs"), "epochs: settings are given as key=value"),
+        (("own.py", "--config", "missing.yaml"), "there is no config 'missing.yaml'"),
+        (("missing.py", "--config", "own.yaml"), "there is no recipe 'missing.py'"),
+        (
+            ("lora_finetune_singl_device", "--config", "own.yaml"),
+            "did you mean 'lora_finetune_single_device'?",
+        ),
+        (("--config", "llama3_2/1B_lora_single_devise"), "did you mean 'llama3_2/1B_lora_single_device'?"),
+        (
+            ("--nproc-per-node", "2", "generate", "--config", "generation"),
+            "does not support distributed training",
+        ),
+        (("--nproc-per-nodes", "2", "own.py", "--config", "own.yaml"), "tune run: error"),
+    ],
+)
+def test_command_lines_that_cannot_run(tune: Callable, folder: Path, command: tuple[str, ...], said: str) -> None:
+    result = tune("run", *command)
+    assert result.code == 2
+    assert said in result.err
+    assert not (folder / "note_0.json").exists()
+
+
+def test_a_config_without_a_recipe_needs_one(tune: Callable, folder: Path) -> None:
+    (folder / "bare.yaml").write_text("note: bare\n")
+    result = tune("run", "--config", "bare.yaml")
+    assert result.code == 2
+    assert "it has no key 'recipe:'" in result.err
+    assert tune("run", "own.py", "--config", "bare.yaml").code == 0
+
+
+def test_a_file_without_a_main_function_is_no_recipe(tune: Callable, folder: Path) -> None:
+    (folder / "empty.py").write_text("")
+    result = tune("run", "empty.py", "--config", "own.yaml", "--dry-run")
+    assert result.code == 2
+    assert "no function recipe_main(cfg)" in result.err
+
+
+def test_dry_run_says_what_a_run_needs_and_stops(tune: Callable, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    result = tune("run", "--config", "smol/135M_lora_single_device", "--dry-run", "device=cpu", f"output_dir={output}")
+    assert result.code == 0
+    assert "139,399,488, of which 4,884,480 are trained" in result.out
+    assert not output.exists()
+    wrong = tune("run", "--config", "smol/135M_lora_single_device", "--dry-run", "epochs=-1")
+    assert wrong.code == 2
+    assert "epochs" in wrong.err
+
+
+def test_parts_of_a_command_line() -> None:
+    command = split(["--nnodes", "1", "--nproc_per_node=2", "own", "a.b=c", "--dry-run", "~d", "--config", "x"])
+    assert command.torchrun == ["--nnodes", "1", "--nproc_per_node=2"]
+    assert (command.recipe, command.config, command.dry_run) == ("own", "x", True)
+    assert command.overrides == ["a.b=c", "~d"]
+    without = split(["--standalone", "--nproc-per-node", "2", "--config", "x", "a=1"])
+    assert (without.torchrun, without.recipe, without.overrides) == (
+        ["--standalone", "--nproc-per-node", "2"],
+        None,
+        ["a=1"],
+    )
+    with pytest.raises(UserError, match="stand before the recipe"):
+        split(["own", "--nproc-per-node", "2", "--config", "x"])
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_process_for_each_device(folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", "own.py", "--config"]
+    done = subprocess.run(
+        [*command, "own.yaml", "times=2"], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Running with torchrun..." in done.stdout
+    for rank in range(2):
+        assert '"times": 2, "world": "2", "word": "hello"' in note(folder, rank)
+    refused = subprocess.run([*command, "own.yaml", "times=0"], capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 2
+    assert "Running with torchrun" not in refused.stdout
+    failed = subprocess.run(
+        [*command, "own.yaml", "fail=True"], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert failed.returncode == 2
+    assert "error: note: there is no ink." in failed.stderr
+
+
+def test_validate_takes_names_paths_and_overrides(tune: Callable, folder: Path) -> None:
+    for config in ("llama3_2/1B_lora_single_device", "own.yaml"):
+        result = tune("validate", config)
+        assert (result.code, result.out) == (0, "Config is well-formed!\n")
+    wrong = tune("validate", "llama3_2/1B_lora_single_device", "optimizer.lrr=1e-4")
+    assert wrong.code == 2
+    assert "did you mean 'lr'?" in wrong.err
+    assert "there is no config 'nothing.yaml'" in tune("validate", "nothing.yaml").err
+
+
+def test_validate_checks_components_of_a_config_without_a_recipe(tune: Callable, tmp_path: Path) -> None:
+    config = tmp_path / "parts.yaml"
+    config.write_text("optimizer:\n  _component_: torch.optim.AdamW\n  lr: 1e-3\n")
+    assert tune("validate", str(config)).code == 0
+    config.write_text("optimizer:\n  _component_: torch.optim.AdamWW\n  lr: 1e-3\n")
+    result = tune("validate", str(config))
+    assert result.code == 2
+    assert "AdamW" in result.err
