@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchtune.modules._outside_graphs import outside_graphs
+
 # Softmax runs over so many scores at a time: on CPU few enough to stay in cache between its passes.
 _CPU_BLOCK = 2**20
 _BLOCK = 2**26
@@ -108,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-@torch.compiler.disable
+@outside_graphs
 def linear_cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,
