@@ -231,7 +231,7 @@ def find_files(checkpoint_dir: Path) -> list[Path]:
             continue
         try:
             shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path} is not a valid index of shards: download it again.") from error
         missing = [shard for shard in shards if not (checkpoint_dir / shard).is_file()]
         if missing:

@@ -1,0 +1,45 @@
+"""Loads and saves a model and prints the peak of its resident memory at every stage, in MiB: run as a program."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from torchtune.models import from_hf_config
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA
+from torchtune.training import FullModelHFCheckpointer
+
+
+def status(field: str) -> float:
+    """A size of ``/proc/self/status``, in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) / 1024
+    raise KeyError(field)
+
+
+def main(folder: Path, output: Path, shard_bytes: int) -> None:
+    """Print resident memory before, and its peak after loading, saving, and saving merged."""
+    with torch.device("meta"):
+        model = from_hf_config(folder)
+        apply_conversions(model, [LoRA(rank=2, alpha=4, apply_to_mlp=True)])
+    store = FullModelHFCheckpointer(str(folder), output_dir=str(output))
+    gc.collect()
+    found = {"before": max(status("VmRSS"), status("VmHWM"))}
+    store.load_model(model)
+    found["model"] = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+    found["loaded"] = status("VmHWM")
+    store.save("step_1", model, max_shard_bytes=shard_bytes)
+    found["saved"] = status("VmHWM")
+    store.save("step_2", model, merge=True, max_shard_bytes=shard_bytes)
+    found["merged"] = status("VmHWM")
+    store.save("step_3", model, merge=True)
+    found["one file"] = status("VmHWM")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
