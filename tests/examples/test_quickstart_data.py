@@ -1,0 +1,66 @@
+"""The data of the quickstart are what they say: right, enough, and without overlap."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quickstart_make_data", FOLDER / "make_data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    lines = (FOLDER / "data" / name).read_text().splitlines()
+    return [{message["role"]: message["content"] for message in json.loads(line)["messages"]} for line in lines]
+
+
+def test_the_committed_files_are_what_the_script_makes(maker: ModuleType) -> None:
+    assert {name: (FOLDER / "data" / name).read_text() for name in maker.files()} == maker.files()
+
+
+def test_there_is_enough_and_nothing_occurs_twice() -> None:
+    train, held_out = rows("train.jsonl"), rows("held_out.jsonl")
+    assert len(train) >= 500
+    assert len(held_out) >= 100
+    assert len({row["user"] for row in train + held_out}) == len(train) + len(held_out)
+
+
+def test_no_word_of_an_open_class_is_on_both_sides(maker: ModuleType) -> None:
+    def words(side: dict[str, str], key: str) -> set[str]:
+        return set(re.findall(r"\w+", side[key]))
+
+    for key in ("names", "items", "cities"):
+        assert not words(maker.TRAIN, key) & words(maker.HELD_OUT, key)
+
+
+def test_no_sentence_pattern_is_on_both_sides(maker: ModuleType) -> None:
+    def patterns(side: dict[str, str]) -> set[str]:
+        return {re.sub(r"\W+", " ", line).strip() for line in side["patterns"].strip().splitlines()}
+
+    assert not patterns(maker.TRAIN) & patterns(maker.HELD_OUT)
+    held_out = rows("held_out.jsonl")
+    numbers = {json.loads(row["assistant"])["count"] for row in rows("train.jsonl")}
+    assert sum(json.loads(row["assistant"])["count"] not in numbers for row in held_out) >= 10
+
+
+def test_every_answer_is_the_one_right_reading(maker: ModuleType) -> None:
+    for row in rows("train.jsonl") + rows("held_out.jsonl"):
+        answer, sentence = json.loads(row["assistant"]), row["user"]
+        assert list(answer) == ["name", "item", "count", "city", "day"]
+        assert row["assistant"] == json.dumps(answer, separators=(",", ":"))
+        days = [short for day, short in maker.DAYS.items() if day in sentence]
+        assert days == ([] if answer["day"] is None else [answer["day"]])
+        said = {maker.in_words(answer["count"]), str(answer["count"])}
+        assert said & set(re.findall(r"[\w-]+", sentence.lower()))
+        for key in ("name", "item", "city"):
+            assert answer[key] is None or answer[key].lower() in sentence.lower()
