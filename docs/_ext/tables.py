@@ -8,7 +8,7 @@ import ast
 import importlib
 import inspect
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import yaml
 from docutils import nodes
@@ -59,7 +59,7 @@ def builders_of(family: str) -> dict[str, object]:
     """The builders of a family that need no argument: name -> function."""
     module = importlib.import_module(f"torchtune.models.{family}")
     found = {}
-    for name in module.__all__:
+    for name in getattr(module, "__all__", ()):
         value = getattr(module, name)
         if not inspect.isfunction(value) or inspect.signature(value).return_annotation is inspect.Signature.empty:
             continue
@@ -73,38 +73,42 @@ def builders_of(family: str) -> dict[str, object]:
 class ModelsTable(_Table):
     """Builders with what they build; the parameters are counted on the meta device."""
 
-    option_spec: ClassVar[dict] = {}
-
     def run(self) -> list[nodes.Node]:
         import torch
 
         from torchtune import models
         from torchtune.modules import TransformerDecoder
 
-        rows = []
-        families = [name for name in models.__all__ if inspect.ismodule(getattr(models, name))]
-        for family in families:
-            if family == "convert_weights":
-                continue
-            for name, builder in builders_of(family).items():
+        found = []
+        for family in models.__all__:
+            rows = []
+            for name, builder in builders_of(family).items() if inspect.ismodule(getattr(models, family)) else ():
                 with torch.device("meta"):
                     model = builder()
-                if not isinstance(model, TransformerDecoder):
-                    continue
-                description = model.description
-                lora = hasattr(importlib.import_module(f"torchtune.models.{family}"), f"lora_{name}")
-                rows.append(
-                    [
-                        f":func:`torchtune.models.{family}.{name}`",
-                        f"{sum(parameter.numel() for parameter in model.parameters()):,}",
-                        str(description.num_layers),
-                        f"{description.embed_dim:,}",
-                        f"{description.vocab_size:,}",
-                        f"{description.max_seq_len:,}",
-                        f"``lora_{name}``" if lora else "by conversion",
-                    ]
-                )
-        return self.table(["builder", "parameters", "layers", "width", "vocabulary", "context", "with adapters"], rows)
+                if isinstance(model, TransformerDecoder):
+                    rows.append((sum(parameter.numel() for parameter in model.parameters()), family, name, model))
+            if rows:
+                found.append(nodes.rubric(text=f"torchtune.models.{family}"))
+                found += self.table(HEAD, [_row(*row) for row in sorted(rows, key=lambda row: row[0])])
+        return found
+
+
+HEAD = ["builder", "parameters", "layers", "width", "vocabulary", "context", "with adapters"]
+
+
+def _row(count: int, family: str, name: str, model: Any) -> list[str]:
+    description = model.description
+    path = f"torchtune.models.{family}"
+    lora = hasattr(importlib.import_module(path), f"lora_{name}")
+    return [
+        f":func:`{name} <{path}.{name}>`",
+        f"{count:,}",
+        str(description.num_layers),
+        f"{description.embed_dim:,}",
+        f"{description.vocab_size:,}",
+        f"{description.max_seq_len:,}",
+        f":func:`lora_{name} <{path}.lora_{name}>`" if lora else "by conversion",
+    ]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -19,6 +19,7 @@ import yaml
 
 from tests.docs import tiny_models
 from tests.docs.pages import LANGUAGES, PAGES, Block, Command, blocks_of, commands_of, edited
+from tests.torchtune.training.checkpointing.gguf_files import write_gguf
 from torchtune._cli import tune
 from torchtune._recipe_registry import find_config
 
@@ -31,6 +32,7 @@ NOT_RUN = {
     "make test": "runs this test",
     "python benchmarks/bf16_that_learns.py --checkpoint /tmp/SmolLM2-135M-Instruct": "takes minutes",
 }
+# The pages' /tmp holds a tiny checkpoint and a tiny GGUF file under the names of those that one would download.
 # What stands in commands that train or generate, and in the configs that they name -> what takes its place.
 SUBSTITUTIONS = {
     "torchtune.models.smol.lora_smollm2_135m": "tests.docs.tiny_models.lora_smollm2_135m",
@@ -45,7 +47,9 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make(tmp_path_factory.mktemp("docs") / "SmolLM2-135M-Instruct")
+    folder = tmp_path_factory.mktemp("docs")
+    write_gguf(folder / "SmolLM2-135M-Instruct.gguf", "llama_tied", "Q8_0")
+    return tiny_models.make(folder / "SmolLM2-135M-Instruct")
 
 
 class Page:
@@ -145,7 +149,7 @@ def page_folder(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     page = Page(tmp_path)
     page.cwd.mkdir()
-    shutil.copytree(checkpoint, page.tmp / checkpoint.name)
+    shutil.copytree(checkpoint.parent, page.tmp)
     monkeypatch.chdir(page.cwd)
     monkeypatch.setattr(sys, "path", [str(page.cwd), *sys.path])
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

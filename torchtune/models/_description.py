@@ -90,12 +90,12 @@ class Description:
 
     @property
     def q_dim(self) -> int:
-        """Output width of the query projection: ``num_heads * head_dim``."""
+        """Output width of the query projection, ``num_heads * head_dim``."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
-        """Output width of the key and of the value projection: ``num_kv_heads * head_dim``."""
+        """Output width of the key and of the value projection, ``num_kv_heads * head_dim``."""
         return self.num_kv_heads * self.head_dim
 
     @property

@@ -52,7 +52,7 @@ class Llama2Tokenizer(MessageTransform, ModelTokenizer):
 
     @property
     def pad_id(self) -> int:
-        """Token of padding: the model has none of its own, 0 is the unknown token."""
+        """Token of padding; the model has none of its own, 0 is the unknown token."""
         return 0
 
     @property

@@ -98,7 +98,7 @@ class Llama3Tokenizer(MessageTransform, ModelTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that a text can give: rows that the embedding of a text model needs.
+        """One more than the largest id that a text can give; the rows that the embedding of a text model needs.
 
         ``<|image|>``, whose id lies beyond, is embedded by vision models alone.
         """

@@ -57,7 +57,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     @property
     def tp_requires_loss_parallel_ctx_manager(self) -> bool:
-        """Whether tensor parallelism must run this loss inside ``loss_parallel()``: it gathers the projection."""
+        """Whether tensor parallelism must run this loss inside ``loss_parallel()``; it gathers the projection."""
         return False
 
     def patch_tp_plan(self, tp_plan: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class ResumePoint:
 
     @cached_property
     def progress(self) -> dict[str, Any]:
-        """The plain numbers that the recipe saved: seed, global step and so on."""
+        """The plain numbers that the recipe saved, such as seed and global step."""
         return load_progress(self.path)
 
 
