@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,11 @@ import pytest
 import tomllib
 import yaml
 
+from tests.tiny import write_checkpoint
+from torchtune._cli._target import RecipeTarget
+from torchtune._recipe_registry import get_all_recipes
+from torchtune.config import load_and_check
+
 ROOT = Path(__file__).parents[1]
 # Lines of code files; argue about them in a diff.
 FILE_BUDGET = {"torchtune": 500, "recipes": 400, "tools": 400, "examples": 400, "benchmarks": 400}
@@ -18,7 +24,9 @@ ROOM_BUDGET = {
     "torchtune/models": 6000,
     "torchtune/modules": 9000,
     "torchtune/training": 6000,
-    "torchtune/config": 1200,
+    # Of these a third is docstrings and blank lines: what is left over 1,200 is what messages cost that name the file,
+    # the line, the reason and the nearest right name, and that follow **kwargs to the function that takes them.
+    "torchtune/config": 1900,
     "torchtune/_cli": 1200,
     "recipes": 7000,
 }
@@ -58,11 +66,22 @@ def test_what_the_command_line_uses_loads_no_torch(package: str) -> None:
     assert run_python(f"import sys, {package}; print('torch' in sys.modules)") == "False\n"
 
 
-@pytest.mark.parametrize("family", ["llama2", "llama3_2", "qwen2_5", "qwen3", "smol"])
-def test_a_model_family_loads_no_data_packages(family: str) -> None:
+def test_models_and_layers_load_no_data_packages_nor_the_compiler() -> None:
+    families = [path.name for path in (ROOT / "torchtune" / "models").iterdir() if (path / "__init__.py").exists()]
+    assert len(families) >= 9
+    rooms = [*(f"models.{family}" for family in families), "modules.loss", "modules.peft", "training", "data"]
     heavy = ("pandas", "pyarrow", "torchvision", "datasets", "transformers", "torchao", "huggingface_hub", "PIL")
-    code = f"import sys, torchtune.models.{family}; print([name for name in {heavy!r} if name in sys.modules])"
-    assert run_python(code) == "[]\n"
+    code = f"""if True:
+        import importlib, sys, torch
+        # builds of torch for CUDA bring the compiler with their attention kernels
+        heavy = {heavy!r} + (("torch._dynamo",) if torch.version.cuda is None else ())
+        for room in {rooms!r}:
+            face = importlib.import_module("torchtune." + room)
+            for name in () if room == "training" else face.__all__:
+                getattr(face, name)
+            print([(room, name) for name in heavy if name in sys.modules] or "", end="")
+    """
+    assert run_python(code) == ""
 
 
 def test_importing_changes_no_environment_variable() -> None:
@@ -79,6 +98,22 @@ def test_the_committed_configs_are_what_the_templates_make() -> None:
         [sys.executable, ROOT / "tools" / "make_configs.py", "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, f"run `make configs`:\n{done.stdout}{done.stderr}"
+
+
+def test_twin_methods_are_copied(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    done = subprocess.run([sys.executable, tmp_path / "tools" / "sync_recipes.py"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), f"run `make sync`:\n{done.stdout}{done.stderr}"
+
+
+def test_every_shipped_config_is_well_formed() -> None:
+    mains: dict[str, object] = {}
+    for recipe in get_all_recipes():
+        for config in recipe.configs:
+            main = mains.setdefault(recipe.name, RecipeTarget(recipe.name, path=recipe.path).load_main())
+            load_and_check(config.path, [], main)
+    assert len(mains) >= 3
 
 
 def test_imports_keep_to_the_floors() -> None:
@@ -176,6 +211,7 @@ def test_recipes_travel_inside_the_wheel(installed: Path, tmp_path: Path) -> Non
         check=True,
     )
     assert str(installed) in where.stdout
+    assert (installed / "torchtune" / "py.typed").exists()
     shown = tune("ls")
     shipped = {path.relative_to(ROOT / "recipes").as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}
     assert {
@@ -187,6 +223,14 @@ def test_recipes_travel_inside_the_wheel(installed: Path, tmp_path: Path) -> Non
     tune("cp", "full_finetune_single_device", "mine.py")
     tune("cp", "llama3_2/1B_full_single_device", ".")
     assert (tmp_path / "mine.py").read_bytes() == (ROOT / "recipes" / "full_finetune_single_device.py").read_bytes()
-    assert "Config is well-formed!" in tune("validate", "1B_full_single_device.yaml")
-    assert "enable_activation_checkpointing" in tune("run", "mine.py", "--help")
-    assert "parameters" in tune("run", "mine.py", "--config", "1B_full_single_device.yaml", "device=cpu", "--dry-run")
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    tiny = (
+        "model._component_=torchtune.models.from_hf_config",
+        f"model.checkpoint_dir={checkpoint}",
+        "tokenizer._component_=torchtune.modules.transforms.tokenizers.hf_tokenizer",
+        f"tokenizer.path={checkpoint}",
+        f"checkpointer.checkpoint_dir={checkpoint}",
+        "device=cpu",
+    )
+    said = tune("run", "mine.py", "--config", "1B_full_single_device.yaml", *tiny, "--dry-run")
+    assert "parameters" in said

@@ -1,0 +1,46 @@
+"""What users import and what their configs name exists, or is absent for a reason that is written down."""
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torchtune.config._locate import locate
+from torchtune.config._signature import accepts
+
+FACE = yaml.safe_load((Path(__file__).parent / "public_names.yaml").read_text())
+
+
+def absent(package: str) -> set[str]:
+    groups = FACE["absent"].get(package, {})
+    assert groups.keys() <= FACE["reasons"].keys()
+    return {name for names in groups.values() for name in names.split()}
+
+
+@pytest.mark.parametrize("package", FACE["names"])
+def test_a_public_name_is_here_or_its_absence_has_a_reason(package: str) -> None:
+    module = importlib.import_module(package)
+    missing = {name for name in FACE["names"][package].split() if not hasattr(module, name)}
+    assert missing == absent(package)
+
+
+def test_every_absence_is_one_of_a_public_name() -> None:
+    for package in FACE["absent"]:
+        assert absent(package) <= set(FACE["names"][package].split())
+
+
+@pytest.mark.parametrize("path", FACE["components"])
+def test_a_component_takes_the_arguments_that_configs_give(path: str) -> None:
+    component = locate(path)
+    known = accepts(component)
+    unknown = [name for name in (FACE["components"][path] or "").split() if name not in known.named]
+    assert known.open or not unknown, f"{path}{inspect.signature(component)} does not take {unknown}"
+
+
+@pytest.mark.parametrize("package", ["data", "datasets", "generation", "models", "modules", "training", "utils"])
+def test_a_face_exports_what_it_says(package: str) -> None:
+    module = importlib.import_module(f"torchtune.{package}")
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
