@@ -1,0 +1,67 @@
+"""What is read off a page, and what the runner refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import Block, Command, blocks_of, commands_of, edited
+from tests.docs.test_commands import Page
+
+RST = """
+Title
+=====
+
+.. code-block:: console
+
+   $ tune run \\
+       --config a
+   one
+   ...
+   $ ls
+
+Text.
+
+.. code-block:: json
+   :caption: a/b.json
+
+   {"c": 1}
+"""
+
+
+def test_blocks_and_commands(tmp_path: Path) -> None:
+    path = tmp_path / "page.rst"
+    path.write_text(RST)
+    console, file = blocks_of(path)
+    assert commands_of(console) == [Command("tune run --config a", "one\n..."), Command("ls", "")]
+    assert (file.language, file.caption, file.text) == ("json", "a/b.json", '{"c": 1}\n')
+    path = tmp_path / "page.md"
+    path.write_text("Text\n\n```console\n$ ls\n```\n")
+    (fenced,) = blocks_of(path)
+    assert commands_of(fenced) == [Command("ls", "")]
+    with pytest.raises(ValueError, match="output before any command"):
+        commands_of(Block(path, 1, "console", None, "out\n"))
+
+
+def test_edits() -> None:
+    assert edited("a\nb\nc\n", " a\n+x\n@@\n-c\n") == "a\nx\nb\n"
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        edited("a\n", "-b\n")
+    with pytest.raises(ValueError, match="occurs 2 times"):
+        edited("a\na\n", "-a\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "output"),
+    [
+        ("tune ls --nonsense", ""),
+        ("tune ls", "RECIPE CONFIG"),
+        ("tune validate smol/135M_lora_single_device epochz=1", ""),
+        ("tune validate smol/135M_lora_single_device", "error: ..."),
+        ("false", ""),
+        ("no_such_command_anywhere", ""),
+        ("echo yes", "no"),
+    ],
+)
+def test_what_is_not_as_shown_fails(text: str, output: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        Page(tmp_path).run(Command(text, output))
