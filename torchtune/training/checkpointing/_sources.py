@@ -16,6 +16,7 @@ from torchtune.training.checkpointing._gguf import GGUFFile
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
+_REOPEN_BYTES = 256 * 2**20
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # What a folder without an index may hold, the first that is there.
 _WEIGHT_FILES = (
@@ -100,7 +101,13 @@ class _Shards(ABC):
 
 
 class SafetensorsFiles(_Shards):
-    """Safetensors files, memory mapped."""
+    """Safetensors files, memory mapped.
+
+    Pages of a mapping that were read count as memory of the process until it is closed: it is opened anew now and
+    then, so that a model in one large file does not lie in memory twice.
+    """
+
+    _read_bytes = 0
 
     def _load(self, path: Path) -> Any:
         must_exist(path)
@@ -117,7 +124,11 @@ class SafetensorsFiles(_Shards):
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor backed by the file: copy it before changing it."""
-        return self._file(self._paths[name]).get_tensor(name)
+        if self._read_bytes > _REOPEN_BYTES:
+            self._open, self._read_bytes = None, 0
+        tensor = self._file(self._paths[name]).get_tensor(name)
+        self._read_bytes += tensor.numel() * tensor.element_size()
+        return tensor
 
 
 class TorchFiles(_Shards):
