@@ -21,7 +21,7 @@ class Download(Subcommand):
             prog="tune download",
             usage="tune download <repo-id> [OPTIONS]",
             help="Download a model from the Hugging Face hub",
-            description="Download a model from the Hugging Face hub. A download that broke off goes on where it was.",
+            description="Download a model from the Hugging Face hub. Run again, it fetches only what is missing.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:
@@ -90,14 +90,14 @@ def download(repo_id: str, output_dir: Path, *, token: str | None, ignore_patter
     except errors.HfHubHTTPError as error:
         raise UserError(
             f"Failed to download '{repo_id}': {constants.ENDPOINT} answered with status "
-            f"{error.response.status_code}: run the same command again later, it goes on where it stopped."
+            f"{error.response.status_code}: run the same command again later, it fetches only what is missing."
         ) from error
     except (errors.HTTPError, OSError) as error:
         if getattr(error, "filename", None) is not None or getattr(error, "errno", None) == errno.ENOSPC:
             raise UserError(f"Failed to write '{repo_id}' to {output_dir}: {error.strerror}.") from error
         raise UserError(
             f"Failed to download '{repo_id}': no connection to {constants.ENDPOINT} ({str(error).splitlines()[0]}): "
-            "check the network and run the same command again, it goes on where it stopped."
+            "check the network and run the same command again, it fetches only what is missing."
         ) from error
     write_json(Path(folder) / REPO_ID_FILE, {"repo_id": repo_id})
     return Path(folder)

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
-FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"w" * 4096, "original/params.json": b"{}"}
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"w" * 11 * 2**20,
+    "original/params.json": b"{}",
+}
 COMMIT = "0" * 40
 
 
@@ -51,8 +55,23 @@ class Hub(BaseHTTPRequestHandler):
     def file(self, repo: str, name: str) -> None:
         if repo == "own/gated" and self.headers.get("Authorization") != "Bearer right":
             self.answer(403 if "Authorization" in self.headers else 401, X_Error_Code="GatedRepo")
+        elif name == self.server.out_of_order and self.command == "GET":
+            self.answer(500)
+        elif name == self.server.cut and self.command == "GET" and "Range" not in self.headers:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(FILES[name])))
+            self.end_headers()
+            self.wfile.write(FILES[name][:-1])
+            self.close_connection = True
+        elif "Range" in self.headers:
+            start = int(self.headers["Range"].removeprefix("bytes=").partition("-")[0])
+            self.server.ranges.append(start)
+            span = f"bytes {start}-{len(FILES[name]) - 1}/{len(FILES[name])}"
+            self.answer(
+                206, FILES[name][start:], Content_Range=span, ETag=f'"{name.encode().hex()}"', X_Repo_Commit=COMMIT
+            )
         else:
-            self.answer(200, FILES[name], ETag=f'"{hash(name)}"', X_Repo_Commit=COMMIT, Accept_Ranges="bytes")
+            self.answer(200, FILES[name], ETag=f'"{name.encode().hex()}"', X_Repo_Commit=COMMIT, Accept_Ranges="bytes")
 
     def log_message(self, *args: object) -> None:
         """Be quiet."""
@@ -61,7 +80,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked = []
+    server.asked, server.ranges, server.out_of_order, server.cut = [], [], None, None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -97,6 +116,30 @@ def test_a_model_arrives_whole(hub: ThreadingHTTPServer, tmp_path: Path) -> None
     again = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(folder))
     assert again.returncode == 0
     assert not [path for verb, path in hub.asked if verb == "GET" and "/resolve/" in path], "fetched twice"
+
+
+def test_a_second_try_fetches_only_what_is_missing(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    where = ("own/model", "--output-dir", str(tmp_path / "here"))
+    hub.out_of_order = "original/params.json"
+    broken = download(url(hub), tmp_path / "cache", *where)
+    assert broken.returncode == 2
+    assert "status 500: run the same command again later, it fetches only what is missing." in broken.stderr
+    assert not (tmp_path / "here" / "original_repo_id.json").exists()
+    there = {path.name for path in (tmp_path / "here").rglob("*") if path.name in FILES}
+    hub.out_of_order = None
+    hub.asked.clear()
+    again = download(url(hub), tmp_path / "cache", *where)
+    assert again.returncode == 0, again.stderr
+    fetched = [path.partition(f"{COMMIT}/")[2] for verb, path in hub.asked if verb == "GET" and "/resolve/" in path]
+    assert set(fetched) == set(FILES) - there
+
+
+def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    hub.cut = "model.safetensors"
+    done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(tmp_path / "here"))
+    assert done.returncode == 0, done.stderr
+    assert hub.ranges == [10 * 2**20]
+    assert (tmp_path / "here" / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
 def test_patterns_leave_files_out(hub: ThreadingHTTPServer, tmp_path: Path) -> None:

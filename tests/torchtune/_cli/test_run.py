@@ -36,6 +36,8 @@ class Settings:
     times: Annotated[int, Range(min=1)] = 1
     # Whether to fail as a user would see it.
     fail: bool = False
+    # Whether all processes add up their numbers.
+    add_up: bool = False
 
 
 @config.parse
@@ -44,6 +46,14 @@ def recipe_main(cfg: Settings) -> int:
     if cfg.fail:
         raise utils.UserError("note: there is no ink.")
     rank = os.environ.get("RANK", "0")
+    if cfg.add_up:
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+        total = torch.tensor(float(rank) + 1)
+        torch.distributed.all_reduce(total)
+        torch.distributed.destroy_process_group()
+        Path(f"total_{rank}.txt").write_text(str(total.item()))
     seen = {"note": cfg.note, "times": cfg.times, "world": os.environ.get("WORLD_SIZE"), "word": neighbour.WORD}
     Path(f"note_{rank}.json").write_text(json.dumps(seen))
     return 0
@@ -199,12 +209,13 @@ def test_torchrun_starts_a_process_for_each_device(folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", "own.py", "--config"]
     done = subprocess.run(
-        [*command, "own.yaml", "times=2"], capture_output=True, text=True, timeout=120, env=environment
+        [*command, "own.yaml", "times=2", "add_up=True"], capture_output=True, text=True, timeout=120, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert "Running with torchrun..." in done.stdout
     for rank in range(2):
         assert '"times": 2, "world": "2", "word": "hello"' in note(folder, rank)
+        assert (folder / f"total_{rank}.txt").read_text() == "3.0"
     refused = subprocess.run([*command, "own.yaml", "times=0"], capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2
     assert "Running with torchrun" not in refused.stdout
@@ -219,9 +230,11 @@ def test_validate_takes_names_paths_and_overrides(tune: Callable, folder: Path) 
     for config in ("llama3_2/1B_lora_single_device", "own.yaml"):
         result = tune("validate", config)
         assert (result.code, result.out) == (0, "Config is well-formed!\n")
-    wrong = tune("validate", "llama3_2/1B_lora_single_device", "optimizer.lrr=1e-4")
-    assert wrong.code == 2
-    assert "did you mean 'lr'?" in wrong.err
+    wrong = tune("validate", "llama3_2/1B_lora_single_device", "optimizer.lrr=1e-4", "epochs=-1", "~output_dir")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "did you mean 'lr'?" in wrong.err, "every mistake is shown, not the first one alone"
+    assert "epochs" in wrong.err
+    assert "output_dir" in wrong.err
     assert "there is no config 'nothing.yaml'" in tune("validate", "nothing.yaml").err
 
 
