@@ -22,6 +22,7 @@ _CHECKPOINTING = (
     "FullModelMetaCheckpointer",
     "FullModelTorchTuneCheckpointer",
     "ModelType",
+    "update_state_dict_for_classifier",
 )
 
 __getattr__, __dir__, __all__ = attach(
