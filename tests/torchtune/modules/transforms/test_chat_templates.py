@@ -107,7 +107,7 @@ def test_ids_and_mask(case: Case, turns: Turns, tmp_path_factory: pytest.TempPat
     check(case, turns, tmp_path_factory.getbasetemp())
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("llama2", "mistral", "zephyr")], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("llama2", "mistral", "zephyr")], ids=lambda c: c.name)
 @pytest.mark.parametrize("name", ["three exchanges", "same texts", "code"])
 def test_ids_and_mask_with_metaspace(case: Case, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     check(case, CONVERSATIONS[name], tmp_path_factory.getbasetemp(), metaspace=True)

@@ -1,0 +1,318 @@
+"""Compare this library with TRL's SFTTrainer on a CPU: label tokens per CPU-second, peak memory, losses.
+
+    python benchmarks/compare_trl.py                      # SmolLM2-135M's shape, random weights
+    python benchmarks/compare_trl.py --checkpoint FOLDER  # a Hugging Face folder of a Llama
+
+Both sides train the same examples in the same order with the same labels, plain AdamW at the same constant rate,
+without clipping and without recomputing activations. Each run is a process of its own; sides alternate, so that a
+drift of the machine hits both. CPU time and memory are the operating system's account of the process: the time of
+the steps after the first two, and the peak of the resident set (VmHWM).
+
+Work: chats of about 230 tokens, up to 512, half of them labelled. "rows" are batches of 4 examples (TRL pads them),
+"packed" are 4 rows of up to 512 tokens (TRL's best-fit decreasing; without flash attention its documents see each
+other, which costs no time). TRL keeps its default loss.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CASES = [("lora", "bf16", "rows"), ("lora", "bf16", "packed"), ("full", "bf16", "rows"), ("full", "bf16", "packed")]
+CASES += [("lora", "fp32", "rows"), ("full", "fp32", "rows")]
+WARMUP = 2
+LR = {"lora": 1e-4, "full": 2e-5}
+
+
+def make_examples(count: int, vocab_size: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Chats as token ids: one to three turns, about half of the tokens answers. ``mask`` is 1 where labelled."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    examples = []
+    for _ in range(count):
+        length = int(np.clip(rng.lognormal(5.3, 0.5), 32, 512))
+        turns = int(rng.integers(1, 4))
+        cuts = np.sort(rng.choice(np.arange(4, length - 4), 2 * turns - 1, replace=False))
+        bounds = [0, *cuts.tolist(), length]
+        mask = [0] * length
+        for turn in range(turns):
+            start, stop = bounds[2 * turn + 1], bounds[2 * turn + 2]
+            mask[start:stop] = [1] * (stop - start)
+        tokens = np.minimum(rng.zipf(1.2, length) + 20, vocab_size - 1)
+        examples.append({"input_ids": tokens.tolist(), "mask": mask})
+    return examples
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """Random weights of SmolLM2-135M's shape, with a tokenizer that nothing uses."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_theta=100_000.0,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+class Meter:
+    """CPU seconds and label tokens of the steps after the warm-up."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.cpu = self.wall = 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime, time.perf_counter()
+
+    def start(self) -> None:
+        """A step begins."""
+        self._mark = self._now()
+
+    def stop(self) -> None:
+        """A step ends."""
+        self.steps += 1
+        if self.steps > WARMUP:
+            cpu, wall = self._now()
+            self.cpu += cpu - self._mark[0]
+            self.wall += wall - self._mark[1]
+
+
+def peak_rss() -> float:
+    """Peak resident memory of this process, MiB."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
+
+
+def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: list, steps: int) -> dict[str, Any]:
+    """The loop of our recipes, with its components."""
+    import torch
+
+    from torchtune import training
+    from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
+    from torchtune.datasets import PackedDataset
+    from torchtune.models import from_hf_config
+    from torchtune.modules.conversion import apply_conversions
+    from torchtune.modules.loss import LinearCrossEntropyLoss
+    from torchtune.modules.peft import LoRA
+
+    dataset: Any = [
+        {
+            "tokens": example["input_ids"],
+            "labels": [
+                token if on else CROSS_ENTROPY_IGNORE_IDX
+                for token, on in zip(example["input_ids"][1:], example["mask"][1:], strict=True)
+            ]
+            + [CROSS_ENTROPY_IGNORE_IDX],
+        }
+        for example in examples
+    ]
+    if layout == "packed":
+        dataset = PackedDataset(dataset, max_seq_len=512)
+    loader = BatchLoader(dataset, batch_size=4, collate_fn=collate_documents, shuffle=False, seed=0)
+    with training.set_default_dtype(training.get_dtype(dtype)), torch.device("meta"):
+        model = from_hf_config(checkpoint)
+        if method == "lora":
+            apply_conversions(model, [LoRA(rank=16, alpha=32, apply_to_mlp=True)])
+    torch.manual_seed(0)
+    training.FullModelHFCheckpointer(str(checkpoint)).load_model(model)
+    loss_fn = LinearCrossEntropyLoss()
+    loss_fn.set_model_output(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR[method], weight_decay=0.0, fused=True)
+    meter, losses, labelled = Meter(), [], 0
+    for (batch,) in loader:
+        meter.start()
+        labels = batch.pop("labels")
+        loss = loss_fn(model(**batch), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        meter.stop()
+        labelled += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum()) if meter.steps > WARMUP else 0
+        if meter.steps == steps:
+            break
+    return {"losses": losses, "labelled": labelled, "cpu": meter.cpu, "wall": meter.wall, "peak": peak_rss()}
+
+
+def run_trl(method: str, dtype: str, layout: str, checkpoint: Path, examples: list, steps: int) -> dict[str, Any]:
+    """TRL's SFTTrainer on the same tokens."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    torch.manual_seed(0)
+    precision = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=precision)
+    rows = {
+        "input_ids": [example["input_ids"] for example in examples],
+        "completion_mask": [example["mask"] for example in examples],
+    }
+    meter, labelled, counted = Meter(), 0, []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            meter.start()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            meter.stop()
+
+    class Trainer(SFTTrainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            counted.append(int((inputs["labels"][:, 1:] != -100).sum()))
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as output_dir:
+        settings = SFTConfig(
+            output_dir=output_dir,
+            per_device_train_batch_size=4,
+            max_steps=steps,
+            max_length=512,
+            packing=layout == "packed",
+            completion_only_loss=True,
+            learning_rate=LR[method],
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=0.0,
+            optim="adamw_torch_fused",
+            bf16=False,
+            fp16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_num_workers=0,
+        )
+        lora = None
+        if method == "lora":
+            lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        trainer = Trainer(
+            model=model,
+            args=settings,
+            train_dataset=Dataset.from_dict(rows),
+            processing_class=tokenizer,
+            peft_config=lora,
+            callbacks=[Clock()],
+        )
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(precision)
+        trainer.train()
+    labelled = sum(counted[WARMUP:])
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "labelled": labelled, "cpu": meter.cpu, "wall": meter.wall, "peak": peak_rss()}
+
+
+def child(arguments: argparse.Namespace) -> None:
+    """One run in this process; prints its figures as JSON."""
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    examples = json.loads((Path(arguments.work) / "examples.json").read_text())
+    run = {"ours": run_ours, "trl": run_trl}[arguments.side]
+    figures = run(*arguments.case.split(","), Path(arguments.checkpoint), examples, arguments.steps)
+    print("RESULT " + json.dumps(figures))
+
+
+def measure(side: str, case: tuple[str, ...], arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """One run in a process of its own."""
+    command = [sys.executable, __file__, "--side", side, "--case", ",".join(case), "--work", str(work)]
+    command += ["--checkpoint", str(arguments.checkpoint), "--steps", str(arguments.steps)]
+    command += ["--threads", str(arguments.threads)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(arguments.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    raise SystemExit(f"{side} {case} failed:\n{done.stderr[-3000:]}")
+
+
+def report(case: tuple[str, ...], ours: list[dict], trl: list[dict]) -> None:
+    """A line of ratios: medians over the pairs of runs."""
+
+    def rate(run: dict[str, Any]) -> float:
+        return run["labelled"] / run["cpu"]
+
+    speed = statistics.median(rate(one) / rate(other) for one, other in zip(ours, trl, strict=True))
+    memory = statistics.median(one["peak"] / other["peak"] for one, other in zip(ours, trl, strict=True))
+    pairs = zip(ours[0]["losses"], trl[0]["losses"], strict=False)
+    apart = max(abs(a - b) for a, b in pairs) if case[2] == "rows" else float("nan")
+    print(
+        f"{' '.join(case):<18} {speed:>7.2f}x {statistics.median(map(rate, ours)):>8.0f} "
+        f"{statistics.median(map(rate, trl)):>8.0f} {memory:>8.2f}x {ours[0]['peak']:>7.0f} {trl[0]['peak']:>7.0f} "
+        f"{apart:>9.4f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Parse, run pairs, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", help="Hugging Face folder of a Llama; random weights by default")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2, help="pairs of runs per case")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", help="cases to run, for example lora-bf16-rows,full-fp32-rows")
+    for hidden in ("--side", "--case", "--work"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side:
+        child(arguments)
+        return
+    wanted = [case for case in CASES if not arguments.only or "-".join(case) in arguments.only.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        arguments.checkpoint = arguments.checkpoint or make_checkpoint(work / "checkpoint")
+        vocab_size = json.loads((Path(arguments.checkpoint) / "config.json").read_text())["vocab_size"]
+        (work / "examples.json").write_text(json.dumps(make_examples(16 * arguments.steps, vocab_size)))
+        print(
+            f"{'case':<18} {'speed':>8} {'ours':>8} {'TRL':>8} {'memory':>9} {'ours':>7} {'TRL':>7} {'max|dloss|':>10}"
+        )
+        print(f"{'':<18} {'':>8} {'label tokens/CPU-s':>17} {'':>9} {'MiB':>15}")
+        for case in wanted:
+            ours, trl = [], []
+            for _ in range(arguments.rounds):
+                ours.append(measure("ours", case, arguments, work))
+                trl.append(measure("trl", case, arguments, work))
+            report(case, ours, trl)
+
+
+if __name__ == "__main__":
+    main()
