@@ -5,6 +5,7 @@ tune run generate --config generation prompt.user="Why is the sky blue?"
 
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,6 +15,7 @@ from torchtune import config, generation, training, utils
 from torchtune.config import Component, Range
 from torchtune.data import Message
 from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.transforms.tokenizers import StreamDecoder
 
 
 @dataclass(kw_only=True)
@@ -56,7 +58,7 @@ class Settings:
         "quantizer": "the checkpoint decides how weights are stored",
     }
 
-    def check(self):
+    def check(self) -> Iterator[tuple[str, str]]:
         """Yield what no single setting shows: (setting, what is wrong and what to do)."""
         for role in self.prompt:
             if role not in ("system", "user"):
@@ -96,8 +98,8 @@ class InferenceRecipe:
         """Print the answer as it is generated and return it."""
         tokens = self.prompt_tokens(cfg.prompt)
         started = time.perf_counter()
-        answer: list[int] = []
-        text = ""
+        pieces: list[str] = []
+        decoder = StreamDecoder(self.tokenizer)
         for token in generation.stream(
             self.model,
             torch.tensor(tokens, device=self.device),
@@ -107,21 +109,19 @@ class InferenceRecipe:
             stop_tokens=self.tokenizer.stop_tokens,
             use_cache=cfg.enable_kv_cache,
         ):
-            answer.append(token)
-            decoded = self.tokenizer.decode(answer)
-            if not decoded.endswith("\ufffd"):  # the rest of the character comes with the next token
-                print(decoded[len(text) :], end="", flush=True)
-                text = decoded
-        print()
+            pieces.append(decoder.put(token))
+            print(pieces[-1], end="", flush=True)
+        rest = decoder.end()
+        print(rest)
         seconds = time.perf_counter() - started
-        self.log.info(f"{len(answer)} tokens in {seconds:.2f} s, {len(answer) / seconds:.1f} tokens/s.")
+        self.log.info(f"{len(pieces)} tokens in {seconds:.2f} s, {len(pieces) / seconds:.1f} tokens/s.")
         for name, value in training.get_memory_stats(self.device).items():
             self.log.info(f"{name}: {value:.2f} GiB")
-        return text
+        return "".join([*pieces, rest])
 
 
 @config.parse
-def main(cfg: Settings) -> Any:
+def recipe_main(cfg: Settings) -> Any:
     """Run the recipe with checked settings."""
     config.log_config("generate", cfg)
     recipe = InferenceRecipe(cfg)
@@ -130,4 +130,4 @@ def main(cfg: Settings) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(recipe_main())

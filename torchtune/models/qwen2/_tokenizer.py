@@ -142,8 +142,7 @@ class Qwen2Tokenizer(MessageTransform, ModelTokenizer):
         return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
 
 
-def build_tokenizer(
-    cls: type[Qwen2Tokenizer],
+def tokenizer_arguments(
     default_special_tokens: Mapping[str, int],
     path: str,
     merges_file: str | None,
@@ -151,20 +150,18 @@ def build_tokenizer(
     max_seq_len: int | None,
     prompt_template: TemplateType | None,
     truncation_type: str,
-    **kwargs: Any,
-) -> Any:
-    """A tokenizer of the Qwen family from the settings of its builder."""
-    return cls(
-        path=path,
-        merges_file=merges_file if merges_file is not None else str(Path(path).expanduser().with_name("merges.txt")),
-        special_tokens=(
+) -> dict[str, Any]:
+    """Arguments of a tokenizer of the Qwen family from the settings of its builder."""
+    return {
+        "path": path,
+        "merges_file": merges_file or str(Path(path).expanduser().with_name("merges.txt")),
+        "special_tokens": (
             parse_hf_tokenizer_json(special_tokens_path) if special_tokens_path is not None else default_special_tokens
         ),
-        max_seq_len=max_seq_len,
-        prompt_template=get_prompt_template(prompt_template),
-        truncation_type=truncation_type,
-        **kwargs,
-    )
+        "max_seq_len": max_seq_len,
+        "prompt_template": get_prompt_template(prompt_template),
+        "truncation_type": truncation_type,
+    }
 
 
 def qwen2_tokenizer(
@@ -190,14 +187,7 @@ def qwen2_tokenizer(
     Raises:
         DataError: a file is missing or broken.
     """
-    return build_tokenizer(
-        Qwen2Tokenizer,
-        QWEN2_SPECIAL_TOKENS,
-        path,
-        merges_file,
-        special_tokens_path,
-        max_seq_len,
-        prompt_template,
-        truncation_type,
-        **kwargs,
+    arguments = tokenizer_arguments(
+        QWEN2_SPECIAL_TOKENS, path, merges_file, special_tokens_path, max_seq_len, prompt_template, truncation_type
     )
+    return Qwen2Tokenizer(**arguments, **kwargs)

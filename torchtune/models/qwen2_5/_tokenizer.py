@@ -12,7 +12,7 @@ from torchtune.models.qwen2._tokenizer import (
     IM_START,
     QWEN2_SPECIAL_TOKENS,
     Qwen2Tokenizer,
-    build_tokenizer,
+    tokenizer_arguments,
 )
 from torchtune.modules.transforms.tokenizers._protocols import text_only
 
@@ -114,14 +114,7 @@ def qwen2_5_tokenizer(
     Raises:
         DataError: a file is missing or broken.
     """
-    return build_tokenizer(
-        Qwen2_5Tokenizer,
-        QWEN2_5_SPECIAL_TOKENS,
-        path,
-        merges_file,
-        special_tokens_path,
-        max_seq_len,
-        prompt_template,
-        truncation_type,
-        **kwargs,
+    arguments = tokenizer_arguments(
+        QWEN2_5_SPECIAL_TOKENS, path, merges_file, special_tokens_path, max_seq_len, prompt_template, truncation_type
     )
+    return Qwen2_5Tokenizer(**arguments, **kwargs)

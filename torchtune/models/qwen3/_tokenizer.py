@@ -9,7 +9,7 @@ from torchtune.models.qwen2._tokenizer import (
     DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
     ENDOFTEXT,
     IM_END,
-    build_tokenizer,
+    tokenizer_arguments,
 )
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS, Qwen2_5Tokenizer
 
@@ -83,14 +83,7 @@ def qwen3_tokenizer(
     Raises:
         DataError: a file is missing or broken.
     """
-    return build_tokenizer(
-        Qwen3Tokenizer,
-        QWEN3_SPECIAL_TOKENS,
-        path,
-        merges_file,
-        special_tokens_path,
-        max_seq_len,
-        prompt_template,
-        truncation_type,
-        **kwargs,
+    arguments = tokenizer_arguments(
+        QWEN3_SPECIAL_TOKENS, path, merges_file, special_tokens_path, max_seq_len, prompt_template, truncation_type
     )
+    return Qwen3Tokenizer(**arguments, **kwargs)
