@@ -63,7 +63,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tenso
         if q.device.type != "cpu":
             out_run.copy_(_run_attention(length, count, q_run, k_run, v_run))
         elif suits_blocks(length, q.dtype):
-            out_run.unflatten(0, (count, length)).copy_(block_attention(*rows))
+            block_attention(*rows, out_run.unflatten(0, (count, length)))
         else:
             heads = (t.transpose(1, 2) for t in rows)
             attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
@@ -85,7 +85,8 @@ def _backward(
                 leaves = [t.detach().requires_grad_() for t in inputs[1:4]]
                 found = torch.autograd.grad(_run_attention(length, count, *leaves), leaves, inputs[0])
         elif suits_blocks(length, q.dtype):
-            found = [t.flatten(0, 1) for t in block_attention_backward(*rows[:4])]
+            block_attention_backward(*rows[:4], *(t.unflatten(0, (count, length)) for t in results))
+            continue
         else:
             heads = (t.transpose(1, 2) for t in rows)
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
