@@ -63,9 +63,9 @@ def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
 
 def shard(model: nn.Module, how: str) -> nn.Module:
     """Shard a model over all processes: ``fsdp``, ``hsdp``, ``tp``, ``fsdp_tp``; or leave it ``whole``."""
-    size = dist.get_world_size()
     if how == "whole":
         return model
+    size = dist.get_world_size()
     if how in ("tp", "fsdp_tp"):
         shape = (1, size) if how == "tp" else (size // 2, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
@@ -83,5 +83,5 @@ def shard(model: nn.Module, how: str) -> nn.Module:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, on every rank."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    """A copy of all of a tensor, on every rank."""
+    return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
