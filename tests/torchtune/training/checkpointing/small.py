@@ -1,6 +1,7 @@
 """Small random models in folders, as other tools write them, and how the tests look at them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,13 @@ def _put(parameter: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
     parameter.copy_(value)
+
+
+def leave_free(disk: Path, free: int) -> Path:
+    """Fill the disk but for ``free`` bytes."""
+    filler = disk / "filler"
+    filler.unlink(missing_ok=True)
+    status = os.statvfs(disk)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - free)
+    return filler
