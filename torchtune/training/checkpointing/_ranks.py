@@ -60,7 +60,7 @@ class Ranks:
             if self.size == 1:
                 raise
             failure = error  # raised below, when the others know
-        known = isinstance(failure, UserError)
+        known = isinstance(failure, UserError | OSError)
         text = str(failure) if known else f"{type(failure).__name__}: {failure}"
         failures = self.gather(None if failure is None else (known, text))
         self._raise(failures, failure)
@@ -70,9 +70,9 @@ class Ranks:
         if first is None:
             return
         known, text = first
-        if own is not None and (not known or not isinstance(own, UserError)):
+        if own is not None and (not known or not isinstance(own, UserError | OSError)):
             raise own
-        if None in failures and known:
+        if rank > 0 and None in failures and known:
             text = f"Rank {rank}: {text}"
         error = CheckpointError(text) if known else RuntimeError(f"Rank {rank} failed ({text}).")
         error.told_by_rank_0 = True

@@ -112,7 +112,7 @@ class Saver:
     def _write(self, job: Job, blocks: Iterable[tuple[TensorFile, Block]]) -> None:
         try:
             self._write_or_fail(job, blocks)
-        except UserError as error:
+        except (UserError, OSError) as error:
             if not job.optional:
                 raise
             if self._ranks.rank == 0:
