@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchtune.training._local import local, local_grad
 from torchtune.training._stochastic_rounding import (
     RandomBits,
     chunk_size,
@@ -23,7 +24,7 @@ from torchtune.training._stochastic_rounding import (
 from torchtune.utils import UserError, get_logger
 
 # Their update of an element depends on that element and on scalars alone, so a parameter may be cut into pieces.
-_ELEMENTWISE = {
+ELEMENTWISE = {
     getattr(torch.optim, name)
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 }
@@ -49,11 +50,12 @@ class _Piece:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of a tensor that is shaped like the parameter."""
-        return tensor if self.stop is None else tensor.view(-1)[self.start : self.stop]
+        part = local(tensor)
+        return part if self.stop is None else part.view(-1)[self.start : self.stop]
 
     @property
     def numel(self) -> int:
-        return self.parameter.numel() if self.stop is None else self.stop - self.start
+        return local(self.parameter).numel() if self.stop is None else self.stop - self.start
 
 
 class _Scratch:
@@ -87,7 +89,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
     def __init__(self, optimizer: Optimizer, names: dict[torch.nn.Parameter, str]) -> None:
         self._names = names
         self._worker = optimizer
-        self._elementwise = type(optimizer) in _ELEMENTWISE
+        self._elementwise = type(optimizer) in ELEMENTWISE
         super().__init__(optimizer.param_groups, optimizer.defaults)
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -156,7 +158,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             halves = [p for p in parameters if p.dtype in _HALF and p.device == device]
             self._make_room([p for p in halves if not before[p]], settings)
             # A parameter, its gradient and two states of a chunk at a time
-            scratch = _Scratch(device, 4 * min(chunk_size(device), sum(p.numel() for p in halves)))
+            scratch = _Scratch(device, 4 * min(chunk_size(device), sum(local(p).numel() for p in halves)))
             for batch in self._batches(halves, chunk_size(device)):
                 result = self._step_batch(dict(settings), batch, scratch, before, updated)
         for parameter, scalars in updated.items():
@@ -176,7 +178,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         keys = [key for key, value in state.items() if self._per_element(probe, value)]
         for parameter in fresh:
             for key in keys:
-                self.state[parameter][key] = torch.empty_like(parameter, dtype=self._storage_dtype(parameter))
+                self.state[parameter][key] = torch.empty_like(local(parameter), dtype=self._storage_dtype(parameter))
 
     def _is_fused(self, group: dict[str, Any]) -> bool:
         """Whether torch's fused kernel takes the step: where it can, unless the user said otherwise."""
@@ -189,9 +191,10 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         batch: list[_Piece] = []
         room = limit
         for parameter in parameters:
-            cut = self._elementwise and parameter.is_contiguous() and parameter.numel() > limit
-            starts = range(0, parameter.numel(), limit)
-            cuts = [_Piece(parameter, start, min(start + limit, parameter.numel())) for start in starts]
+            part = local(parameter)
+            cut = self._elementwise and part.is_contiguous() and part.numel() > limit
+            starts = range(0, part.numel(), limit)
+            cuts = [_Piece(parameter, start, min(start + limit, part.numel())) for start in starts]
             pieces = cuts if cut else [_Piece(parameter)]
             for piece in pieces:
                 if piece.numel > room and batch:
@@ -212,7 +215,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
     ) -> dict[str, Any]:
         scratch.reset()
         values = [self._read_parameter(piece, scratch) for piece in batch]
-        grads = [scratch.copy(piece.of(_like(piece.parameter.grad, piece.parameter))) for piece in batch]
+        grads = [scratch.copy(piece.of(_like(local_grad(piece.parameter), local(piece.parameter)))) for piece in batch]
         states = self._stand_in_states(batch, before, scratch)
         settings = self._run(settings, values, grads, states)
         for piece, value in zip(batch, self._settle(values), strict=True):
@@ -250,7 +253,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         for (piece, _), value in zip(new, values, strict=True):
             state = self.state[piece.parameter]
             if key not in state:
-                state[key] = torch.empty_like(piece.parameter, dtype=self._storage_dtype(piece.parameter))
+                state[key] = torch.empty_like(local(piece.parameter), dtype=self._storage_dtype(piece.parameter))
             stored = piece.of(state[key])
             if stored.data_ptr() != value.data_ptr():
                 stored.copy_(value)
@@ -260,7 +263,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         """Whether ``value`` holds one number per element; quantised states and factors are kept as they come."""
         return (
             type(value) is torch.Tensor
-            and value.shape == parameter.shape
+            and value.shape == local(parameter).shape
             and value.dim() > 0
             and value.is_floating_point()
         )
@@ -293,6 +296,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
     # State dicts.
 
     def _to_storage(self, parameter: torch.nn.Parameter, value: Any) -> Any:
+        value = local(value) if parameter.dtype in _HALF and isinstance(value, torch.Tensor) else value
         if parameter.dtype in _HALF and self._per_element(parameter, value):
             return value.to(self._storage_dtype(parameter))
         return value
@@ -461,7 +465,7 @@ class MasterWeightsOptimizer(LowPrecisionOptimizer):
     def _make_master(self, parameter: torch.nn.Parameter) -> None:
         if parameter.dtype not in _HALF:
             return
-        master = parameter.detach().float().contiguous()
+        master = local(parameter.detach()).float().contiguous()
         if parameter.dtype == torch.bfloat16:
             spread_within_rounding_(master, RandomBits(self._seed, zlib.crc32(self._names[parameter].encode()), 0))
         self._masters[parameter] = master
@@ -492,5 +496,5 @@ class MasterWeightsOptimizer(LowPrecisionOptimizer):
         master = state.pop("master", None)
         self._make_master(parameter)
         if master is not None and parameter in self._masters:
-            self._masters[parameter].copy_(master)
+            self._masters[parameter].copy_(local(master))
         super()._load_parameter(parameter, state, fused)

@@ -4,10 +4,16 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchtune.modules.optim import OptimizerInBackward
-from torchtune.training._low_precision_optimizer import MasterWeightsOptimizer, StochasticRoundingOptimizer
+from torchtune.training._local import is_sharded
+from torchtune.training._low_precision_optimizer import (
+    ELEMENTWISE,
+    MasterWeightsOptimizer,
+    StochasticRoundingOptimizer,
+)
 from torchtune.utils import UserError
 
 OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]
@@ -38,7 +44,7 @@ def prepare_optimizer(
         optimizer: fresh, over parameters of ``model``; not to be used by itself afterwards.
         model: names the parameters; the state dict of the result is keyed by them.
         precision: see above.
-        seed: of what is random in it; torch's own seed (``set_seed``) by default.
+        seed: of what is random in it, the same on all ranks; torch's own seed (``set_seed``) on rank 0 by default.
 
     Raises:
         UserError: the precision is unknown, or the optimizer or the type of the weights cannot be had with it.
@@ -62,16 +68,29 @@ def prepare_optimizer(
             raise UserError(
                 f"optimizer: {name} {reason}: set optimizer_precision=param_dtype, or use another optimizer."
             )
+    if type(optimizer) not in ELEMENTWISE and any(map(is_sharded, parameters)):
+        raise UserError(
+            f"optimizer: {name} looks at whole matrices, of which a rank holds a part: set "
+            "optimizer_precision=param_dtype, or use another optimizer."
+        )
     names = {parameter: name for name, parameter in model.named_parameters()}
     unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
     if unknown:
         raise ValueError(f"{name} has parameters that the model lacks, of shapes {unknown[:3]}.")
-    seed = torch.initial_seed() if seed is None else seed
+    seed = _shared_seed() if seed is None else seed
     if precision == "fp32_master":
         return MasterWeightsOptimizer(optimizer, names, seed)
     if torch.float16 in dtypes:
         raise UserError("optimizer_precision: stochastic_rounding is for bf16 weights: use fp32_master with fp16.")
     return StochasticRoundingOptimizer(optimizer, names, seed)
+
+
+def _shared_seed() -> int:
+    """torch's seed on rank 0: ranks that hold the same weights must round them alike."""
+    seed = [torch.initial_seed()]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(seed, src=0)
+    return seed[0]
 
 
 def setup_optimizer(
@@ -97,4 +116,7 @@ def setup_optimizer(
         raise UserError("model: none of its parameters requires a gradient, so there is nothing to train.")
     if not in_backward:
         return prepare_optimizer(factory([parameter for _, parameter in trained]), model, precision)
-    return OptimizerInBackward(trained, lambda parameters: prepare_optimizer(factory(parameters), model, precision))
+    seed = _shared_seed()
+    return OptimizerInBackward(
+        trained, lambda parameters: prepare_optimizer(factory(parameters), model, precision, seed)
+    )
