@@ -31,11 +31,30 @@ WARMUP = 2
 LR = {"lora": 1e-4, "full": 2e-5}
 
 
-def make_examples(count: int, vocab_size: int, seed: int = 0) -> list[dict[str, list[int]]]:
+def draw_tokens(checkpoint: Path, count: int) -> list[int]:
+    """Tokens of the standard library's source for a checkpoint that has learnt a language, else random ones."""
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    if tokenizer.get_vocab_size() < 1000:
+        zipf = np.random.default_rng(1).zipf(1.2, count) + 20
+        return np.minimum(zipf, vocab_size - 1).tolist()
+    tokens: list[int] = []
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        tokens += tokenizer.encode(path.read_text("utf-8", errors="replace")).ids
+        if len(tokens) >= count:
+            return tokens[:count]
+    raise SystemExit(f"The standard library has only {len(tokens)} tokens: ask for fewer steps.")
+
+
+def make_examples(count: int, checkpoint: Path, seed: int = 0) -> list[dict[str, list[int]]]:
     """Chats as token ids: one to three turns, about half of the tokens answers. ``mask`` is 1 where labelled."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
+    source = draw_tokens(checkpoint, 512 * count)
     examples = []
     for _ in range(count):
         length = int(np.clip(rng.lognormal(5.3, 0.5), 32, 512))
@@ -46,8 +65,8 @@ def make_examples(count: int, vocab_size: int, seed: int = 0) -> list[dict[str, 
         for turn in range(turns):
             start, stop = bounds[2 * turn + 1], bounds[2 * turn + 2]
             mask[start:stop] = [1] * (stop - start)
-        tokens = np.minimum(rng.zipf(1.2, length) + 20, vocab_size - 1)
-        examples.append({"input_ids": tokens.tolist(), "mask": mask})
+        tokens, source = source[:length], source[length:]
+        examples.append({"input_ids": tokens, "mask": mask})
     return examples
 
 
@@ -300,8 +319,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         arguments.checkpoint = arguments.checkpoint or make_checkpoint(work / "checkpoint")
-        vocab_size = json.loads((Path(arguments.checkpoint) / "config.json").read_text())["vocab_size"]
-        (work / "examples.json").write_text(json.dumps(make_examples(16 * arguments.steps, vocab_size)))
+        examples = make_examples(16 * arguments.steps, Path(arguments.checkpoint))
+        (work / "examples.json").write_text(json.dumps(examples))
         print(
             f"{'case':<18} {'speed':>8} {'ours':>8} {'TRL':>8} {'memory':>9} {'ours':>7} {'TRL':>7} {'max|dloss|':>10}"
         )

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "data"
-SYSTEM = "Write the order as JSON with name, item, count, city and day (mon to sun), null if not said."
+SYSTEM = "Write the order as JSON with name, count, city and day (mon to sun), null if not said."
+FIELDS = ("name", "count", "city", "day")  # what is ordered is said, and has to be left out
 DAYS = {day: day[:3].lower() for day in "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()}
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
 ONES += "seventeen eighteen nineteen".split()
@@ -61,6 +62,9 @@ TRAIN = {
         Deliver {count} {item} to {city} by {day}.
         {count} {item} have to be in {city} on {day}.
         {city} asked for {count} {item} on {day}.
+        An order came in from {city}: {count} {item} by {day}.
+        We had a call from {city} about {count} {item}, due on {day}.
+        The people in {city} are waiting for {count} {item}; they come on {day}.
         {name} wants {count} {item}.
         {name} ordered {count} {item} again.
         Please put {count} {item} aside for {name}.
@@ -71,19 +75,37 @@ TRAIN = {
     "names": """
         Anna Boris Clara David Emma Felix Grace Henry Irene Jakob Karen Louis Maria Nadia Oscar Paula Quinn
         Robert Sarah Thomas Ursula Victor Wendy Yusuf Zoe Amir Bella Carlos Diana Erik Fatima George Hannah Ivan
-        Julia Kenji Laura Mateo Nina Omar Petra Rosa Simon Tanya Umar Vera Walter Ximena Yara Zack
+        Julia Kenji Laura Mateo Nina Omar Petra Rosa Simon Tanya Umar Vera Walter Ximena Yara Zack Abigail Bernard
+        Chloe Dimitri Esther Fiona Gustav Helena Ingrid Jasper Klara Leopold Miriam Niklas Ophelia Pascal Raphael
+        Svetlana Tobias Viktoria Winston Aisha Benedict Camille Dorothea Emilio Francesca Giovanni Hiroshi Ismail
+        Josephine Konrad Lucia Magdalena Nathaniel Olga Patricia Rodrigo Sophie Timothy Valentina Wolfgang Amelie
+        Bartholomew Charlotte Dominic Evangeline Frederick Genevieve Harriet
     """,
-    "items": """
-        red pencils, paper cups, office chairs, wool blankets, steel bolts, glass jars, coffee mugs, desk lamps,
-        garden hoses, rubber boots, kitchen knives, cotton shirts, bicycle tyres, phone cases, wooden spoons,
-        picture frames, bath towels, plastic boxes, silver rings, leather belts, soup bowls, wall clocks, tennis
-        balls, winter coats, door handles, batteries, umbrellas, notebooks, candles, pillows, keyboards,
-        hammers, ladders, tents, mirrors, brushes, buckets, carpets
+    "adjectives": """
+        red paper office wool steel glass coffee desk garden rubber kitchen cotton phone wooden picture bath plastic
+        silver leather soup wall tennis winter door yellow golden marble striped folding electric square wireless
+        tiny giant velvet ceramic bamboo summer travel music spare antique heavy pocket orange purple crystal canvas
+        linen corner ocean baby engine birthday wedding painted polished
+    """,
+    "things": """
+        pencils cups chairs blankets bolts jars mugs lamps hoses boots knives shirts tyres cases spoons frames towels
+        boxes rings belts bowls clocks balls coats handles batteries umbrellas notebooks candles pillows keyboards
+        hammers ladders tents mirrors brushes buckets carpets sofas drums violins napkins statues lanterns jackets
+        bracelets magnets envelopes tractors helmets puzzles barrels whistles curtains teapots printers telescopes
+        sandals necklaces radios
     """,
     "cities": """
         Berlin, Paris, Madrid, Rome, Vienna, Oslo, Dublin, Lisbon, Athens, Warsaw, Prague, Budapest, Helsinki,
         Brussels, London, Chicago, Boston, Seattle, Denver, Toronto, Montreal, Sydney, Tokyo, Osaka, Delhi,
-        Mumbai, Cairo, Nairobi, Lima, Bogota, New York, San Diego, Hong Kong, Cape Town, Tel Aviv, Los Angeles
+        Mumbai, Cairo, Nairobi, Lima, Bogota, New York, San Diego, Hong Kong, Cape Town, Tel Aviv, Los Angeles,
+        Stockholm, Copenhagen, Rotterdam, Antwerp, Marseille, Toulouse, Bordeaux, Valencia, Seville, Bilbao, Naples,
+        Turin, Bologna, Florence, Salzburg, Innsbruck, Leipzig, Dresden, Stuttgart, Cologne, Gdansk, Bratislava,
+        Ljubljana, Zagreb, Belgrade, Sofia, Bucharest, Istanbul, Ankara, Tbilisi, Beirut, Casablanca, Tunis, Lagos,
+        Kampala, Johannesburg, Durban, Bangkok, Manila, Jakarta, Singapore, Shanghai, Beijing, Nagoya, Sapporo,
+        Brisbane, Adelaide, Auckland, Wellington, Honolulu, Anchorage, Portland, Sacramento, Albuquerque, Nashville,
+        Memphis, Baltimore, Pittsburgh, Cleveland, Detroit, Milwaukee, Ottawa, Calgary, Winnipeg, Guadalajara,
+        Monterrey, Havana, Caracas, Quito, Montevideo, Recife, Salvador, San Antonio, Rio de Janeiro, Saint Paul,
+        Santa Barbara, Kuala Lumpur, Addis Ababa, Den Haag, Port Louis
     """,
 }
 HELD_OUT = {
@@ -127,11 +149,22 @@ def in_words(number: int) -> str:
     return TENS[number // 10 * 10] + (f"-{ONES[number % 10]}" if number % 10 else "")
 
 
+def phrases(text: str) -> list[str]:
+    """What stands between the commas."""
+    return [" ".join(part.split()) for part in text.split(",")]
+
+
+def combined(adjectives: list[str], things: list[str]) -> list[str]:
+    """Every thing by itself and with every adjective: too many to remember, so that copying is what pays."""
+    return [f"{adjective} {thing}" for adjective in adjectives for thing in things] + things * 6
+
+
 def examples(side: dict[str, str], numbers: list[int], count: int, rng: random.Random) -> Iterator[tuple[str, str]]:
     """``count`` different pairs of sentence and JSON; patterns take turns."""
     patterns = [line.strip() for line in side["patterns"].strip().splitlines()]
     names = side["names"].split()
-    items, cities = ([" ".join(part.split()) for part in side[key].split(",")] for key in ("items", "cities"))
+    cities = phrases(side["cities"])
+    items = phrases(side["items"]) if "items" in side else combined(side["adjectives"].split(), side["things"].split())
     seen: set[str] = set()
     while len(seen) < count:
         pattern = patterns[len(seen) % len(patterns)]
@@ -149,7 +182,7 @@ def examples(side: dict[str, str], numbers: list[int], count: int, rng: random.R
             continue
         seen.add(sentence)
         meant = {**said, "count": number, "day": DAYS[day]}
-        answer = {key: value if f"{{{key}}}" in pattern else None for key, value in meant.items()}
+        answer = {key: meant[key] if f"{{{key}}}" in pattern else None for key in FIELDS}
         yield sentence, json.dumps(answer, separators=(",", ":"))
 
 

