@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchtune.training.checkpointing._directories import new_directory, prune
 from torchtune.training.checkpointing._errors import CheckpointError
@@ -52,7 +53,9 @@ class Saver:
         self._ranks = ranks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._hold: Callable[[], None] | None = None
+        # The copy in the making, of which checkpoint it is, and the seconds that it has cost.
+        self._copying: tuple[Future[list[tuple[TensorFile, Block]]], str, float] | None = None
+        self._hooks: list[RemovableHandle] = []
         self._copies: list[torch.Tensor] = []
 
     def wait(self) -> None:
@@ -61,8 +64,9 @@ class Saver:
         Raises:
             UserError: that failed.
         """
-        if self._hold is not None:
-            self._hold()
+        self._hold()
+        while self._hooks:
+            self._hooks.pop().remove()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -79,6 +83,7 @@ class Saver:
         Raises:
             UserError: the disk is full or may not be written to; what was saved before is untouched.
         """
+        self.wait()
         start = time.monotonic()
         headers = zlib.crc32(b"".join(file.header for file in job.files))
         if len(set(self._ranks.gather(headers))) > 1:
@@ -88,32 +93,31 @@ class Saver:
             self._write(job, lambda: blocks)
             self._log(f"{job.name} was saved in {time.monotonic() - start:.1f} s.")
             return
-        copy: Future[list[tuple[TensorFile, Block]]] = Future()
+        copied: Future[list[tuple[TensorFile, Block]]] = Future()
         stream = None
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             stream = torch.cuda.Stream()  # so that the copy does not wait for what training does next
         if optimizers:
-            copy = self._thread.submit(self._copy, blocks, stream)
+            copied = self._thread.submit(self._copy, blocks, stream)
         else:
-            copy.set_result(self._copy(blocks, stream))
-        self._pending = self._thread.submit(self._write, job, copy.result)
-        held = time.monotonic() - start
-        hooks = []
+            copied.set_result(self._copy(blocks, stream))
+        self._pending = self._thread.submit(self._write, job, copied.result)
+        self._copying = copied, job.name, time.monotonic() - start
+        # Their removal must wait: they are called from a loop over all of them.
+        self._hooks = [optimizer.register_step_pre_hook(self._hold) for optimizer in optimizers]
+        if not optimizers:
+            self._hold()
 
-        def hold(*_: object) -> None:
-            self._hold = None
-            while hooks:
-                hooks.pop().remove()
-            waiting = time.monotonic()
-            wait([copy])
-            seconds = held + time.monotonic() - waiting
-            self._log(f"{job.name} held training up for {seconds:.3f} s and is being written.")
-
-        hooks += [optimizer.register_step_pre_hook(hold) for optimizer in optimizers]
-        self._hold = hold
-        if not hooks:
-            hold()
+    def _hold(self, *_: object) -> None:
+        """Hold up what would change the weights until they are copied."""
+        if self._copying is None:
+            return
+        (copied, name, seconds), self._copying = self._copying, None
+        start = time.monotonic()
+        wait([copied])
+        seconds += time.monotonic() - start
+        self._log(f"{name} held training up for {seconds:.3f} s and is being written.")
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
         if self._ranks.rank == 0:
@@ -159,7 +163,7 @@ class Saver:
                 for file, block in blocks():
                     try:
                         written += 0 if failure else file.write(files.descriptor(file), block)
-                    except OSError as error:
+                    except (OSError, CheckpointError) as error:
                         failure = error
                 try:
                     if failure is not None:
@@ -174,8 +178,8 @@ class Saver:
             total = sum(file.size for file in job.files)
             if (found := sum(ranks.gather(written))) != total:
                 raise CheckpointError(
-                    f"{path}: the ranks wrote {found:,} bytes of tensors where there are {total:,}: is it the same "
-                    "folder on all machines?"
+                    f"{path}: the ranks wrote {found:,} bytes of tensors where there are {total:,}: this is a mistake "
+                    "of the library."
                 )
             ranks.first(stack.close)  # marked and renamed
         ranks.first(lambda: prune(job.output_dir, job.keep))
@@ -190,6 +194,10 @@ class _OpenFiles:
 
     def descriptor(self, file: TensorFile) -> int:
         if file.path not in self._open:
+            if not self._folder.is_dir():
+                raise CheckpointError(
+                    f"output_dir: {self._folder.parent} is not the same folder on all machines: choose one that is."
+                )
             path = self._folder / file.path
             path.parent.mkdir(exist_ok=True)
             self._open[file.path] = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
