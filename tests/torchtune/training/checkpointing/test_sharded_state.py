@@ -120,6 +120,17 @@ KINDS = {
 }
 
 
+def check_files(folder: Path) -> None:
+    """One file of plain tensors, whole, whoever wrote it."""
+    saved = folder / "fused" / "step_2"
+    tensors = load_file(saved / "state" / "state.safetensors")
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if re.search("exp_avg$", name)}
+    model = build(folder / "source")
+    assert list(shapes.values()) == [list(parameter.shape) for parameter in model.parameters()]
+    assert stored(saved).keys() == stored(folder / "source").keys()
+    assert {path.suffix for path in saved.rglob("*") if path.is_file()} == {".json", ".safetensors", ""}
+
+
 def test_state_on_other_ranks_and_meshes(folder: Path) -> None:
     ranks.run(
         2,
@@ -137,14 +148,4 @@ def test_state_on_other_ranks_and_meshes(folder: Path) -> None:
     new = [(folder / f"fused fsdp {rank} of 4").read_text() for rank in (2, 3)]
     assert new[0] != new[1], "ranks that are new draw the same numbers"
     assert new == [(folder / f"fused tp {rank} of 4").read_text() for rank in (2, 3)]
-
-
-def test_the_files_do_not_show_the_ranks(folder: Path) -> None:
-    """One file of plain tensors, whole, whoever wrote it."""
-    saved = folder / "fused" / "step_2"
-    tensors = load_file(saved / "state" / "state.safetensors")
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if re.search("exp_avg$", name)}
-    model = build(folder / "source")
-    assert list(shapes.values()) == [list(parameter.shape) for parameter in model.parameters()]
-    assert stored(saved).keys() == stored(folder / "source").keys()
-    assert {path.suffix for path in saved.rglob("*") if path.is_file()} == {".json", ".safetensors", ""}
+    check_files(folder)
