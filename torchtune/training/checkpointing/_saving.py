@@ -156,25 +156,13 @@ class Saver:
             folder = ranks.first(lambda: stack.enter_context(new_directory(job.output_dir, job.name)))
             files = _OpenFiles(folder)
             stack.callback(files.close)
-            written = 0
             with ranks.together():
-                failure = None
-                # A rank that cannot write goes on making blocks: the others may need it for theirs.
-                for file, block in blocks():
-                    try:
-                        written += 0 if failure else file.write(files.descriptor(file), block)
-                    except (OSError, CheckpointError) as error:
-                        failure = error
-                try:
-                    if failure is not None:
-                        raise failure
-                    if ranks.rank == 0:
-                        for file in job.files:
-                            write_at(files.descriptor(file), file.header, 0)
-                        job.small(folder)
-                    files.sync()
-                except OSError as error:
-                    raise explain_os_error(error, path) from error
+                if not folder.is_dir():
+                    raise CheckpointError(
+                        f"output_dir: {job.output_dir} is not the same folder on all machines: choose one that is."
+                    )
+            with ranks.together():
+                written = self._write_files(job, blocks(), files, path)
             total = sum(file.size for file in job.files)
             if (found := sum(ranks.gather(written))) != total:
                 raise CheckpointError(
@@ -184,21 +172,43 @@ class Saver:
             ranks.first(stack.close)  # marked and renamed
         ranks.first(lambda: prune(job.output_dir, job.keep))
 
+    def _write_files(
+        self, job: Job, blocks: Iterable[tuple[TensorFile, Block]], files: "_OpenFiles", path: Path
+    ) -> int:
+        """Write what is this rank's to write, down to the disk; returns the bytes of tensors."""
+        written, full = 0, None
+        try:
+            for file, block in blocks:
+                # A rank that cannot write goes on making blocks: the others may need it for theirs.
+                if full is None:
+                    try:
+                        written += file.write(files.descriptor(file), block)
+                    except OSError as error:
+                        full = explain_os_error(error, path).with_traceback(None)
+            if full is not None:
+                raise full
+            if self._ranks.rank == 0:
+                for file in job.files:
+                    write_at(files.descriptor(file), file.header, 0)
+                job.small(files.folder)
+            files.sync()
+        except OSError as error:
+            raise explain_os_error(error, path) from error
+        finally:
+            del full
+        return written
+
 
 class _OpenFiles:
     """Files of a directory that this rank writes to."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._open: dict[str, int] = {}
 
     def descriptor(self, file: TensorFile) -> int:
         if file.path not in self._open:
-            if not self._folder.is_dir():
-                raise CheckpointError(
-                    f"output_dir: {self._folder.parent} is not the same folder on all machines: choose one that is."
-                )
-            path = self._folder / file.path
+            path = self.folder / file.path
             path.parent.mkdir(exist_ok=True)
             self._open[file.path] = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         return self._open[file.path]

@@ -126,7 +126,9 @@ def state_parts(state: Mapping[str, Any], model: nn.Module, ranks: Ranks) -> tup
     parts = []
     for turn, (name, (path, tensor)) in enumerate(tensors.items()):
         like = parameters.get(path.rpartition("/")[0])
-        held = Held.of(whole_where_partial(tensor), ranks, 0 if like is None else turn, like)
+        # An optimizer changes its own at its next step; who knows when others do that, so these are copied now.
+        tensor = tensor.clone() if like is None else whole_where_partial(tensor)
+        held = Held.of(tensor, ranks, 0 if like is None else turn, like)
         parts.append(({name: held.outline}, partial(_blocks, name, held)))
     return parts, structure
 
