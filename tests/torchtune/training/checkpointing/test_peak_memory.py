@@ -12,6 +12,7 @@ import torch
 from tests.torchtune.training.checkpointing.small import SIZES
 from torchtune.models import build, spec_for_architecture
 from torchtune.training.checkpointing._export import write_parts
+from torchtune.training.checkpointing._safetensors_file import whole_blocks
 
 ROOT = Path(__file__).parents[4]
 MIB = 2**20
@@ -46,7 +47,9 @@ def folder(tmp_path: Path) -> Path:
     def part(group):
         meta = group.to_external([shapes[name] for name in group.tune])
         outline = dict(zip(group.external, meta, strict=True))
-        return outline, lambda: [filling.reshape(-1)[: t.numel()].reshape(t.shape) for t in meta]
+        return outline, lambda: whole_blocks(
+            (name, filling.reshape(-1)[: t.numel()].reshape(t.shape)) for name, t in outline.items()
+        )
 
     write_parts([part(group) for group in spec.weight_map("hf").groups(description)], folder, SHARD)
     assert len(list(folder.glob("model-*.safetensors"))) >= 5
