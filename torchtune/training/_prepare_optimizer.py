@@ -8,12 +8,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchtune.modules.optim import OptimizerInBackward
-from torchtune.training._local import is_sharded
-from torchtune.training._low_precision_optimizer import (
-    ELEMENTWISE,
-    MasterWeightsOptimizer,
-    StochasticRoundingOptimizer,
-)
+from torchtune.training._low_precision_optimizer import MasterWeightsOptimizer, StochasticRoundingOptimizer
 from torchtune.utils import UserError
 
 OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]
@@ -68,11 +63,6 @@ def prepare_optimizer(
             raise UserError(
                 f"optimizer: {name} {reason}: set optimizer_precision=param_dtype, or use another optimizer."
             )
-    if type(optimizer) not in ELEMENTWISE and any(map(is_sharded, parameters)):
-        raise UserError(
-            f"optimizer: {name} looks at whole matrices, of which a rank holds a part: set "
-            "optimizer_precision=param_dtype, or use another optimizer."
-        )
     names = {parameter: name for name, parameter in model.named_parameters()}
     unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
     if unknown:
