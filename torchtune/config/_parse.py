@@ -126,7 +126,9 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
             config_path, overrides = _split_arguments(sys.argv[1:], recipe_main)
             result = recipe_main(load_and_check(config_path, overrides, recipe_main))
         except UserError as error:
-            if not isinstance(error, ConfigError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            # What every rank finds, or was told by the others, one says.
+            shared = isinstance(error, ConfigError) or getattr(error, "told_by_rank_0", False)
+            if not shared or os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         sys.exit(result)

@@ -5,7 +5,9 @@ from torchtune._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "Box": "_weight_ops",
         "Description": "_description",
+        "Group": "_weight_map",
         "Llama3RopeScaling": "_description",
         "ModelError": "_description",
         "ModelSpec": "_spec",

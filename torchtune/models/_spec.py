@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from torchtune.models._description import Description, ModelError
+from torchtune.models._parallel_plan import decoder_plan
 from torchtune.models._weight_map import WeightMap
 
 ENTRY_POINT_GROUP = "torchtune.models"
@@ -25,7 +26,8 @@ class ModelSpec:
         to_hf_config: the inverse: a ``config.json`` with which ``transformers`` builds the same model.
         weight_maps: by format: ``"hf"``, ``"meta"``, ``"gguf"``.
         model_types: names that ``model_type:`` in YAML may give for it.
-        parallel_plan: how its layers are split over devices: ``plan(model) -> {module name pattern: style}``.
+        parallel_plan: how its layers are split over devices: ``plan(model) -> {module name pattern: style}``; by
+            default as those of the one builder are.
         capabilities: what may be done with it, for example ``"kv_cache"``.
     """
 
@@ -35,7 +37,7 @@ class ModelSpec:
     to_hf_config: Callable[[Description], dict[str, Any]]
     weight_maps: Mapping[str, WeightMap]
     model_types: tuple[str, ...] = ()
-    parallel_plan: Callable[..., Mapping[str, Any]] | None = None
+    parallel_plan: Callable[..., Mapping[str, Any]] = decoder_plan
     capabilities: frozenset[str] = field(default_factory=frozenset)
 
     def weight_map(self, kind: str = "hf") -> WeightMap:

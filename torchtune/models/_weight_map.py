@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from torchtune.models._description import Description
-from torchtune.models._weight_ops import Identity, Op
+from torchtune.models._weight_ops import Box, Identity, Op, Piece
 from torchtune.utils import UserError
 
 # Placeholder in a template -> attribute of the description that counts it.
@@ -100,6 +100,11 @@ class Group:
     def to_external(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The external tensors, in the order of ``external``, from ours, in the order of ``tune``."""
         return self.op.to_external(tensors, self.description)
+
+    def pieces(self, name: str, box: Box, shapes: Sequence[Sequence[int]]) -> list[Piece]:
+        """Where a part of one of our tensors stands in the external ones, whose ``shapes`` are in the order of
+        ``external``. Sharded parameters are read and written by this, without the rest of the tensor."""
+        return self.op.pieces(self.tune.index(name), box, shapes, self.description)
 
 
 @dataclass(frozen=True)

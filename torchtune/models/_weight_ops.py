@@ -3,12 +3,52 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torchtune.models._description import Description
+
+# Ranges of a tensor, one for each of its dimensions.
+Box = tuple[slice, ...]
+
+
+def is_empty(box: Box) -> bool:
+    """Whether a box holds nothing, as the shard of a rank may when there are more ranks than rows."""
+    return any(part.stop <= part.start for part in box)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A box of an external tensor that is some rows of a box of ours.
+
+    Attributes:
+        external: number of the external tensor in its group.
+        box: which part of it.
+        rows: which of our rows: their numbers int64 [rows], or a range; one number, and the dimension falls away; or
+            None for all.
+        transposed: the last two dimensions are swapped.
+    """
+
+    external: int
+    box: Box
+    rows: Tensor | slice | int | None = None
+    transposed: bool = False
+
+    def of(self, ours: Tensor) -> Tensor:
+        """What belongs into the external box, from our box."""
+        found = ours if self.rows is None else ours[self.rows]
+        return found.transpose(-1, -2) if self.transposed else found
+
+    def fill(self, ours: Tensor, value: Tensor) -> None:
+        """Put what stands in the external box into our box."""
+        value = value.transpose(-1, -2) if self.transposed else value
+        if isinstance(self.rows, Tensor):
+            ours[self.rows.to(ours.device)] = value.to(ours)
+        else:
+            (ours if self.rows is None else ours[self.rows]).copy_(value)
 
 
 class Op(ABC):
@@ -29,6 +69,34 @@ class Op(ABC):
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """The external tensors from ours."""
 
+    def pieces(self, which: int, box: Box, shapes: Sequence[Sequence[int]], description: Description) -> list[Piece]:
+        """Where a part of one of our tensors stands in the external ones.
+
+        This one is for ops that move rows and nothing else: where they go is seen by sending their numbers through.
+
+        Args:
+            which: number of our tensor in its group.
+            box: the part of it.
+            shapes: of the external tensors.
+            description: of the model.
+        """
+        if is_empty(box):
+            return []
+        ends = list(accumulate(shape[0] for shape in shapes))
+        numbers = [torch.arange(end - shape[0], end) for end, shape in zip(ends, shapes, strict=True)]
+        rows, order = self.to_tune(numbers, description)[which][box[0]].sort()
+        tensors = torch.bucketize(rows, torch.tensor(ends), right=True)
+        breaks = (rows.diff() != 1) | (tensors.diff() != 0)
+        cuts = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(rows)]
+        found = []
+        for start, stop in pairwise(cuts):
+            number, ours = int(tensors[start]), order[start:stop]
+            first = int(rows[start]) - (ends[number] - shapes[number][0])
+            kept = bool((ours.diff() == 1).all())  # in the same order: a plain range
+            index = slice(int(ours[0]), int(ours[0]) + len(ours)) if kept else ours
+            found.append(Piece(number, (slice(first, first + stop - start), *box[1:]), index))
+        return found
+
 
 @dataclass(frozen=True)
 class Identity(Op):
@@ -43,6 +111,10 @@ class Identity(Op):
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """The same tensors."""
         return list(tensors)
+
+    def pieces(self, which: int, box: Box, shapes: Sequence[Sequence[int]], description: Description) -> list[Piece]:
+        """The same part."""
+        return [] if is_empty(box) else [Piece(which, box)]
 
 
 @dataclass(frozen=True)
@@ -109,3 +181,10 @@ class Stack(Op):
         """One tensor ``[experts, …]`` to its matrices."""
         (stacked,) = tensors
         return [part.contiguous() for part in (stacked.transpose(1, 2) if self.transpose else stacked).unbind()]
+
+    def pieces(self, which: int, box: Box, shapes: Sequence[Sequence[int]], description: Description) -> list[Piece]:
+        """One matrix for each expert of the part."""
+        experts, *inner = box
+        inside = tuple(reversed(inner)) if self.transpose else tuple(inner)
+        numbers = () if is_empty(box) else range(experts.start, experts.stop)
+        return [Piece(number, inside, number - experts.start, self.transpose) for number in numbers]

@@ -79,6 +79,8 @@ class MultiHeadAttention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.pos_embeddings = pos_embeddings
+        # Another function of the same arguments where a sequence is split over devices.
+        self.attention = attention
 
     def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
         """Make room for ``max_seq_len`` positions of ``batch_size`` rows, on the device that tensors are made on."""
@@ -122,7 +124,7 @@ class MultiHeadAttention(nn.Module):
         if self.kv_cache is not None and self.cache_enabled:
             k, v = (t.transpose(1, 2) for t in self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2)))
             q = q.to(k.dtype)
-        out = attention(
+        out = self.attention(
             q,
             k,
             v,

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchtune.training._shards import own_part, shards_of
 from torchtune.training._stochastic_rounding import (
     RandomBits,
     chunk_size,
+    merge_neighbours,
     round_stochastically_,
     spread_within_rounding_,
 )
@@ -48,12 +50,12 @@ class _Piece:
     stop: int | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements of a tensor that is shaped like the parameter."""
-        return tensor if self.stop is None else tensor.view(-1)[self.start : self.stop]
+        """The same elements of a tensor that is shaped like the parameter, or like its shard on this rank."""
+        return own_part(tensor) if self.stop is None else own_part(tensor).view(-1)[self.start : self.stop]
 
     @property
     def numel(self) -> int:
-        return self.parameter.numel() if self.stop is None else self.stop - self.start
+        return own_part(self.parameter).numel() if self.stop is None else self.stop - self.start
 
 
 class _Scratch:
@@ -77,6 +79,8 @@ class _Scratch:
 class LowPrecisionOptimizer(Optimizer, ABC):
     """Base of the optimizers below: has the groups of ``optimizer`` and steps with its class.
 
+    Of sharded parameters each rank steps its own shards, which only an elementwise optimizer may do.
+
     Args:
         optimizer: a fresh optimizer over 16-bit (and perhaps float32) parameters; it belongs to this one from now on.
         names: name of every parameter; the state dict is keyed by it.
@@ -88,6 +92,11 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         self._names = names
         self._worker = optimizer
         self._elementwise = type(optimizer) in _ELEMENTWISE
+        if not self._elementwise and any(own_part(parameter) is not parameter for parameter in names):
+            raise UserError(
+                f"optimizer: {type(optimizer).__name__} looks at whole matrices, of which a rank has shards: use an "
+                "elementwise one such as torch.optim.AdamW, or set optimizer_precision=param_dtype."
+            )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -156,7 +165,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             halves = [p for p in parameters if p.dtype in _HALF and p.device == device]
             self._make_room([p for p in halves if not before[p]], settings)
             # A parameter, its gradient and two states of a chunk at a time
-            scratch = _Scratch(device, 4 * min(chunk_size(device), sum(p.numel() for p in halves)))
+            scratch = _Scratch(device, 4 * min(chunk_size(device), sum(own_part(p).numel() for p in halves)))
             for batch in self._batches(halves, chunk_size(device)):
                 result = self._step_batch(dict(settings), batch, scratch, before, updated)
         for parameter, scalars in updated.items():
@@ -176,7 +185,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         keys = [key for key, value in state.items() if self._per_element(probe, value)]
         for parameter in fresh:
             for key in keys:
-                self.state[parameter][key] = torch.empty_like(parameter, dtype=self._storage_dtype(parameter))
+                self.state[parameter][key] = self._empty_state(parameter)
 
     def _is_fused(self, group: dict[str, Any]) -> bool:
         """Whether torch's fused kernel takes the step: where it can, unless the user said otherwise."""
@@ -189,9 +198,10 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         batch: list[_Piece] = []
         room = limit
         for parameter in parameters:
-            cut = self._elementwise and parameter.is_contiguous() and parameter.numel() > limit
-            starts = range(0, parameter.numel(), limit)
-            cuts = [_Piece(parameter, start, min(start + limit, parameter.numel())) for start in starts]
+            own = own_part(parameter)
+            cut = self._elementwise and own.is_contiguous() and own.numel() > limit
+            starts = range(0, own.numel(), limit)
+            cuts = [_Piece(parameter, start, min(start + limit, own.numel())) for start in starts]
             pieces = cuts if cut else [_Piece(parameter)]
             for piece in pieces:
                 if piece.numel > room and batch:
@@ -250,7 +260,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         for (piece, _), value in zip(new, values, strict=True):
             state = self.state[piece.parameter]
             if key not in state:
-                state[key] = torch.empty_like(piece.parameter, dtype=self._storage_dtype(piece.parameter))
+                state[key] = self._empty_state(piece.parameter)
             stored = piece.of(state[key])
             if stored.data_ptr() != value.data_ptr():
                 stored.copy_(value)
@@ -260,7 +270,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         """Whether ``value`` holds one number per element; quantised states and factors are kept as they come."""
         return (
             type(value) is torch.Tensor
-            and value.shape == parameter.shape
+            and value.shape == own_part(parameter).shape
             and value.dim() > 0
             and value.is_floating_point()
         )
@@ -292,7 +302,11 @@ class LowPrecisionOptimizer(Optimizer, ABC):
 
     # State dicts.
 
+    def _empty_state(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        return torch.empty_like(own_part(parameter), dtype=self._storage_dtype(parameter), requires_grad=False)
+
     def _to_storage(self, parameter: torch.nn.Parameter, value: Any) -> Any:
+        value = own_part(value) if isinstance(value, torch.Tensor) and parameter.dtype in _HALF else value
         if parameter.dtype in _HALF and self._per_element(parameter, value):
             return value.to(self._storage_dtype(parameter))
         return value
@@ -364,30 +378,18 @@ def _moves_fast(key: str, group: dict[str, Any]) -> bool:
 
 def _like(grad: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     """``grad`` laid out as ``parameter`` is, so that a piece of one is a piece of the other."""
+    if hasattr(grad, "device_mesh") and grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)  # ranks may hold summands of it
+    grad, parameter = own_part(grad), own_part(parameter)
     return grad if grad.is_contiguous() or not parameter.is_contiguous() else grad.contiguous()
-
-
-def _merge_neighbours(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Flat views that cover ``values``; those that lie one after another in the same memory become one."""
-    runs: list[torch.Tensor] = []
-    for value in values:
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and last.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-            and last.storage_offset() + last.numel() == value.storage_offset()
-        ):
-            runs[-1] = last.as_strided((last.numel() + value.numel(),), (1,))
-        else:
-            runs.append(value.view(-1))
-    return runs
 
 
 class StochasticRoundingOptimizer(LowPrecisionOptimizer):
     """Weights and states stay bfloat16; what is written back is rounded stochastically.
 
     Between steps nothing is kept beyond plain bfloat16 training. The rounding depends on (seed, step) alone, so a
-    run that resumes continues bit for bit.
+    run that resumes continues bit for bit. Of sharded parameters each rank rounds its shards with numbers of its own,
+    and those that hold the same shard with the same: another number of ranks rounds otherwise, and as well.
 
     Args:
         optimizer: a fresh optimizer.
@@ -401,7 +403,8 @@ class StochasticRoundingOptimizer(LowPrecisionOptimizer):
         super().__init__(optimizer, names)
         self._seed = seed
         self._num_steps = 0
-        self._stream = zlib.crc32(names[self.param_groups[0]["params"][0]].encode())
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._stream = zlib.crc32(f"{names[every[0]]}{shards_of(every)}".encode())
         self._bits = RandomBits(seed, self._stream, 0)
 
     def _begin_step(self) -> None:
@@ -419,7 +422,7 @@ class StochasticRoundingOptimizer(LowPrecisionOptimizer):
 
     def _settle(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         values = [value.contiguous() for value in values]
-        for run in _merge_neighbours(values):
+        for run in merge_neighbours(values):
             round_stochastically_(run, self._bits)
         return values
 
@@ -461,9 +464,10 @@ class MasterWeightsOptimizer(LowPrecisionOptimizer):
     def _make_master(self, parameter: torch.nn.Parameter) -> None:
         if parameter.dtype not in _HALF:
             return
-        master = parameter.detach().float().contiguous()
-        if parameter.dtype == torch.bfloat16:
-            spread_within_rounding_(master, RandomBits(self._seed, zlib.crc32(self._names[parameter].encode()), 0))
+        master = own_part(parameter).detach().float().contiguous()
+        if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
+            stream = zlib.crc32(f"{self._names[parameter]}{shards_of([parameter])}".encode())
+            spread_within_rounding_(master, RandomBits(self._seed, stream, 0))
         self._masters[parameter] = master
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -492,5 +496,5 @@ class MasterWeightsOptimizer(LowPrecisionOptimizer):
         master = state.pop("master", None)
         self._make_master(parameter)
         if master is not None and parameter in self._masters:
-            self._masters[parameter].copy_(master)
+            self._masters[parameter].copy_(own_part(master))
         super()._load_parameter(parameter, state, fused)

@@ -47,6 +47,13 @@ class RNGState:
             if kind in state_dict and _in_use(kind):
                 getattr(torch, kind).set_rng_state(state_dict[kind].cpu())
 
+    def derive(self, rank: int) -> None:
+        """Go on with other numbers, which depend on the present state and ``rank`` alone."""
+        seed = f"{random.getrandbits(64)}/{rank}"
+        random.seed(seed)
+        np.random.seed(random.getrandbits(32))
+        torch.manual_seed(random.getrandbits(62))
+
 
 def _in_use(kind: str) -> bool:
     if kind == "mps":

@@ -98,3 +98,19 @@ def spread_within_rounding_(values: torch.Tensor, bits: RandomBits) -> torch.Ten
         noise.masked_fill_((piece == 0) | ~piece.isfinite(), 0)
         piece.view(torch.int32).add_(noise)
     return values
+
+
+def merge_neighbours(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat views that cover ``values``; those that lie one after another in the same memory become one."""
+    runs: list[torch.Tensor] = []
+    for value in values:
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            and last.storage_offset() + last.numel() == value.storage_offset()
+        ):
+            runs[-1] = last.as_strided((last.numel() + value.numel(),), (1,))
+        else:
+            runs.append(value.view(-1))
+    return runs

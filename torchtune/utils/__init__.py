@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = attach(
         "batch_to_device": "_device",
         "deprecate_parameter": "_logging",
         "deprecated": "_logging",
+        "explain_os_error": "_files",
         "fsync_directory": "_files",
         "get_device": "_device",
         "get_device_support": "_device",

@@ -37,7 +37,8 @@ def _fsync_tree(root: Path) -> None:
         fsync_directory(directory)
 
 
-def _explain(error: OSError, path: Path) -> UserError | OSError:
+def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
+    """What a failed write to ``path`` means to the user; the error itself if that is not known."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.exists() else 0.0
         return UserError(
@@ -67,7 +68,7 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
         os.replace(temporary, path)
         fsync_directory(path.parent)
     except OSError as error:
-        raise _explain(error, path) from error
+        raise explain_os_error(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -94,7 +95,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         fsync_directory(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
-        raise _explain(error, path) from error
+        raise explain_os_error(error, path) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = attach(
         **dict.fromkeys(BUILDERS, "_model_builders"),
         **dict.fromkeys(("llama3", "lora_llama3"), "_component_builders"),
         "Llama3Tokenizer": "_tokenizer",
+        "base_llama_tp_plan": "_parallelism",
         "llama3_tokenizer": "_tokenizer",
     },
 )

@@ -11,6 +11,7 @@ from torchtune.modules.loss._linear_cross_entropy import (
     row_losses,
     row_losses_and_gradient,
 )
+from torchtune.modules.loss._split_vocabulary import split_cross_entropy_sum
 from torchtune.modules.loss.loss_types import SFTLoss
 from torchtune.utils import get_logger, log_once
 
@@ -57,12 +58,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     @property
     def tp_requires_loss_parallel_ctx_manager(self) -> bool:
-        """Whether tensor parallelism must run this loss inside ``loss_parallel()``; it gathers the projection."""
+        """Whether tensor parallelism must run this loss inside ``loss_parallel()``; it reads a split weight itself."""
         return False
-
-    def patch_tp_plan(self, tp_plan: dict[str, Any]) -> dict[str, Any]:
-        """The plan without the output projection, whose weight this loss reads whole."""
-        return {name: style for name, style in tp_plan.items() if name != "output"}
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> "LinearCrossEntropyLoss":
         """Compile the passes over a chunk's logits; products and the loop over chunks stay as they are."""
@@ -96,12 +93,11 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     def _plain_weight(self) -> Tensor | None:
         """The projection's weight [v, d] where it is nothing but a product with it."""
         projection = self.linear_projection
-        if type(projection) is nn.Linear and projection.bias is None:
-            return projection.weight
+        if isinstance(projection, nn.Module):
+            plain = type(projection).forward is nn.Linear.forward and projection.bias is None
+            return projection.weight if plain else None
         tied = getattr(projection, "tied_module", None)
-        if not isinstance(projection, nn.Module) and type(tied) in (nn.Embedding, nn.Linear):
-            return tied.weight
-        return None
+        return tied.weight if isinstance(tied, nn.Embedding | nn.Linear) else None
 
     def _chunk_rows(self, rows: int, weight: Tensor | None) -> int:
         """Positions per chunk."""
@@ -134,10 +130,12 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             count = len(target)
         else:
             count = (target != self.ignore_index).sum().clamp(min=1)
-        if len(target) == 0:
-            return self._no_label(outputs)
         weight = self._plain_weight()
+        if len(target) == 0:
+            return self._no_label(outputs, weight)
         chunk_rows = self._chunk_rows(len(target), weight)
+        if hasattr(weight, "device_mesh"):
+            return self._split(hidden, weight, target, chunk_rows) / count
         if weight is None:
             log_once(get_logger(), "The output projection is not a plain product: its logits are computed twice.")
         if weight is None or not self.mask_ignored_tokens:
@@ -163,7 +161,19 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
                 total = total + self.compute_cross_entropy(rows, targets)
         return total
 
-    def _no_label(self, outputs: Tensor) -> Tensor:
+    def _split(self, hidden: Tensor, weight: Tensor, target: Tensor, chunk_rows: int) -> Tensor:
+        """The summed loss where each rank of a tensor-parallel group has the weight's rows of some tokens."""
+        if not self.mask_ignored_tokens:
+            hidden, target = self.mask_inputs(hidden, target)
+        group = weight.device_mesh.get_group()
+        return split_cross_entropy_sum(hidden, weight.to_local(), target, chunk_rows=chunk_rows, group=group)
+
+    def _no_label(self, outputs: Tensor, weight: Tensor | None) -> Tensor:
         """Zero, connected to everything that a loss would be connected to."""
-        zero = self.linear_projection(outputs.reshape(-1, outputs.shape[-1])[:1]).sum() * 0.0
+        row = outputs.reshape(-1, outputs.shape[-1])[:1]
+        if weight is None:
+            zero = self.linear_projection(row).sum() * 0.0
+        else:  # not through the module: FSDP would gather it on this rank alone
+            weight = weight.to_local() if hasattr(weight, "device_mesh") else weight
+            zero = nn.functional.linear(row, weight).sum() * 0.0
         return (zero + outputs.sum() * 0.0 + 0.0).to(torch.promote_types(outputs.dtype, torch.float32))

@@ -1,5 +1,7 @@
 """Linear layers whose adapter learns direction and magnitude apart."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,6 +29,8 @@ class DoRALinear(LoRALinear):
     Raises:
         ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or a quantised base.
     """
+
+    initialize_reads_base: ClassVar[bool] = True
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._make_adapter(device, dtype)

@@ -2,7 +2,7 @@
 
 import math
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,9 @@ class LoRALinear(nn.Module):
     Raises:
         ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or a quantised base.
     """
+
+    # Whether initialize_parameters() looks at the base weight, which then must be there whole.
+    initialize_reads_base: ClassVar[bool] = False
 
     def __init__(
         self,

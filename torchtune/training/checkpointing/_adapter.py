@@ -9,10 +9,12 @@ from torch import nn
 from torchtune.models import Description, WeightMap, WeightMapError
 from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._export import group_part
 from torchtune.training.checkpointing._load import identity, is_adapter_key, parameter_at, put, read_json
-from torchtune.training.checkpointing._safetensors_file import save_tensors
+from torchtune.training.checkpointing._ranks import Ranks, local_part
+from torchtune.training.checkpointing._safetensors_file import Part
 from torchtune.training.checkpointing._sources import Source, must_exist, open_source
-from torchtune.utils import get_logger, write_json
+from torchtune.utils import get_logger
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -128,7 +130,8 @@ def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -
         return external in {tie.external for tie in weight_map.tied}
     for ours, value in weight_map.to_tune([(external, tensor)], description, partial=True):
         parameter = parameter_at(model, ours)
-        if value.shape != parameter.shape or not torch.equal(value.to(parameter), parameter):
+        box, local = local_part(parameter)
+        if value.shape != parameter.shape or not torch.equal(value[box].to(local), local):
             raise CheckpointError(
                 f"{file}: it brings '{name}', which differs from the model's: it was trained together with a changed "
                 "base, so merge it into that base with peft and start from the merged model."
@@ -176,12 +179,12 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     return settings
 
 
-def write_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
-    """Write the adapter as ``peft`` reads it.
+def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[Part], dict[str, Any]]:
+    """The adapter as ``peft`` reads it: the tensors, and the contents of ``adapter_config.json``.
 
     Args:
         model: has a conversion that knows its ``peft_config``.
-        folder: exists, and is temporary.
+        ranks: each makes what it holds.
         base_name: ``base_model_name_or_path``: the repository or folder of the base.
 
     Raises:
@@ -189,18 +192,21 @@ def write_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
     """
     spec, description = identity(model)
     weight_map, own = spec.weight_map("hf"), is_adapter_key(model)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if own(name)}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if own(name)}
     if not parameters:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
     modules = {name.partition(".lora_")[0].removesuffix(".magnitude"): None for name in parameters}
+    groups = {group.tune[0]: group for group in weight_map.peft().groups(description)}
+    if unknown := [name for name in parameters if name not in groups]:
+        raise CheckpointError(
+            f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
+        )
     try:
-        tensors = dict(weight_map.peft().to_external(parameters.items(), description, partial=True))
         names = [weight_map.external_module(module, description) for module in modules]
     except WeightMapError as error:
         raise CheckpointError(f"The adapter cannot be saved for peft: {error}") from error
-    save_tensors(tensors, folder / ADAPTER_FILE)
-    settings = adapter_settings(base_name, _settings(model), _shortest(names, weight_map, description))
-    write_json(folder / ADAPTER_CONFIG_FILE, settings)
+    parts = [group_part(groups[name], parameters, ranks, turn) for turn, name in enumerate(parameters)]
+    return parts, adapter_settings(base_name, _settings(model), _shortest(names, weight_map, description))
 
 
 def adapter_settings(base_name: str, settings: dict[str, Any], target_modules: list[str]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Checkpointers: where weights come from, where checkpoints go."""
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +11,27 @@ from torch import nn
 
 from torchtune.models import ModelError, get_spec
 from torchtune.training.checkpointing._adapter import (
+    ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     adapter_beside_base,
+    adapter_parts,
     find_adapter,
     load_adapter,
-    write_adapter,
 )
 from torchtune.training.checkpointing._directories import (
     MARKER,
     ResumePoint,
     check_output_dir,
     find_resume_point,
-    new_directory,
-    prune,
 )
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, carry_files, write_config, write_model
+from torchtune.training.checkpointing._export import (
+    MAX_SHARD_BYTES,
+    carry_files,
+    config_of_model,
+    model_parts,
+    shards,
+)
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.training.checkpointing._legacy import LegacyInterface
@@ -37,8 +44,18 @@ from torchtune.training.checkpointing._load import (
     read_json,
 )
 from torchtune.training.checkpointing._model_type import ModelType
-from torchtune.training.checkpointing._sources import Source, find_files, open_source, resolve_files
-from torchtune.training.checkpointing._state import load_state, save_state
+from torchtune.training.checkpointing._ranks import Ranks, reshard
+from torchtune.training.checkpointing._safetensors_file import tensor_file
+from torchtune.training.checkpointing._saving import Job, Saver
+from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source, find_files, open_source, resolve_files
+from torchtune.training.checkpointing._state import (
+    STATE_DIR,
+    STRUCTURE,
+    TENSORS,
+    load_state,
+    optimizers_of,
+    state_parts,
+)
 from torchtune.utils import write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
@@ -99,6 +116,14 @@ class FullModelHFCheckpointer(LegacyInterface):
         self._made_files: dict[str, Any] = {}
         self._made_ids: dict[str, int] = {}
 
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks()
+
+    @cached_property
+    def _saver(self) -> Saver:
+        return Saver(self._ranks)
+
     def source(self) -> Source:
         """The files of weights, opened."""
         return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files))
@@ -107,6 +132,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         self, model: nn.Module, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         """Fill ``model`` from ``checkpoint_dir``; parameters on the meta device become real on ``device``.
+
+        All ranks call it; of a sharded model each reads its own part, straight into place.
 
         Parameters that conversions added are read from ``adapter_checkpoint`` if it is given, else from an adapter
         in PEFT's layout in ``checkpoint_dir`` if there is one, and initialised by their modules otherwise.
@@ -120,20 +147,23 @@ class FullModelHFCheckpointer(LegacyInterface):
             CheckpointError: files are missing or corrupt, or do not fit the model.
         """
         self._check_model_type(model)
-        device, source = torch.device(device), self.source()
-        if isinstance(source, GGUFFile):
-            check_description(model, source.description, source.path)
-            if not (self.checkpoint_dir / "tokenizer.json").exists():
-                self._made_files, self._made_ids = tokenizer_files(source), special_ids(source)
-        else:
-            check_config(model, self.checkpoint_dir / "config.json")
-        load_base(model, source, device, dtype)
-        own = is_adapter_key(model)
-        adapter = self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
-        if adapter is not None:
-            load_adapter(model, adapter, device, dtype)
+        reshard(model)
+        device, own, adapter = torch.device(device), is_adapter_key(model), None
+        with self._ranks.together():
+            source = self.source()
+            if isinstance(source, GGUFFile):
+                check_description(model, source.description, source.path)
+                if not (self.checkpoint_dir / "tokenizer.json").exists():
+                    self._made_files, self._made_ids = tokenizer_files(source), special_ids(source)
+            else:
+                check_config(model, self.checkpoint_dir / "config.json")
+            load_base(model, source, device, dtype)
+            adapter = self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
+            if adapter is not None:
+                load_adapter(model, adapter, device, dtype)
         loaded = {name for name, _ in model.named_parameters() if adapter is not None or not own(name)}
-        initialize_rest(model, loaded, device, dtype)
+        with self._ranks.same_randomness():
+            initialize_rest(model, loaded, device, dtype)
 
     def _adapter_file(self, *, wanted: bool) -> Path | None:
         if self.adapter_checkpoint is None:
@@ -148,7 +178,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         Raises:
             CheckpointError: there is none, it is inside ``checkpoint_dir``, or it holds a run and ``resume`` is False.
         """
-        check_output_dir(self._output_dir(), self.checkpoint_dir, resume=resume)
+        output_dir = self._output_dir()
+        self._ranks.first(lambda: check_output_dir(output_dir, self.checkpoint_dir, resume=resume))
 
     def find_resume_point(self) -> ResumePoint | None:
         """The newest complete checkpoint to go on from; ``None`` (and a warning) if there is none.
@@ -156,7 +187,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         Raises:
             CheckpointError: the run is finished.
         """
-        return find_resume_point(self._output_dir())
+        output_dir = self._output_dir()
+        return self._ranks.first(lambda: find_resume_point(output_dir))
 
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Put the trained weights of ``point`` into ``model`` and the rest into the values of ``state``.
@@ -179,11 +211,14 @@ class FullModelHFCheckpointer(LegacyInterface):
                 f"{point.path} holds {theirs}, but the model of this run {ours}: resume with the saved "
                 "torchtune_config.yaml."
             )
-        if has_adapter:
-            load_adapter(model, adapters[0] / ADAPTER_FILE, device)
-        else:
-            load_base(model, open_source(find_files(point.path)), device)
-        load_state(state, model, point.path)
+        self._saver.wait()
+        reshard(model)
+        with self._ranks.together():
+            if has_adapter:
+                load_adapter(model, adapters[0] / ADAPTER_FILE, device)
+            else:
+                load_base(model, open_source(find_files(point.path)), device)
+            load_state(state, model, point.path, self._ranks.rank)
 
     def save(
         self,
@@ -195,8 +230,12 @@ class FullModelHFCheckpointer(LegacyInterface):
         adapter_only: bool = False,
         merge: bool = False,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        async_save: bool = False,
+        optional: bool = False,
     ) -> Path:
         """Write ``output_dir/name`` whole or not at all, then remove what ``keep_last_n_checkpoints`` lets go.
+
+        All ranks call it; of a sharded model each writes its own part.
 
         Args:
             name: ``epoch_N`` or ``step_N``.
@@ -206,6 +245,11 @@ class FullModelHFCheckpointer(LegacyInterface):
             adapter_only: write no base weights.
             merge: add the adapter to the base weights; it is also written by itself, into ``adapter/``.
             max_shard_bytes: larger models are split into shards.
+            async_save: write while training goes on. What is saved is copied to the host first: before this returns,
+                or, if there are optimizers in ``state`` and nothing is merged, before the next step of one of them;
+                the weights must not be changed otherwise until then. The next save and :meth:`close` wait for the
+                writing, and raise what went wrong.
+            optional: where it fails, warn and go on without this checkpoint.
 
         Returns:
             the directory.
@@ -213,23 +257,43 @@ class FullModelHFCheckpointer(LegacyInterface):
         Raises:
             UserError: the disk is full or may not be written to; what was saved before is untouched.
         """
-        with new_directory(self._output_dir(), name) as folder:
-            if not adapter_only:
-                write_model(model, folder, merge=merge, max_shard_bytes=max_shard_bytes)
-            if adapter_only or merge:
-                adapter = folder if adapter_only else folder / ADAPTER_DIR
-                adapter.mkdir(exist_ok=True)
-                write_adapter(model, adapter, self._base_name())
-            write_config(model, folder, self.checkpoint_dir)
+        self._saver.wait()
+        reshard(model)
+        files, contents = [], {}
+        if not adapter_only:
+            files, index = shards(model_parts(model, self._ranks, merge=merge), max_shard_bytes)
+            contents |= {} if index is None else {SAFETENSORS_INDEX: index}
+        if adapter_only or merge:
+            parts, settings = adapter_parts(model, self._ranks, self._base_name())
+            folder = "" if adapter_only else f"{ADAPTER_DIR}/"
+            files.append(tensor_file(folder + ADAPTER_FILE, parts))
+            contents[folder + ADAPTER_CONFIG_FILE] = settings
+        contents["config.json"] = config_of_model(model, self.checkpoint_dir)
+        structure = None
+        if state is not None:
+            parts, structure = state_parts(state, model, self._ranks)
+            files.append(tensor_file(f"{STATE_DIR}/{TENSORS}", parts))
+
+        def small(folder: Path) -> None:
+            for name, content in contents.items():
+                write_json(folder / name, content)
             self._carry(folder)
             if cfg is not None:
                 from torchtune.config import save_config
 
                 save_config(cfg, folder / "torchtune_config.yaml")
-            if state is not None:
-                save_state(state, model, folder)
-        prune(self._output_dir(), self.keep_last_n_checkpoints)
-        return self._output_dir() / name
+            if structure is not None:
+                (folder / STATE_DIR / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
+
+        output_dir = self._output_dir()
+        job = Job(output_dir, name, files, small, self.keep_last_n_checkpoints, optional)
+        optimizers = [] if merge else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
+        self._saver.save(job, behind=async_save, optimizers=optimizers)
+        return output_dir / name
+
+    def close(self) -> None:
+        """Wait until everything is written. Raises ``UserError`` if that failed."""
+        self._saver.wait()
 
     def _carry(self, folder: Path) -> None:
         """Tokenizer, template and generation settings, from the source folder or out of a GGUF file."""

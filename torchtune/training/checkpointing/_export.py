@@ -1,18 +1,26 @@
 """Writing weights as folders that other tools load."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from torchtune.models import Description, ModelError, ModelSpec
+from torchtune.models import Description, Group, ModelError, ModelSpec
 from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._load import identity, is_adapter_key, read_json
-from torchtune.training.checkpointing._safetensors_file import num_bytes, write_safetensors
+from torchtune.training.checkpointing._load import (
+    identity,
+    is_adapter_key,
+    parameter_at,
+    read_json,
+    whole_parameters,
+)
+from torchtune.training.checkpointing._ranks import Held, Ranks, full
+from torchtune.training.checkpointing._safetensors_file import Block, Part, TensorFile, num_bytes, write_file
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX
 from torchtune.utils import write_json
 
@@ -25,99 +33,125 @@ _FOLDERS_OF_A_CHECKPOINT = ("state", "adapter", "logs", "__pycache__")
 _TOKENIZER_FILES = ("tokenizer", "generation_config", "chat_template", "special_tokens_map", "vocab.", "merges.txt")
 _MAX_CARRIED_BYTES = 100 * 2**20
 
-# Names and tensors that are written together, and how to make them.
-Part = tuple[Mapping[str, torch.Tensor], Callable[[], Iterable[torch.Tensor]]]
 
+def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool) -> list[Part]:
+    """The base weights under Hugging Face names, as parts of files.
 
-def write_model(model: nn.Module, folder: Path, *, merge: bool, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the base weights under Hugging Face names: one safetensors file, or shards with an index.
-
-    Besides the model itself no more than one tensor is held.
+    Making them needs no memory beyond one tensor. With ``merge`` and a sharded model all ranks make theirs together.
 
     Args:
         model: its adapters are left out, or with ``merge`` added to the weights (in float32, then rounded).
-        folder: exists, and is temporary.
+        ranks: each makes what it holds.
         merge: see above.
-        max_shard_bytes: larger models are split.
 
     Raises:
         CheckpointError: the model has parameters that its weight map does not know, or misses some.
     """
     spec, description = identity(model)
     own = is_adapter_key(model)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if not own(name)}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if not own(name)}
     groups = spec.weight_map("hf").groups(description)
     if unknown := parameters.keys() - {name for group in groups for name in group.tune}:
         raise CheckpointError(
             f"The parameter '{min(unknown)}' has no name in Hugging Face's format: it cannot be saved."
         )
-
-    def part(group) -> Part:
-        meta = [torch.empty_like(parameters[name], device="meta") for name in group.tune]
-        outline = dict(zip(group.external, group.to_external(meta), strict=True))
-
-        def make() -> list[torch.Tensor]:
-            ours = [_merged(model, name, parameters[name]) if merge else parameters[name] for name in group.tune]
-            return group.to_external(ours)
-
-        return outline, make
-
-    write_parts([part(group) for group in groups], folder, max_shard_bytes)
+    return [group_part(group, parameters, ranks, turn, model if merge else None) for turn, group in enumerate(groups)]
 
 
-def _merged(model: nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor:
-    for conversion in get_conversions(model):
-        if hasattr(conversion, "merged"):
-            weight = conversion.merged(name, weight, model)
-    return weight
+def group_part(
+    group: Group, parameters: Mapping[str, nn.Parameter], ranks: Ranks, turn: int, merged: nn.Module | None = None
+) -> Part:
+    """The tensors of one group, under their external names.
+
+    Args:
+        group: of a weight map.
+        parameters: ours, by name.
+        ranks: each makes what it holds.
+        turn: which of them makes what several hold, see :class:`Held`.
+        merged: the model whose adapters are to be merged into the weights.
+    """
+    meta = [torch.empty(parameters[name].shape, dtype=parameters[name].dtype, device="meta") for name in group.tune]
+    outline = dict(zip(group.external, group.to_external(meta), strict=True))
+    shapes = [tensor.shape for tensor in outline.values()]
+
+    def make() -> Iterator[Block]:
+        for name in group.tune:
+            held = Held.of(parameters[name], ranks, turn)
+            data = held.data if merged is None else _merged(merged, name, held)
+            for piece in group.pieces(name, held.box, shapes) if held.writes else ():
+                start = tuple(part.start for part in piece.box)
+                yield Block(group.external[piece.external], start, piece.of(data))
+
+    return outline, make
 
 
-def write_parts(parts: list[Part], folder: Path, max_shard_bytes: int) -> None:
-    """Write tensors that are made one part at a time, as ``model.safetensors`` or as shards with an index."""
-    # Larger types first, so that everything is aligned; the order is otherwise kept.
+def _merged(model: nn.Module, name: str, held: Held) -> torch.Tensor:
+    """What this rank holds of a weight with its adapter; the whole weight is put together for that."""
+    path, own = name.rpartition(".")[0], is_adapter_key(model)
+    inside = [f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters()]
+    if not any(map(own, inside)):
+        return held.data
+    sharded = [key for key in inside if isinstance(parameter_at(model, key), DTensor)]
+    with whole_parameters(model, {key: full(parameter_at(model, key)) for key in sharded}):
+        weight = parameter_at(model, name).detach()
+        for conversion in get_conversions(model):
+            if hasattr(conversion, "merged"):
+                weight = conversion.merged(name, weight, model)
+    return weight[held.box]
+
+
+def shards(parts: Iterable[Part], max_shard_bytes: int) -> tuple[list[TensorFile], dict | None]:
+    """``model.safetensors``, or shards and the contents of their index.
+
+    Args:
+        parts: the tensors. Larger types come first, so that everything is aligned; the order is otherwise kept.
+        max_shard_bytes: larger models are split.
+    """
     parts = sorted(parts, key=lambda part: -max(tensor.element_size() for tensor in part[0].values()))
-    shards: list[list[Part]] = [[]]
-    size = total = 0
+    split: list[list[Part]] = [[]]
+    size = 0
     for part in parts:
         part_size = sum(num_bytes(tensor) for tensor in part[0].values())
-        if shards[-1] and size + part_size > max_shard_bytes:
-            shards.append([])
+        if split[-1] and size + part_size > max_shard_bytes:
+            split.append([])
             size = 0
-        shards[-1].append(part)
+        split[-1].append(part)
         size += part_size
-        total += part_size
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        outline = {key: tensor for outline, _ in shard for key, tensor in outline.items()}
-        write_safetensors(folder / name, outline, _made(shard))
-        index.update(dict.fromkeys(outline, name))
-    if len(shards) > 1:
-        write_json(folder / SAFETENSORS_INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+    if len(split) == 1:
+        return [TensorFile("model.safetensors", parts)], None
+    files = [
+        TensorFile(f"model-{number:05d}-of-{len(split):05d}.safetensors", shard)
+        for number, shard in enumerate(split, 1)
+    ]
+    index = {name: file.path for file in files for name in file.outline}
+    return files, {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": index}
 
 
-def _made(shard: list[Part]) -> Iterator[tuple[str, torch.Tensor]]:
-    for outline, make in shard:
-        yield from zip(outline, make(), strict=True)
+def write_parts(parts: Iterable[Part], folder: Path, max_shard_bytes: int) -> None:
+    """Write tensors that are made one part at a time, all of them here."""
+    files, index = shards(parts, max_shard_bytes)
+    for file in files:
+        write_file(file, folder)
+    if index is not None:
+        write_json(folder / SAFETENSORS_INDEX, index)
 
 
-def write_config(model: nn.Module, folder: Path, source_dir: Path | None) -> None:
-    """Write ``config.json``: the source's, with what the model has otherwise, or one made by the spec.
+def config_of_model(model: nn.Module, source_dir: Path | None) -> dict:
+    """The contents of ``config.json``: the source's, with what the model has otherwise, or one made by the spec.
 
     Args:
         model: its description, its dtype and the rows of its embedding are what the file will say.
-        folder: exists, and is temporary.
         source_dir: where the weights came from.
     """
     spec, description = identity(model)
     embedding = model.tok_embeddings.weight
-    write_json(folder / "config.json", config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir))
+    return config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
 
 
 def config_of(
     spec: ModelSpec, description: Description, vocab_size: int, dtype: torch.dtype, source_dir: Path | None
 ) -> dict:
-    """The contents of a ``config.json``; see :func:`write_config`."""
+    """The contents of a ``config.json``; see :func:`config_of_model`."""
     description = replace(description, vocab_size=vocab_size)
     source = None if source_dir is None else source_dir / "config.json"
     config = read_json(source) if source is not None and source.is_file() else {}

@@ -7,10 +7,11 @@ import torch
 
 from torchtune.models import WeightMapError, build
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, Part, config_of, write_parts
+from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, config_of, write_parts
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.training.checkpointing._load import check_shape
+from torchtune.training.checkpointing._safetensors_file import Part, whole_blocks
 from torchtune.utils import atomic_directory, write_json
 
 
@@ -67,6 +68,8 @@ def _parts(file: GGUFFile, dtype: torch.dtype) -> list[Part]:
         outline: Mapping[str, torch.Tensor] = dict(
             zip(group.external, group.to_external([like[name] for name in group.tune]), strict=True)
         )
-        return outline, lambda: group.to_external([ours(name) for name in group.tune])
+        return outline, lambda: whole_blocks(
+            zip(outline, group.to_external([ours(name) for name in group.tune]), strict=True)
+        )
 
     return [part(group) for group in spec.weight_map("hf").groups(description)]

@@ -15,7 +15,7 @@ from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import carry_files, write_parts
 from torchtune.training.checkpointing._load import read_json, recognise
 from torchtune.training.checkpointing._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, ModelType
-from torchtune.training.checkpointing._safetensors_file import save_tensors
+from torchtune.training.checkpointing._safetensors_file import save_tensors, whole_part
 from torchtune.training.checkpointing._sources import open_source, resolve_files, safe_torch_load, stream
 from torchtune.utils import atomic_write, write_json
 
@@ -128,7 +128,7 @@ class LegacyInterface:
         else:
             spec, description = self._identity()
             tensors = spec.weight_map("hf").to_external(model.items(), description)
-            write_parts([({name: tensor}, lambda t=tensor: [t]) for name, tensor in tensors], folder, limit)
+            write_parts([whole_part(*item) for item in tensors], folder, limit)
 
     def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path) -> None:
         """The adapter under our names, and, where the folder says what the model is, in PEFT's layout."""

@@ -1,15 +1,18 @@
 """Weights from files straight into the parameters of a model."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtune.models import Description, ModelError, ModelSpec, WeightMap, WeightMapError, spec_for_architecture
 from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._ranks import full, local_part
 from torchtune.training.checkpointing._sources import Source
 from torchtune.utils import get_logger
 
@@ -78,9 +81,12 @@ def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.
     parameter = parameter_at(model, name)
     if not parameter.is_meta:
         return parameter
+    data = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device=device)
+    return _set_parameter(model, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
+
+
+def _set_parameter(model: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter:
     path, _, leaf = name.rpartition(".")
-    data = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
-    new = nn.Parameter(data, requires_grad=parameter.requires_grad)
     model.get_submodule(path).register_parameter(leaf, new)
     return new
 
@@ -93,19 +99,19 @@ def put(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Copy ``value`` into a parameter, which becomes real on ``device`` if it is on the meta device.
+    """Copy what this rank holds of ``value`` into a parameter, which becomes real on ``device`` if it is on meta.
 
     Raises:
         CheckpointError: the shapes differ.
     """
     check_shape(where, name, value.shape, parameter_at(model, name).shape)
-    with torch.no_grad():
-        materialize(model, name, device, dtype).copy_(value)
+    box, local = local_part(materialize(model, name, device, dtype))
+    local.copy_(value[box])
 
 
-def check_shape(where: Path, name: str, found: torch.Size, wanted: torch.Size) -> None:
+def check_shape(where: Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
     """Raise ``CheckpointError`` with file, tensor and both shapes if they differ."""
-    if found == wanted:
+    if tuple(found) == tuple(wanted):
         return
     hint = "the checkpoint is of another model than the one in the config, or of other sizes"
     if len(found) == 2 and found[1:] == wanted[1:] and ("emb" in name or "lm_head" in name or "output" in name):
@@ -115,41 +121,53 @@ def check_shape(where: Path, name: str, found: torch.Size, wanted: torch.Size) -
     )
 
 
-def _from_external(
-    model: nn.Module, source: Source, weight_map: WeightMap, description: Description
-) -> Iterator[tuple[str, torch.Tensor, Path]]:
+def _load_external(
+    model: nn.Module, source: Source, kind: str, device: torch.device, dtype: torch.dtype | None
+) -> None:
+    spec, description = identity(model)
+    weight_map = spec.weight_map(kind)
+    _check_tied(model, weight_map, description, source)
     try:
         groups = weight_map.select(source.names(), description)
     except WeightMapError as error:
         raise CheckpointError(f"{_folder(source)}: {str(error).rstrip('.')}: {_OTHER_MODEL}.") from error
     for group in groups:
-        outline = group.to_external([torch.empty_like(parameter_at(model, name), device="meta") for name in group.tune])
-        read = [source.read(name) for name in group.external]
-        for name, tensor, like in zip(group.external, read, outline, strict=True):
-            check_shape(source.where(name), name, tensor.shape, like.shape)
-        for name, tensor in zip(group.tune, group.to_tune(read), strict=True):
-            yield name, tensor, source.where(group.external[0])
+        shapes = [source.shape(name) for name in group.external]
+        outline = group.to_external(
+            [torch.empty(parameter_at(model, name).shape, device="meta") for name in group.tune]
+        )
+        for name, shape, like in zip(group.external, shapes, outline, strict=True):
+            check_shape(source.where(name), name, shape, like.shape)
+        for name in group.tune:
+            box, local = local_part(materialize(model, name, device, dtype))
+            for piece in group.pieces(name, box, shapes):
+                piece.fill(local, source.read(group.external[piece.external], piece.box))
 
 
 _OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the config"
 
 
-def _check_tied(weight_map: WeightMap, description: Description, source: Source) -> None:
-    """A shared tensor that the file repeats must be what the model shares."""
+def _check_tied(model: nn.Module, weight_map: WeightMap, description: Description, source: Source) -> None:
+    """A shared tensor that the file repeats must be what the model shares; every rank looks at its own part."""
     names = set(source.names())
     originals = {name: group.external[0] for group in weight_map.groups(description) for name in group.tune}
     for tie in weight_map.tied:
         original = originals[tie.source]
         if not getattr(description, tie.when) or tie.external not in names or original not in names:
             continue
-        if not torch.equal(source.read(tie.external), source.read(original)):
+        parameter, shapes = parameter_at(model, tie.source), {source.shape(tie.external), source.shape(original)}
+        box, local = local_part(parameter)
+        unlike = shapes == {tuple(parameter.shape)} and local.numel() > 0
+        if unlike:
+            unlike = not torch.equal(source.read(tie.external, box), source.read(original, box))
+        if unlike or len(shapes) > 1:
             raise CheckpointError(
                 f"{source.where(tie.external)}: '{tie.external}' differs from '{original}', but the model "
                 "shares them: build it with tie_word_embeddings=False."
             )
 
 
-def _from_tune(model: nn.Module, source: Source) -> Iterator[tuple[str, torch.Tensor, Path]]:
+def _load_own(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None) -> None:
     own = is_adapter_key(model)
     wanted = {name for name, _ in model.named_parameters() if not own(name)}
     names = set(source.names())
@@ -160,14 +178,19 @@ def _from_tune(model: nn.Module, source: Source) -> Iterator[tuple[str, torch.Te
             raise CheckpointError(
                 f"{source.where(name)}: the tensor '{name}' has no place in the model: {_OTHER_MODEL}."
             )
-    yield from ((name, source.read(name), source.where(name)) for name in source.names() if name in wanted)
+    for name in source.names():
+        if name in wanted:
+            check_shape(source.where(name), name, source.shape(name), parameter_at(model, name).shape)
+            box, local = local_part(materialize(model, name, device, dtype))
+            if local.numel():
+                local.copy_(source.read(name, box))
 
 
 def load_base(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Fill the base parameters of ``model`` from a source, one tensor at a time.
+    """Fill the base parameters of ``model`` from a source, one tensor at a time; of it, what this rank holds.
 
     Args:
-        model: on the meta device, or real.
+        model: on the meta device, or real; sharded or whole.
         source: any format that the model's spec knows.
         device: where parameters of the meta device become real.
         dtype: of these; theirs by default.
@@ -178,13 +201,9 @@ def load_base(model: nn.Module, source: Source, device: torch.device, dtype: tor
     spec, description = identity(model)
     kind = recognise(source, spec, description)
     if kind == "tune":
-        tensors = _from_tune(model, source)
+        _load_own(model, source, device, dtype)
     else:
-        weight_map = spec.weight_map(kind)
-        _check_tied(weight_map, description, source)
-        tensors = _from_external(model, source, weight_map, description)
-    for name, tensor, where in tensors:
-        put(model, name, tensor, where, device, dtype)
+        _load_external(model, source, kind, device, dtype)
 
 
 def check_config(model: nn.Module, config_file: Path) -> None:
@@ -271,7 +290,7 @@ def initialize_rest(model: nn.Module, loaded: set[str], device: torch.device, dt
         if inside and hasattr(module, "initialize_parameters"):
             for name in inside:
                 materialize(model, name, device, dtype)
-            module.initialize_parameters()
+            _initialize(model, path, module, inside)
             left = [name for name in left if name not in inside]
     left = [name for name in left if parameter_at(model, name).is_meta]
     if left:
@@ -285,3 +304,39 @@ def initialize_rest(model: nn.Module, loaded: set[str], device: torch.device, dt
                 f"The buffer '{name}' is on the meta device: checkpoints hold no buffers, so its module must make it "
                 "when it is used."
             )
+
+
+def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]) -> None:
+    """Let a module fill parameters; in place of sharded ones it gets whole ones, of which each rank keeps its part."""
+    inside = {f"{path}.{name}" if path else name: parameter for name, parameter in module.named_parameters()}
+    reads_base = getattr(module, "initialize_reads_base", True)
+    sharded = {
+        name: parameter
+        for name, parameter in inside.items()
+        if isinstance(parameter, DTensor) and (name in names or reads_base)
+    }
+    whole = {
+        name: torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if name in names
+        else full(parameter)
+        for name, parameter in sharded.items()
+    }
+    with whole_parameters(model, whole):
+        module.initialize_parameters()
+    for name in names:
+        if name in whole:
+            box, local = local_part(sharded[name])
+            local.copy_(whole[name][box])
+
+
+@contextmanager
+def whole_parameters(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A block in which the model has these tensors in the place of its parameters of these names."""
+    kept = {name: parameter_at(model, name) for name in whole}
+    for name, tensor in whole.items():
+        _set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
+    try:
+        yield
+    finally:
+        for name, parameter in kept.items():
+            _set_parameter(model, name, parameter)

@@ -1,6 +1,7 @@
 """Files of weights, opened for reading one tensor at a time."""
 
 import json
+import math
 import pickle
 import zipfile
 from abc import ABC, abstractmethod
@@ -11,12 +12,13 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from torchtune.models import Box
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-_REOPEN_BYTES = 256 * 2**20
+_REOPEN_BYTES = 16 * 2**20
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # What a folder without an index may hold, the first that is there.
 _WEIGHT_FILES = (
@@ -47,8 +49,12 @@ class Source(Protocol):
         """File that holds a tensor."""
         ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor, on CPU, perhaps backed by the file."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        ...
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A tensor or a part of it, on CPU, perhaps backed by the file."""
         ...
 
 
@@ -96,8 +102,12 @@ class _Shards(ABC):
         """Names of the tensors of a file."""
 
     @abstractmethod
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor backed by the file: copy it before changing it."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+
+    @abstractmethod
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A tensor or a part of it, backed by the file: copy it before changing it."""
 
 
 class SafetensorsFiles(_Shards):
@@ -122,12 +132,19 @@ class SafetensorsFiles(_Shards):
     def _names_in(self, path: Path) -> list[str]:
         return list(self._load(path).keys())
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor backed by the file: copy it before changing it."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._file(self._paths[name]).get_slice(name).get_shape())
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A tensor or a part of it, backed by the file: copy it before changing it."""
         if self._read_bytes > _REOPEN_BYTES:
             self._open, self._read_bytes = None, 0
-        tensor = self._file(self._paths[name]).get_tensor(name)
-        self._read_bytes += tensor.numel() * tensor.element_size()
+        file = self._file(self._paths[name])
+        tensor = file.get_slice(name)[box] if box else file.get_tensor(name)
+        # Of the columns of a part, the pages that hold them are read, and their neighbours with them.
+        whole = len(box) > 1 and math.prod(self.shape(name)[1:]) * (box[0].stop - box[0].start) if box else 0
+        self._read_bytes += max(whole, tensor.numel()) * tensor.element_size()
         return tensor
 
 
@@ -147,9 +164,13 @@ class TorchFiles(_Shards):
                 )
         return list(loaded)
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor backed by the file: copy it before changing it."""
-        return self._file(self._paths[name])[name]
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._file(self._paths[name])[name].shape)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A tensor or a part of it, backed by the file: copy it before changing it."""
+        return self._file(self._paths[name])[name][box or ...]
 
 
 class FormattedCheckpointFiles:

@@ -2,38 +2,45 @@
 
 ``state.safetensors`` holds every tensor, ``state.json`` the structure around them. A directory that was shared by
 somebody else can be resumed without unpickling anything (the metadata of ``torch.distributed.checkpoint``'s own
-format is a pickle; its safetensors reader reads these files).
+format is a pickle; its safetensors reader reads these files). Sharded tensors stand there whole, each rank having
+written its part into its place, so that any number of processes can go on, each reading its own part.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtune.training._rng import RNGState
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._safetensors_file import save_tensors
+from torchtune.training.checkpointing._ranks import Held, Ranks, read_like, whole_where_partial
+from torchtune.training.checkpointing._safetensors_file import Block, Part
 from torchtune.training.checkpointing._sources import SafetensorsFiles
 
 STATE_DIR = "state"
-_TENSORS, _STRUCTURE = "state.safetensors", "state.json"
+TENSORS, STRUCTURE = "state.safetensors", "state.json"
 # Key of the structure under which the names of the optimizers' parameters stand, beside the values of the run.
 _NAMES = "parameter names"
+# Key under which the states of the random generators of several ranks stand.
+_RANKS = "ranks"
 
 
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """JSON of ``value``; its tensors go into ``tensors`` under their path."""
+def _encode(value: Any, path: str, tensors: dict[str, tuple[str, torch.Tensor]]) -> Any:
+    """JSON of ``value``; its tensors go, with their path, into ``tensors`` under a name made from it."""
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter) or value.is_sparse or value.is_quantized:
+        if type(value) not in (torch.Tensor, nn.Parameter, DTensor) or value.is_sparse or value.is_quantized:
             raise CheckpointError(
                 f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved: use an optimizer "
                 "whose state is plain tensors."
             )
         name = path if path not in tensors else f"{path} {len(tensors)}"  # 1 and "1" may both be keys of a dict
-        tensors[name] = value.detach()
+        tensors[name] = path, value.detach()
         return {"tensor": name}
     if isinstance(value, Mapping):
         return {"dict": [[_key(key, path), _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
@@ -51,19 +58,20 @@ def _key(key: Any, path: str) -> Any:
     raise CheckpointError(f"The training state '{path}' has a key {key!r}, which cannot be saved: use text or numbers.")
 
 
-def _decode(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, str], Any]) -> Any:
+    """The value of a node; ``tensor`` gives those in it from their path and name."""
     ((kind, content),) = node.items()
     if kind == "tensor":
-        return tensors[content]
+        return tensor(path, content)
     if kind == "dict":
-        return {key: _decode(item, tensors) for key, item in content}
+        return {key: _decode(item, f"{path}/{key}", tensor) for key, item in content}
     if kind in ("list", "tuple"):
-        items = [_decode(item, tensors) for item in content]
+        items = [_decode(item, f"{path}/{index}", tensor) for index, item in enumerate(content)]
         return items if kind == "list" else tuple(items)
     return content
 
 
-def _optimizers(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
+def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
     """The optimizers of a value of the state: itself, or those of a wrapper that keeps one per parameter."""
     if isinstance(value, Optimizer):
         yield key, value
@@ -77,32 +85,60 @@ def _parameter_names(state: Mapping[str, Any], model: nn.Module) -> dict[str, li
     return {
         path: [[names.get(parameter, "?") for parameter in group["params"]] for group in optimizer.param_groups]
         for key, value in state.items()
-        for path, optimizer in _optimizers(key, value)
+        for path, optimizer in optimizers_of(key, value)
     }
 
 
-def save_state(state: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
-    """Write the state of every value: its ``state_dict()``, or a plain dict as it is.
+def _parameters(state: Mapping[str, Any], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Path of what an optimizer keeps about a parameter -> the parameter; by number, as torch does it, and by name."""
+    found: dict[str, torch.Tensor] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for key, value in state.items():
+        for path, optimizer in optimizers_of(key, value):
+            every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            found |= {f"{path}/state/{number}": parameter for number, parameter in enumerate(every)}
+            found |= {f"{path}/state/{names[parameter]}": parameter for parameter in every if parameter in names}
+    return found
+
+
+def state_parts(state: Mapping[str, Any], model: nn.Module, ranks: Ranks) -> tuple[list[Part], dict[str, Any]]:
+    """The state of every value, its ``state_dict()`` or a plain dict as it is: the tensors, and the rest as JSON.
+
+    What is not sharded is rank 0's, but for the random generators: each rank has its own.
 
     Args:
         state: see above.
         model: names the parameters of the optimizers.
-        folder: exists, and is temporary.
+        ranks: each makes what it holds.
 
     Raises:
         CheckpointError: a value holds anything but tensors, dicts, lists, numbers and text.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, tuple[str, torch.Tensor]] = {}
     plain = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()}
-    structure = {key: _encode(value, key, tensors) for key, value in plain.items()}
+    for key, value in state.items():
+        if isinstance(value, RNGState) and ranks.size > 1:
+            plain[key] = {_RANKS: ranks.gather(plain[key])}
+    structure, parameters = {}, _parameters(state, model)
+    with ranks.together():
+        structure = {key: _encode(value, key, tensors) for key, value in plain.items()}
     structure[_NAMES] = _parameter_names(state, model)
-    (folder / STATE_DIR).mkdir()
-    save_tensors(tensors, folder / STATE_DIR / _TENSORS)
-    (folder / STATE_DIR / _STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
+    parts = []
+    for turn, (name, (path, tensor)) in enumerate(tensors.items()):
+        like = parameters.get(path.rpartition("/")[0])
+        # An optimizer changes its own at its next step; who knows when others do that, so these are copied now.
+        tensor = tensor.clone() if like is None else whole_where_partial(tensor)
+        held = Held.of(tensor, ranks, 0 if like is None else turn, like)
+        parts.append(({name: held.outline}, partial(_blocks, name, held)))
+    return parts, structure
+
+
+def _blocks(name: str, held: Held) -> list[Block]:
+    return [Block(name, tuple(part.start for part in held.box), held.data)] if held.writes else []
 
 
 def _structure(folder: Path) -> dict[str, Any]:
-    path = folder / STATE_DIR / _STRUCTURE
+    path = folder / STATE_DIR / STRUCTURE
     try:
         structure = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -112,22 +148,15 @@ def _structure(folder: Path) -> dict[str, Any]:
     return structure
 
 
-def _decoded(structure: dict[str, Any], key: str, tensors: Mapping[str, torch.Tensor], folder: Path) -> Any:
-    """The value of ``key``. Raises ``CheckpointError`` if the structure is not one that :func:`save_state` wrote."""
+def _decoded(structure: dict[str, Any], key: str, tensor: Callable[[str, str], Any], folder: Path) -> Any:
+    """The value of ``key``. Raises ``CheckpointError`` if the structure is not one that :func:`state_parts` made."""
     try:
-        return _decode(structure[key], tensors)
+        return _decode(structure[key], key, tensor)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{folder / STATE_DIR / _STRUCTURE} is damaged: what it says of '{key}' cannot be read "
+            f"{folder / STATE_DIR / STRUCTURE} is damaged: what it says of '{key}' cannot be read "
             f"({type(error).__name__}: {error}): resume from another checkpoint."
         ) from error
-
-
-class _NoTensors(dict):
-    """Stands for every tensor where only plain values are wanted."""
-
-    def __missing__(self, name: str) -> None:
-        return None
 
 
 def load_progress(folder: Path) -> dict[str, Any]:
@@ -136,14 +165,17 @@ def load_progress(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the state is corrupt.
     """
-    progress = _decoded(_structure(folder), "progress", _NoTensors(), folder)
+    progress = _decoded(_structure(folder), "progress", lambda path, name: None, folder)
     if not isinstance(progress, dict):
-        raise CheckpointError(f"{folder / STATE_DIR / _STRUCTURE} is damaged: resume from another checkpoint.")
+        raise CheckpointError(f"{folder / STATE_DIR / STRUCTURE} is damaged: resume from another checkpoint.")
     return progress
 
 
-def load_state(state: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
+def load_state(state: Mapping[str, Any], model: nn.Module, folder: Path, rank: int) -> None:
     """Put a saved state into the values of ``state``: ``load_state_dict``, or an update in place of plain dicts.
+
+    Of what belongs to sharded parameters only this rank's part is read. A rank that the saved run had not gets
+    random generators of its own, derived from rank 0's.
 
     Raises:
         CheckpointError: the state is corrupt, or is that of another kind of run.
@@ -156,11 +188,21 @@ def load_state(state: Mapping[str, Any], model: nn.Module, folder: Path) -> None
             f"{folder}: {where} '{key}' and the other has not: resume with the saved torchtune_config.yaml."
         )
     _check_names(saved_names, _parameter_names(state, model), folder)
-    source = SafetensorsFiles([folder / STATE_DIR / _TENSORS])
-    # Copies: the directory may be pruned while the run goes on.
-    tensors = {name: source.read(name).clone() for name in source.names()}
+    source, parameters = SafetensorsFiles([folder / STATE_DIR / TENSORS]), _parameters(state, model)
+
+    def tensor(path: str, name: str) -> torch.Tensor:
+        like = parameters.get(path.rpartition("/")[0])
+        if not isinstance(like, DTensor) or not (shape := source.shape(name)):
+            return source.read(name).clone()  # the directory may be pruned while the run goes on
+        return read_like(like, shape, lambda box: source.read(name, box))
+
     for key, value in state.items():
-        saved = _decoded(structure, key, tensors, folder)
+        saved = _decoded(structure, key, tensor, folder)
+        if isinstance(value, RNGState):
+            value.load_state_dict(saved[_RANKS][min(rank, len(saved[_RANKS]) - 1)] if _RANKS in saved else saved)
+            if rank >= len(saved.get(_RANKS, [saved])):
+                value.derive(rank)
+            continue
         _check_kinds(key, value, saved, folder)
         if not hasattr(value, "load_state_dict"):
             value.update(saved)

@@ -222,7 +222,7 @@ def test_the_projection_is_no_part_of_the_loss() -> None:
     assert loss.linear_projection is head.output
     assert not list(loss.parameters())
     assert not loss.state_dict()
-    assert "output" not in loss.patch_tp_plan({"output": 1, "norm": 2})
+    assert loss.patch_tp_plan({"output": 1, "norm": 2}) == {"output": 1, "norm": 2}
     assert loss.tp_requires_loss_parallel_ctx_manager is False
     with pytest.raises(ValueError, match="num_output_chunks is 0"):
         LinearCrossEntropyLoss(num_output_chunks=0)

@@ -1,12 +1,14 @@
 """Small random models in folders, as other tools write them, and how the tests look at them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.tiny import write_tokenizer
 from torchtune.models import from_hf_config
@@ -120,6 +122,23 @@ def randomize_adapter(model: torch.nn.Module, seed: int = 3) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+                _put(parameter, torch.randn(parameter.shape, generator=generator) * 0.2)
             elif name.endswith("magnitude"):
-                parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=generator))
+                old = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                _put(parameter, old * (1 + 0.2 * torch.rand(parameter.shape, generator=generator)))
+
+
+def _put(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)
+
+
+def leave_free(disk: Path, free: int) -> Path:
+    """Fill the disk but for ``free`` bytes."""
+    filler = disk / "filler"
+    filler.unlink(missing_ok=True)
+    status = os.statvfs(disk)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - free)
+    return filler

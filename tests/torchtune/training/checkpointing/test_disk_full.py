@@ -1,43 +1,24 @@
 """A disk that fills while a checkpoint is written: one sentence, and what was saved before is whole."""
 
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.torchtune.training.checkpointing.small import build, load, randomize_adapter, same_bits, stored, write_folder
+from tests.torchtune.training.checkpointing.small import (
+    build,
+    leave_free,
+    load,
+    randomize_adapter,
+    same_bits,
+    stored,
+    write_folder,
+)
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import UserError
-
-DISK = 4 * 2**20
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(path)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a small file system is not permitted here: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
-def leave_free(disk: Path, free: int) -> Path:
-    """Fill the disk but for ``free`` bytes."""
-    filler = disk / "filler"
-    filler.unlink(missing_ok=True)
-    status = os.statvfs(disk)
-    with filler.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - free)
-    return filler
 
 
 def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, **options) -> Path:

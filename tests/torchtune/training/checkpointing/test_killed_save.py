@@ -5,13 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.torchtune.training.checkpointing.small import write_folder
 
 ROOT = Path(__file__).parents[4]
 
 
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    folder, output, kills = write_folder(tmp_path / "source"), tmp_path / "output", 16
+@pytest.mark.parametrize(("size", "kills"), [(1, 16), (2, 24)], ids=["one process", "two ranks"])
+def test_killed_at_any_moment(tmp_path: Path, size: int, kills: int) -> None:
+    """Two ranks save now and then behind training's back; one is killed before the other, or both."""
+    folder, output = write_folder(tmp_path / "source"), tmp_path / "output"
     output.mkdir()
     done = subprocess.run(
         [
@@ -21,6 +25,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
             str(folder),
             str(output),
             str(kills),
+            str(size),
         ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -33,4 +38,4 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     steps = [step for step, _ in found]
     assert len(steps) == kills
     assert steps == sorted(steps), "what was complete once was lost later"
-    assert sum(hit for _, hit in found) >= kills // 2, "too few kills fell into a save"
+    assert sum(hit for _, hit in found) >= kills // 4, "too few kills fell into a save"

@@ -1,0 +1,49 @@
+"""Parts of tensors through the ops of weight maps: the same as converting the whole and taking the part."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtune.models._weight_ops import Identity, InterleaveRope, Op, Split, Stack
+
+DESCRIPTION = SimpleNamespace(head_dim=8, q_dim=5, k_dim=3, v_dim=4)
+
+
+def matrices(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Tensors in which every number occurs once."""
+    numbers = iter(range(10**6))
+    return [
+        torch.tensor([next(numbers) for _ in range(torch.Size(shape).numel())]).reshape(shape).float()
+        for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("op", "external"),
+    [
+        (Identity(), matrices((6, 4))),
+        (Identity(), matrices(())),
+        (InterleaveRope(), matrices((24, 4))),
+        (InterleaveRope(), matrices((24,))),
+        (Split(("q_dim", "k_dim", "v_dim")), matrices((12, 3))),
+        (Stack(), matrices(*[(3, 4)] * 5)),
+        (Stack(transpose=True), matrices(*[(3, 4)] * 5)),
+    ],
+    ids=str,
+)
+def test_any_part(op: Op, external: list[torch.Tensor]) -> None:
+    rng = random.Random(0)
+    shapes = [tensor.shape for tensor in external]
+    for which, ours in enumerate(op.to_tune(external, DESCRIPTION)):
+        for _ in range(100):
+            box = tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in ours.shape)
+            wanted = ours[box]
+            read, written = torch.full_like(wanted, -1), [torch.full_like(tensor, -1) for tensor in external]
+            for piece in op.pieces(which, box, shapes, DESCRIPTION):
+                piece.fill(read, external[piece.external][piece.box])
+                written[piece.external][piece.box] = piece.of(wanted)
+            assert torch.equal(read, wanted)
+            assert sum(int((tensor >= 0).sum()) for tensor in written) == wanted.numel()
+            assert all(bool(((w == e) | (w < 0)).all()) for w, e in zip(written, external, strict=True))

@@ -1,0 +1,97 @@
+"""Cases that several gloo processes run together: each a function of the folder to work in.
+
+Started once for many cases: ``run(number of processes, cases, folder)``.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from torchtune.training import ParallelDims, parallelize
+
+TIMEOUT = 120
+
+
+def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", f"file://{folder}/store_{size}", rank=rank, world_size=size)
+    try:
+        for case in cases:
+            try:
+                case(folder)
+            except Exception:  # noqa: BLE001 - told to the parent process
+                (folder / f"failed_{rank}").write_text(f"{case.__name__} on rank {rank}\n{traceback.format_exc()}")
+                os._exit(1)  # the others would wait
+    finally:
+        dist.destroy_process_group()
+
+
+def run(size: int, cases: Sequence[Callable[[Path], Any]], folder: Path) -> None:
+    """Run the cases one after another in ``size`` processes; the first failure fails all."""
+    context = torch.multiprocessing.get_context("fork")
+    processes = [context.Process(target=_process, args=(rank, size, cases, folder)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT)
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.kill()
+    failures = [path.read_text() for path in sorted(folder.glob("failed_*"))]
+    assert not failures, "\n".join(failures)
+    assert not alive, f"{len(alive)} processes hang"
+    assert [process.exitcode for process in processes] == [0] * size
+
+
+def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
+    """Projections in by columns, out by rows; the embedding by its rows, the output by columns."""
+    plan = {"attn.q_proj": ColwiseParallel(), "attn.k_proj": ColwiseParallel(), "attn.v_proj": ColwiseParallel()}
+    plan |= {"attn.output_proj": RowwiseParallel(), "mlp.w1": ColwiseParallel(), "mlp.w3": ColwiseParallel()}
+    plan |= {"mlp.w2": RowwiseParallel()}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+
+
+def shard(model: nn.Module, how: str) -> nn.Module:
+    """Shard a model over all processes: ``fsdp``, ``hsdp``, ``tp``, ``fsdp_tp``; or leave it ``whole``.
+
+    ``ours`` is tensor parallel in pairs by the library's plan, which knows adapters, and FSDP over the pairs.
+    """
+    if how == "whole":
+        return model
+    if how == "ours":
+        dims = ParallelDims(dp_shard=-1, tp=2, world_size=dist.get_world_size())
+        dims.build_mesh("cpu")
+        parallelize(model, dims, device=torch.device("cpu"))
+        return model
+    size = dist.get_world_size()
+    if how in ("tp", "fsdp_tp"):
+        shape = (1, size) if how == "tp" else (size // 2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        _tensor_parallel(model, mesh["tp"])
+        mesh = mesh["dp"]
+    elif how == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+    if how != "tp":
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of a tensor, on every rank."""
+    return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()

@@ -1,0 +1,91 @@
+"""Sharded models in several processes: what is loaded and saved does not depend on how they are sharded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.torchtune.training.checkpointing import ranks
+from tests.torchtune.training.checkpointing.small import build, load, randomize_adapter, stored, write_folder
+from torchtune.modules.peft import LoRA
+from torchtune.training import FullModelHFCheckpointer
+
+SIZES = {"vocab_size": 322, "num_hidden_layers": 2}  # uneven: the last of four ranks has fewer rows
+ADAPTERS = {"none": None, "lora": {"use_dora": False}, "dora": {"use_dora": True}}
+
+
+def conversions(adapter: str) -> list[LoRA]:
+    options = ADAPTERS[adapter]
+    return [] if options is None else [LoRA(rank=2, alpha=4, attn_modules=["q_proj", "v_proj"], **options)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def same_as_alone(how: str, shape: str, adapter: str, **options: Any) -> Callable[[Path], None]:
+    """Load and save sharded: the values and the files of one process."""
+
+    def case(folder: Path) -> None:
+        source, alone = folder / shape, folder / f"{shape} {adapter} {sorted(options)}"
+        model = ranks.shard(build(source, *conversions(adapter)), how)
+        store = FullModelHFCheckpointer(
+            str(source), output_dir=str(folder / f"{case.__name__} {dist.get_world_size()}")
+        )
+        torch.manual_seed(4 + dist.get_rank())  # ranks draw as rank 0 does
+        drawn = torch.rand(1).item()
+        torch.manual_seed(4 + dist.get_rank())
+        store.load_model(model)
+        assert dist.get_rank() == 0 or torch.rand(1).item() == drawn
+        expected = torch.load(alone / "model.pt")
+        assert {name for name, _ in model.named_parameters()} == expected.keys()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(ranks.whole(parameter), expected[name]), f"{case.__name__}: {name}"
+        randomize_adapter(model)
+        saved = store.save("step_1", model, **options)
+        assert files(saved) == files(alone / "step_1"), case.__name__
+
+    case.__name__ = f"{how} {shape} {adapter} {sorted(options)}"
+    return case
+
+
+KINDS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "none", {}),
+    ("qwen2_tied", "none", {"max_shard_bytes": 30_000}),
+    ("llama", "lora", {"merge": True}),
+    ("llama", "dora", {"merge": True, "max_shard_bytes": 40_000}),
+    ("llama", "dora", {"adapter_only": True}),
+]
+MESHES = {2: ["fsdp", "tp", "whole", "ours"], 4: ["fsdp", "hsdp", "tp", "fsdp_tp", "ours"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources, and for each kind what one process makes of them."""
+    folder = tmp_path_factory.mktemp("sharded")
+    for shape in {shape for shape, _, _ in KINDS}:
+        write_folder(folder / shape, shape, max_shard_size="30KB", **SIZES)
+    for shape, adapter, options in KINDS:
+        alone = folder / f"{shape} {adapter} {sorted(options)}"
+        torch.manual_seed(4)
+        model = load(folder / shape, *conversions(adapter))
+        alone.mkdir()
+        torch.save({name: parameter.detach() for name, parameter in model.named_parameters()}, alone / "model.pt")
+        randomize_adapter(model)
+        FullModelHFCheckpointer(str(folder / shape), output_dir=str(alone)).save("step_1", model, **options)
+        assert stored(alone / "step_1") or "adapter_only" in options
+    return folder
+
+
+@pytest.mark.parametrize("size", MESHES)
+def test_any_mesh_reads_and_writes_the_same_files(folder: Path, size: int) -> None:
+    cases = [
+        same_as_alone(how, shape, adapter, **options)
+        for how in MESHES[size]
+        for shape, adapter, options in KINDS
+        if adapter in {"tp": ("none",), "fsdp_tp": ("none",), "ours": ("none", "lora")}.get(how, ADAPTERS)
+    ]
+    ranks.run(size, cases, folder)

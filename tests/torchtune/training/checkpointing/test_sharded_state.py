@@ -1,0 +1,151 @@
+"""Training state of sharded runs: it comes back on any number of ranks and any mesh, bit for bit."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.torchtune.training.checkpointing import ranks
+from tests.torchtune.training.checkpointing.small import build, same_bits, some_tokens, stored, write_folder
+from torchtune.training import FullModelHFCheckpointer, RNGState, setup_optimizer
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded_state")
+    write_folder(folder / "source", "llama", vocab_size=321, num_hidden_layers=2)
+    return folder
+
+
+def start(folder: Path, how: str, kind: str) -> tuple[FullModelHFCheckpointer, nn.Module, dict[str, Any]]:
+    """A run of a kind (a key of ``KINDS``), before its first step."""
+    low = kind in ("stochastic_rounding", "fp32_master")
+    model = ranks.shard(build(folder / "source", dtype=torch.bfloat16 if low else torch.float32), how)
+    store = FullModelHFCheckpointer(str(folder / "source"), output_dir=str(folder / kind))
+    store.load_model(model)
+    fused = {"fused": True} if kind == "fused" else {"foreach": True}
+    optimizer = setup_optimizer(
+        lambda parameters: torch.optim.AdamW(parameters, **ADAMW, **fused),
+        model,
+        precision=kind if low else "param_dtype",
+        in_backward=kind == "in backward",
+    )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)
+    return store, model, {"optimizer": optimizer, "rng": RNGState(), "progress": {"step": 0}}
+
+
+def train(model: nn.Module, state: dict[str, Any], steps: int) -> None:
+    for _ in range(steps):
+        model(some_tokens()).square().mean().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["progress"]["step"] += 1
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: ranks.whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def moments(saved: Path) -> dict[str, torch.Tensor]:
+    """What a checkpoint keeps of the optimizer."""
+    tensors = load_file(saved / "state" / "state.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
+
+
+def save_and_go_on(how: str, kind: str, **options: Any) -> Callable[[Path], None]:
+    """Two steps, a save, two more; what one has then is written down."""
+
+    def case(folder: Path) -> None:
+        store, model, state = start(folder, how, kind)
+        train(model, state, 2)
+        store.save("step_2", model, state=state, **options)
+        at_save = weights(model)
+        drawn = torch.rand(3)
+        train(model, state, 2)
+        after = weights(model)
+        store.close()
+        torch.save((drawn, at_save, after), folder / f"{kind} {dist.get_rank()}.pt")
+
+    return case
+
+
+def resume(how: str, kind: str, *, same: bool = False) -> Callable[[Path], None]:
+    """What the files hold is what the run has; on the mesh that it was saved on it goes on with the same bits."""
+
+    def case(folder: Path) -> None:
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        where = f"{kind}, {how} on rank {rank} of {size}"
+        store, model, state = start(folder, how, kind)
+        torch.rand(7)
+        store.resume(store.find_resume_point(), model, state)
+        assert state["progress"] == {"step": 2}
+        drawn, at_save, after = torch.load(folder / f"{kind} {min(rank, 1)}.pt")
+        found = weights(model)
+        assert at_save.keys() == found.keys()
+        for name, tensor in at_save.items():
+            assert torch.equal(found[name], tensor), f"{where}: {name}"
+        assert torch.equal(torch.rand(3), drawn) == (rank < 2), where
+        (folder / f"{kind} {how} {rank} of {size}").write_text(str(torch.initial_seed()))
+        store.output_dir = folder / where.replace(f"on rank {rank} ", "")
+        again = moments(store.save("step_2", model, state=state))
+        expected = moments(folder / kind / "step_2")
+        assert len(expected) >= 2 * len(at_save), where
+        assert same_bits(again, expected), where
+        if "tp" in how:
+            return  # torch's optimizers step no mixture of sharded and plain parameters
+        train(model, state, 2)
+        assert all(torch.isfinite(tensor).all() for tensor in weights(model).values())
+        if same:
+            for name, tensor in weights(model).items():
+                assert torch.equal(after[name], tensor), f"{where}: {name}"
+
+    return case
+
+
+KINDS = {
+    "fused": {},
+    "foreach": {"async_save": True},
+    "in backward": {"async_save": True},
+    "stochastic_rounding": {"async_save": True},
+    "fp32_master": {},
+}
+
+
+def check_files(folder: Path) -> None:
+    """One file of plain tensors, whole, whoever wrote it."""
+    saved = folder / "fused" / "step_2"
+    tensors = load_file(saved / "state" / "state.safetensors")
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if re.search("exp_avg$", name)}
+    model = build(folder / "source")
+    assert list(shapes.values()) == [list(parameter.shape) for parameter in model.parameters()]
+    assert stored(saved).keys() == stored(folder / "source").keys()
+    assert {path.suffix for path in saved.rglob("*") if path.is_file()} == {".json", ".safetensors", ""}
+
+
+def test_state_on_other_ranks_and_meshes(folder: Path) -> None:
+    ranks.run(
+        2,
+        [
+            *(save_and_go_on("fsdp", kind, **options) for kind, options in KINDS.items()),
+            *(resume("fsdp", kind, same=True) for kind in KINDS),
+            *(resume(how, "fused") for how in ("tp", "whole")),
+        ],
+        folder,
+    )
+    for kind in KINDS:
+        resume("whole", kind)(folder)
+    meshes = {"fsdp": KINDS, "hsdp": ["stochastic_rounding"], "tp": ["fused"], "fsdp_tp": ["foreach", "fp32_master"]}
+    ranks.run(4, [resume(how, kind) for how, kinds in meshes.items() for kind in kinds], folder)
+    new = [(folder / f"fused fsdp {rank} of 4").read_text() for rank in (2, 3)]
+    assert new[0] != new[1], "ranks that are new draw the same numbers"
+    assert new == [(folder / f"fused tp {rank} of 4").read_text() for rank in (2, 3)]
+    check_files(folder)

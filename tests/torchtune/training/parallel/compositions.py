@@ -1,0 +1,117 @@
+"""Short runs on a mesh, and the same on one process, inside processes that were started once for all of them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune import training
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
+from torchtune.models import from_hf_config
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.modules.peft import LoRA
+from torchtune.training import FullModelHFCheckpointer, ParallelDims
+
+STEPS = 10
+GLOBAL_BATCH = 4
+CPU = torch.device("cpu")
+
+
+class Conversations:
+    """38 documents of 3 to 40 tokens, some without a label: the last step of an epoch leaves ranks without work."""
+
+    def __init__(self, packed: bool = False) -> None:
+        rng = torch.Generator().manual_seed(3)
+        self._documents = []
+        for index in range(38):
+            length = int(torch.randint(3, 41, (1,), generator=rng))
+            tokens = torch.randint(0, 256, (length,), generator=rng)
+            labels = tokens.roll(-1)
+            labels[: 0 if index % 3 else length // 2] = CROSS_ENTROPY_IGNORE_IDX
+            labels[-1] = CROSS_ENTROPY_IGNORE_IDX
+            if index % 7 == 0:
+                labels[:] = CROSS_ENTROPY_IGNORE_IDX
+            self._documents.append({"tokens": tokens, "labels": labels})
+        self._packs = [self._documents[i : i + 3] for i in range(0, 38, 3)] if packed else self._documents
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._packs[index]
+
+
+def run(
+    checkpoint: Path,
+    dims: ParallelDims,
+    *,
+    adapter: str | None = None,
+    packed: bool = False,
+    accumulation: int = 1,
+    checkpointing: bool = False,
+    clip: float | None = 1.0,
+    dtype: torch.dtype = torch.float32,
+    in_backward: bool = False,
+    **options: Any,
+) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+    """Train for some steps; returns losses, gradients of the first step, and norms."""
+    torch.manual_seed(0)
+    with training.set_default_dtype(dtype), torch.device("meta"):
+        model = from_hf_config(checkpoint)
+        if adapter:
+            apply_conversions(model, [LoRA(rank=4, alpha=8, apply_to_mlp=True, use_dora=adapter == "dora")])
+    training.parallelize(model, dims, device=CPU, **options)
+    FullModelHFCheckpointer(str(checkpoint)).load_model(model, device=CPU)
+    if checkpointing:
+        training.set_activation_checkpointing(model, {TransformerSelfAttentionLayer})
+    loss_fn = LinearCrossEntropyLoss()
+    loss_fn.set_model_output(model)
+    optimizer = training.setup_optimizer(
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), model, in_backward=in_backward
+    )
+    loader = BatchLoader(
+        Conversations(packed),
+        batch_size=GLOBAL_BATCH // accumulation // dims.data_size,
+        collate_fn=dims.collate(collate_documents),
+        shuffle=True,
+        seed=1,
+        accumulation_steps=accumulation,
+        rank=dims.data_rank,
+        world_size=dims.data_size,
+    )
+    losses, norms, gradients = [], [], {}
+    while len(losses) < STEPS:
+        for batches in loader:
+            loss, gradients = _step(model, loss_fn, batches, dims, gradients)
+            losses.append(loss)
+            if clip is not None:
+                norms.append(float(training.clip_grad_norm_(model.parameters(), clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(losses) == STEPS:
+                break
+    return losses, gradients, norms
+
+
+def _step(
+    model: nn.Module, loss_fn: Any, batches: list[dict[str, Any]], dims: ParallelDims, first: dict[str, torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    counts = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
+    (num_labels,) = dims.sum(sum(counts))
+    total = 0.0
+    for batch, count in zip(batches, counts, strict=True):
+        labels = batch.pop("labels")
+        loss = loss_fn(model(**batch), labels) * (count / max(num_labels, 1))
+        loss.backward()
+        total += loss.item()
+    if not first:
+        first = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return dims.sum(total)[0], first
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

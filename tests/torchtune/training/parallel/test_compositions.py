@@ -1,0 +1,70 @@
+"""Every composition trains as one process does on the same global batch: losses, norms and gradients."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import write_checkpoint
+
+ROOT = Path(__file__).parents[4]
+
+# (processes, sizes of the mesh, settings of the run, options of parallelize)
+CASES = {
+    "fsdp": (4, {"dp_shard": 4}, {}, {}),
+    "fsdp keeps layers": (4, {"dp_shard": 4}, {"accumulation": 1}, {"reshard_after_forward": False}),
+    "fsdp embeddings apart": (4, {"dp_shard": 4}, {}, {"custom_sharded_layers": ["tok_embeddings", "output"]}),
+    "fsdp untied, output apart": (4, {"dp_shard": 4}, {"tied": False}, {"custom_sharded_layers": ["output"]}),
+    "fsdp lora": (4, {"dp_shard": 4}, {"adapter": "lora"}, {}),
+    "fsdp dora": (4, {"dp_shard": 4}, {"adapter": "dora"}, {}),
+    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {}, {}),
+    "replicate": (4, {"dp_replicate": 4}, {}, {}),
+    "replicate lora": (4, {"dp_replicate": 4}, {"adapter": "lora"}, {}),
+    "fsdp x tp": (4, {"dp_shard": 2, "tp": 2}, {"checkpointing": True, "accumulation": 2}, {}),
+    "fsdp x tp untied": (4, {"dp_shard": 2, "tp": 2}, {"tied": False}, {}),
+    "fsdp x tp lora": (4, {"dp_shard": 2, "tp": 2}, {"adapter": "lora"}, {}),
+    "fsdp x cp packed": (4, {"dp_shard": 2, "cp": 2}, {"packed": True}, {}),
+    "fsdp x cp lora": (4, {"dp_shard": 2, "cp": 2}, {"adapter": "lora"}, {}),
+    "hsdp over cp": (4, {"dp_replicate": 2, "cp": 2}, {}, {}),
+    "cp": (4, {"cp": 4}, {"packed": True}, {}),
+    "cp x tp": (4, {"cp": 2, "tp": 2}, {}, {}),
+    "copies x tp": (4, {"dp_replicate": 2, "tp": 2}, {}, {}),
+    "tp": (2, {"tp": 2}, {}, {}),
+    "tp lora": (2, {"tp": 2}, {"adapter": "lora"}, {}),
+    "fsdp accumulates": (2, {"dp_shard": 2}, {"accumulation": 2, "checkpointing": True}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Largest relative differences of every case, from two launches."""
+    folder = tmp_path_factory.mktemp("compositions")
+    for tied in (True, False):
+        write_checkpoint(folder / f"tied_{tied}", tied=tied)
+    found = {}
+    for processes in sorted({case[0] for case in CASES.values()}):
+        mine = {name: case[1:] for name, case in CASES.items() if case[0] == processes}
+        (folder / "cases.json").write_text(json.dumps(mine))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        done = subprocess.run(
+            [*command, str(Path(__file__).with_name("worker.py")), str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        found |= json.loads((folder / "outcomes.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_one_process_does(outcomes: dict[str, dict[str, float]], name: str) -> None:
+    outcome = outcomes[name]
+    assert outcome["loss"] < 1e-5
+    assert outcome["norm"] < 1e-5
+    assert outcome["gradient"] < 1e-4  # of the largest element of a tensor
+    assert outcome["missing"] == 0

@@ -1,0 +1,21 @@
+"""How the layers of one model work on several devices at once."""
+
+from torchtune.modules.parallel._collectives import sum_gradients
+from torchtune.modules.parallel._context import ContextParallelAttention
+from torchtune.modules.parallel._styles import (
+    ByColumns,
+    ByRows,
+    ByVocabulary,
+    GatherInput,
+    ReplicatedNorm,
+)
+
+__all__ = [
+    "ByColumns",
+    "ByRows",
+    "ByVocabulary",
+    "ContextParallelAttention",
+    "GatherInput",
+    "ReplicatedNorm",
+    "sum_gradients",
+]

@@ -1,0 +1,260 @@
+"""How the processes of a run are arranged, and what they agree on."""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Documents
+from torchtune.training._distributed import get_distributed_backend, is_distributed
+from torchtune.utils import UserError
+
+Collate = Callable[[list[Any]], dict[str, Any]]
+
+# Setting of each dimension, in the order of the mesh; ranks that differ in the last one are neighbours.
+_SETTINGS = {
+    "pp": "pipeline_parallel_dim",
+    "dp_replicate": "data_parallel_replicate_dim",
+    "dp_shard": "data_parallel_shard_dim",
+    "cp": "context_parallel_dim",
+    "ep": "expert_parallel_dim",
+    "tp": "tensor_parallel_dim",
+}
+_MESH = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+class ParallelDimsError(UserError, ValueError):
+    """Numbers of processes that do not fit together."""
+
+    told_by_rank_0 = True  # all ranks find the same
+
+
+@dataclass(eq=False)
+class ParallelDims:
+    """The processes of a run along the dimensions in which work can be split; without arguments, one process.
+
+    Data is split over ``dp_replicate * dp_shard`` groups of processes, which see different examples. Parameters,
+    gradients and optimizer states are split over ``dp_shard * cp``, and are the same in the ``dp_replicate`` copies.
+    Within a group, ``cp`` processes share every sequence and ``tp`` every layer.
+
+    Args:
+        dp_replicate: copies of the model.
+        dp_shard: shards of a copy; -1 takes all processes that are left.
+        tp: processes that share every layer.
+        cp: processes that share every sequence.
+        world_size: all processes.
+        ep: for experts; 1 for now.
+        pp: for stages of layers; 1 for now.
+
+    Raises:
+        ParallelDimsError: the product is not the number of processes, or a dimension is not available.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    world_size: int = 1
+    ep: int = 1
+    pp: int = 1
+    mesh: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("ep", "pp"):
+            if getattr(self, name) != 1:
+                kind = {"ep": "expert", "pp": "pipeline"}[name]
+                raise ParallelDimsError(
+                    f"{_SETTINGS[name]}: {kind} parallelism is not available in this release: set it to 1."
+                )
+        for name in _MESH:
+            size = getattr(self, name)
+            if size < 1 and not (name == "dp_shard" and size == -1):
+                allowed = "at least 1, or -1 for all that are left" if name == "dp_shard" else "at least 1"
+                raise ParallelDimsError(f"{_SETTINGS[name]} is {size}: it must be {allowed}.")
+        others = self.dp_replicate * self.cp * self.tp
+        if self.dp_shard == -1:
+            if self.world_size % others:
+                raise ParallelDimsError(
+                    f"data_parallel_shard_dim=-1: {self.world_size} processes cannot be divided by {self._product()}"
+                    f" = {others}: start a multiple of {others}, or change one of them."
+                )
+            self.dp_shard = self.world_size // others
+        if others * self.dp_shard != self.world_size:
+            raise ParallelDimsError(
+                f"{self._product()} = {others * self.dp_shard}, but there are {self.world_size} processes: set "
+                f"data_parallel_shard_dim=-1, or start {others * self.dp_shard} with "
+                f"tune run --nproc-per-node {others * self.dp_shard}."
+            )
+        self._loss_group: dist.ProcessGroup | None = None
+        self._host_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def start(cls, device: torch.device, **sizes: int) -> "ParallelDims":
+        """Join the process group that torchrun prepared, and arrange it; a process on its own is a mesh of one.
+
+        Args:
+            device: of this process.
+            sizes: as for the class, without ``world_size``.
+
+        Raises:
+            ParallelDimsError: see the class; raised before any process waits for another.
+        """
+        world_size = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+        dims = cls(**sizes, world_size=world_size)
+        if is_distributed():
+            if not dist.is_initialized():
+                backend = get_distributed_backend(device.type, offload_ops_to_cpu=True)
+                own = {"device_id": device} if device.type == "cuda" else {}
+                dist.init_process_group(backend, **own)
+            dims.build_mesh(device.type)
+        return dims
+
+    def _product(self) -> str:
+        return " x ".join(f"{_SETTINGS[name]} {size}" for name in _MESH if (size := getattr(self, name)) != -1)
+
+    def __str__(self) -> str:
+        kinds = ("copies", "shards of data", "parts of a sequence", "parts of a layer")
+        split = " x ".join(f"{getattr(self, name)} {kind}" for name, kind in zip(_MESH, kinds, strict=True))
+        return f"{self.world_size} process{'es' if self.world_size > 1 else ''} = {split}"
+
+    def build_mesh(self, device_type: str) -> Any:
+        """Make the one device mesh, ``dp_replicate x dp_shard x cp x tp``; all processes call it.
+
+        It also has ``dp_shard_cp`` (over which parameters are sharded), ``dp`` and ``dp_cp``.
+        """
+        sizes = [getattr(self, name) for name in _MESH]
+        mesh = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
+        self._sharded = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        self._data = mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
+        self.mesh = mesh
+        # What is counted is counted on the host: these groups talk without waiting for an accelerator.
+        ranks = mesh.mesh.movedim(-1, 0).reshape(self.tp, -1).tolist()
+        self._loss_group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+        self._host_group = dist.new_group(backend="gloo")
+        return mesh
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are copies of the model."""
+        return self.dp_replicate > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether a copy is sharded over data ranks."""
+        return self.dp_shard > 1
+
+    @property
+    def dp_enabled(self) -> bool:
+        """Whether ranks see different examples."""
+        return self.data_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split."""
+        return self.cp > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split."""
+        return self.tp > 1
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Processes that see the same examples."""
+        return self.cp * self.tp
+
+    @property
+    def min_seq_len_divisor(self) -> int:
+        """What the length of a batch is padded to a multiple of."""
+        return self.cp * self.tp
+
+    @property
+    def data_size(self) -> int:
+        """Groups of processes that see different examples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this process belongs to."""
+        return 0 if self.mesh is None else self._data.get_local_rank()
+
+    @property
+    def fsdp_mesh(self) -> Any:
+        """The mesh over which parameters are sharded: ``dp_shard * cp``, with copies ``dp_replicate`` before it."""
+        if self.dp_replicate == 1:
+            return self._sharded
+        if self.cp == 1:
+            return self.mesh["dp_replicate", "dp_shard"]
+        with warnings.catch_warnings():  # torch would rather have it kept apart, and has no other way to join the two
+            warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+            return self.mesh["dp_replicate", "dp_shard_cp"]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.mesh is None or dist.get_rank() == 0
+
+    def sum(self, *numbers: float) -> list[Any]:
+        """Sums over all processes that see different tokens; what ranks of a tensor-parallel group share counts once.
+
+        Whole numbers stay whole; one process gets back what it gave, without waiting for its device.
+        """
+        if self._loss_group is None or self._loss_group.size() == 1:
+            return list(numbers)
+        total = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+        dist.all_reduce(total, group=self._loss_group)
+        pairs = zip(numbers, total.tolist(), strict=True)
+        return [round(found) if isinstance(number, int) else found for number, found in pairs]
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is True on any process; all of them call it."""
+        if self.world_size == 1:
+            return flag
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group)
+        return bool(found)
+
+    def collate(self, collate_fn: Collate) -> Collate:
+        """``collate_fn``, and then this process's part of every sequence.
+
+        Rows are padded to a multiple of ``cp * tp``, in documents by one more without labels. With ``cp`` each rank
+        keeps a part of tokens, labels and positions; ``documents`` stay those of the whole.
+        """
+        if self.non_data_parallel_size == 1:
+            return collate_fn
+
+        def collate(examples: list[Any]) -> dict[str, Any]:
+            batch = self._padded(collate_fn(examples))
+            if self.cp > 1:
+                rank = self.mesh["cp"].get_local_rank()
+                for key in ("tokens", "labels", "input_pos"):
+                    batch[key] = batch[key].chunk(self.cp, dim=1)[rank].contiguous()
+            return batch
+
+        return collate
+
+    def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
+        unknown = batch.keys() - {"tokens", "labels", "input_pos", "documents"}
+        if unknown:
+            raise ParallelDimsError(
+                f"collate_fn: it is not known how to split '{min(unknown)}' over processes: use "
+                "torchtune.data.collate_documents with tensor_parallel_dim or context_parallel_dim."
+            )
+        rows, length = batch["tokens"].shape
+        documents = batch.get("documents")
+        if "input_pos" not in batch:
+            positions = torch.arange(length) if documents is None else documents.positions().view(rows, length)
+            batch["input_pos"] = positions.expand(rows, length)
+        missing = -length % self.min_seq_len_divisor
+        if missing:
+            for key, value in (("tokens", 0), ("labels", CROSS_ENTROPY_IGNORE_IDX), ("input_pos", 0)):
+                batch[key] = F.pad(batch[key], (0, missing), value=value)
+            if documents is not None:
+                batch["documents"] = Documents.from_lengths([*documents.lengths, missing])
+        return batch
