@@ -220,6 +220,11 @@ class ParallelDims:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group)
         return bool(found)
 
+    def close(self) -> None:
+        """Leave the process group, after everything is done."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
     def collate(self, collate_fn: Collate) -> Collate:
         """``collate_fn``, and then this process's part of every sequence.
 
