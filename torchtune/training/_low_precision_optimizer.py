@@ -378,6 +378,8 @@ def _moves_fast(key: str, group: dict[str, Any]) -> bool:
 
 def _like(grad: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     """``grad`` laid out as ``parameter`` is, so that a piece of one is a piece of the other."""
+    if hasattr(grad, "device_mesh") and grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)  # ranks may hold summands of it
     grad, parameter = own_part(grad), own_part(parameter)
     return grad if grad.is_contiguous() or not parameter.is_contiguous() else grad.contiguous()
 

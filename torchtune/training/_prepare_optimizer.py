@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchtune.modules.optim import OptimizerInBackward
@@ -38,7 +39,7 @@ def prepare_optimizer(
         optimizer: fresh, over parameters of ``model``; not to be used by itself afterwards.
         model: names the parameters; the state dict of the result is keyed by them.
         precision: see above.
-        seed: of what is random in it; torch's own seed (``set_seed``) by default.
+        seed: of what is random in it, the same on all ranks; torch's own seed (``set_seed``) on rank 0 by default.
 
     Raises:
         UserError: the precision is unknown, or the optimizer or the type of the weights cannot be had with it.
@@ -66,12 +67,20 @@ def prepare_optimizer(
     unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
     if unknown:
         raise ValueError(f"{name} has parameters that the model lacks, of shapes {unknown[:3]}.")
-    seed = torch.initial_seed() if seed is None else seed
+    seed = _shared_seed() if seed is None else seed
     if precision == "fp32_master":
         return MasterWeightsOptimizer(optimizer, names, seed)
     if torch.float16 in dtypes:
         raise UserError("optimizer_precision: stochastic_rounding is for bf16 weights: use fp32_master with fp16.")
     return StochasticRoundingOptimizer(optimizer, names, seed)
+
+
+def _shared_seed() -> int:
+    """torch's seed on rank 0: ranks that hold the same weights must round them alike."""
+    seed = [torch.initial_seed()]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(seed, src=0)
+    return seed[0]
 
 
 def setup_optimizer(
@@ -97,4 +106,7 @@ def setup_optimizer(
         raise UserError("model: none of its parameters requires a gradient, so there is nothing to train.")
     if not in_backward:
         return prepare_optimizer(factory([parameter for _, parameter in trained]), model, precision)
-    return OptimizerInBackward(trained, lambda parameters: prepare_optimizer(factory(parameters), model, precision))
+    seed = _shared_seed()
+    return OptimizerInBackward(
+        trained, lambda parameters: prepare_optimizer(factory(parameters), model, precision, seed)
+    )

@@ -48,7 +48,14 @@ from torchtune.training.checkpointing._ranks import Ranks, reshard
 from torchtune.training.checkpointing._safetensors_file import tensor_file
 from torchtune.training.checkpointing._saving import Job, Saver
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source, find_files, open_source, resolve_files
-from torchtune.training.checkpointing._state import STATE_DIR, STRUCTURE, TENSORS, load_state, state_parts
+from torchtune.training.checkpointing._state import (
+    STATE_DIR,
+    STRUCTURE,
+    TENSORS,
+    load_state,
+    optimizers_of,
+    state_parts,
+)
 from torchtune.utils import write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
@@ -204,6 +211,7 @@ class FullModelHFCheckpointer(LegacyInterface):
                 f"{point.path} holds {theirs}, but the model of this run {ours}: resume with the saved "
                 "torchtune_config.yaml."
             )
+        self._saver.wait()
         reshard(model)
         with self._ranks.together():
             if has_adapter:
@@ -237,8 +245,10 @@ class FullModelHFCheckpointer(LegacyInterface):
             adapter_only: write no base weights.
             merge: add the adapter to the base weights; it is also written by itself, into ``adapter/``.
             max_shard_bytes: larger models are split into shards.
-            async_save: return as soon as everything is copied to the host, and write while training goes on. The
-                next save and :meth:`close` wait for it, and raise what went wrong.
+            async_save: write while training goes on. What is saved is copied to the host first: before this returns,
+                or, if there are optimizers in ``state`` and nothing is merged, before the next step of one of them;
+                the weights must not be changed otherwise until then. The next save and :meth:`close` wait for the
+                writing, and raise what went wrong.
             optional: where it fails, warn and go on without this checkpoint.
 
         Returns:
@@ -277,7 +287,8 @@ class FullModelHFCheckpointer(LegacyInterface):
 
         output_dir = self._output_dir()
         job = Job(output_dir, name, files, small, self.keep_last_n_checkpoints, optional)
-        self._saver.save(job, behind=async_save)
+        optimizers = [] if merge else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
+        self._saver.save(job, behind=async_save, optimizers=optimizers)
         return output_dir / name
 
     def close(self) -> None:

@@ -60,23 +60,29 @@ class Ranks:
             if self.size == 1:
                 raise
             failure = error  # raised below, when the others know
-        known = isinstance(failure, UserError)
+        known = isinstance(failure, UserError | OSError)
         text = str(failure) if known else f"{type(failure).__name__}: {failure}"
-        failures = self.gather(None if failure is None else (known, text))
-        self._raise(failures, failure)
+        error = self._verdict(self.gather(None if failure is None else (known, text)), failure)
+        try:
+            if error is not None:
+                raise error from failure
+        finally:
+            del error, failure  # they hold this frame, and what its callers hold, through their tracebacks
 
-    def _raise(self, failures: list[tuple[bool, str] | None], own: Exception | None) -> None:
+    @staticmethod
+    def _verdict(failures: list[tuple[bool, str] | None], own: Exception | None) -> Exception | None:
+        """What this rank raises: its own mistake if that is none of the user's, else what the first rank says."""
         rank, first = next(((rank, found) for rank, found in enumerate(failures) if found is not None), (0, None))
         if first is None:
-            return
+            return None
         known, text = first
-        if own is not None and (not known or not isinstance(own, UserError)):
-            raise own
-        if None in failures and known:
+        if own is not None and (not known or not isinstance(own, UserError | OSError)):
+            return own
+        if rank > 0 and None in failures and known:
             text = f"Rank {rank}: {text}"
         error = CheckpointError(text) if known else RuntimeError(f"Rank {rank} failed ({text}).")
         error.told_by_rank_0 = True
-        raise error from own
+        return error
 
     def first(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on rank 0, where alone it is called; if it fails there, it fails everywhere."""

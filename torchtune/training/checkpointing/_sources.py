@@ -18,7 +18,7 @@ from torchtune.training.checkpointing._gguf import GGUFFile
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-_REOPEN_BYTES = 64 * 2**20
+_REOPEN_BYTES = 16 * 2**20
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # What a folder without an index may hold, the first that is there.
 _WEIGHT_FILES = (

@@ -71,7 +71,7 @@ def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, str], Any]) 
     return content
 
 
-def _optimizers(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
+def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
     """The optimizers of a value of the state: itself, or those of a wrapper that keeps one per parameter."""
     if isinstance(value, Optimizer):
         yield key, value
@@ -85,7 +85,7 @@ def _parameter_names(state: Mapping[str, Any], model: nn.Module) -> dict[str, li
     return {
         path: [[names.get(parameter, "?") for parameter in group["params"]] for group in optimizer.param_groups]
         for key, value in state.items()
-        for path, optimizer in _optimizers(key, value)
+        for path, optimizer in optimizers_of(key, value)
     }
 
 
@@ -94,7 +94,7 @@ def _parameters(state: Mapping[str, Any], model: nn.Module) -> dict[str, torch.T
     found: dict[str, torch.Tensor] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for key, value in state.items():
-        for path, optimizer in _optimizers(key, value):
+        for path, optimizer in optimizers_of(key, value):
             every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             found |= {f"{path}/state/{number}": parameter for number, parameter in enumerate(every)}
             found |= {f"{path}/state/{names[parameter]}": parameter for parameter in every if parameter in names}
@@ -126,7 +126,9 @@ def state_parts(state: Mapping[str, Any], model: nn.Module, ranks: Ranks) -> tup
     parts = []
     for turn, (name, (path, tensor)) in enumerate(tensors.items()):
         like = parameters.get(path.rpartition("/")[0])
-        held = Held.of(whole_where_partial(tensor), ranks, 0 if like is None else turn, like)
+        # An optimizer changes its own at its next step; who knows when others do that, so these are copied now.
+        tensor = tensor.clone() if like is None else whole_where_partial(tensor)
+        held = Held.of(tensor, ranks, 0 if like is None else turn, like)
         parts.append(({name: held.outline}, partial(_blocks, name, held)))
     return parts, structure
 

@@ -18,22 +18,30 @@ from tests.torchtune.training.checkpointing.small import build, stored
 from torchtune.training import FullModelHFCheckpointer
 
 
+class Fill(torch.optim.SGD):
+    """Sets every weight and every momentum to a number."""
+
+    number = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.fill_(self.number)
+            self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter)).fill_(self.number)
+
+
 def save_forever(store: FullModelHFCheckpointer, folder: Path, size: int, behind: bool) -> None:
     """Checkpoint N holds the number N in every tensor of weights and state."""
     model = build(folder) if size == 1 else shard(build(folder), "fsdp")
     store.load_model(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for parameter in model.parameters():
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    optimizer = Fill(model.parameters(), lr=0.1, momentum=0.9)
     state = {"momentum": {"x": torch.zeros(200_000)}, "optimizer": optimizer, "progress": {"step": 0}}
     point = store.find_resume_point()
     step = 0 if point is None else point.progress["step"]
     while True:
         step += 1
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(step)
-                optimizer.state[parameter]["momentum_buffer"].fill_(step)
+        optimizer.number = step
+        optimizer.step()
         state["momentum"]["x"].fill_(step)
         state["progress"]["step"] = step
         store.save(f"step_{step}", model, state=state, async_save=behind)

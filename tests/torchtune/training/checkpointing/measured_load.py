@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from tests.torchtune.training.checkpointing.ranks import shard
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
+from torchtune.training.checkpointing._ranks import local_part
 
 
 def status(field: str) -> float:
@@ -21,25 +24,33 @@ def status(field: str) -> float:
     raise KeyError(field)
 
 
-def main(folder: Path, output: Path, shard_bytes: int) -> None:
-    """Print resident memory before, and its peak after loading, saving, and saving merged."""
+def main(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, size: int) -> None:
+    """Print resident memory before, and its peak after loading, saving, and saving merged; one line a rank."""
     with torch.device("meta"):
         model = from_hf_config(folder)
-        apply_conversions(model, [LoRA(rank=2, alpha=4, apply_to_mlp=True)])
+        if how != "tp":  # torch splits none but its own linear layers
+            apply_conversions(model, [LoRA(rank=2, alpha=4, apply_to_mlp=True)])
+    if size > 1:
+        dist.init_process_group("gloo", f"file://{output}_store", rank=rank, world_size=size)
+        shard(model, how)
     store = FullModelHFCheckpointer(str(folder), output_dir=str(output))
     gc.collect()
     found = {"before": max(status("VmRSS"), status("VmHWM"))}
     store.load_model(model)
-    found["model"] = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+    held = [local_part(parameter)[1] for parameter in model.parameters()]
+    found["model"] = sum(p.numel() * p.element_size() for p in held) / 2**20
     found["loaded"] = status("VmHWM")
     store.save("step_1", model, max_shard_bytes=shard_bytes)
     found["saved"] = status("VmHWM")
-    store.save("step_2", model, merge=True, max_shard_bytes=shard_bytes)
-    found["merged"] = status("VmHWM")
-    store.save("step_3", model, merge=True)
+    store.save("step_2", model)
     found["one file"] = status("VmHWM")
+    if how != "tp":
+        store.save("step_3", model, merge=True, max_shard_bytes=shard_bytes)
+        found["merged"] = status("VmHWM")
     print(json.dumps(found))
+    if size > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))

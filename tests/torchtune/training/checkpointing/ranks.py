@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from torchtune.training import ParallelDims, parallelize
+
 TIMEOUT = 120
 
 
@@ -62,8 +64,16 @@ def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
 
 
 def shard(model: nn.Module, how: str) -> nn.Module:
-    """Shard a model over all processes: ``fsdp``, ``hsdp``, ``tp``, ``fsdp_tp``; or leave it ``whole``."""
+    """Shard a model over all processes: ``fsdp``, ``hsdp``, ``tp``, ``fsdp_tp``; or leave it ``whole``.
+
+    ``ours`` is tensor parallel in pairs by the library's plan, which knows adapters, and FSDP over the pairs.
+    """
     if how == "whole":
+        return model
+    if how == "ours":
+        dims = ParallelDims(dp_shard=-1, tp=2, world_size=dist.get_world_size())
+        dims.build_mesh("cpu")
+        parallelize(model, dims, device=torch.device("cpu"))
         return model
     size = dist.get_world_size()
     if how in ("tp", "fsdp_tp"):

@@ -17,12 +17,14 @@ from torchtune.training.checkpointing._safetensors_file import whole_blocks
 ROOT = Path(__file__).parents[4]
 MIB = 2**20
 SHARD = 40 * MIB
-# Allocators round up, modules are imported late, and one tensor (here at most 16 MiB) is in flight.
+TENSOR = 16 * MIB  # the largest
+# Allocators round up, modules are imported late, and one tensor is in flight.
 SLACK = 20
+STAGES = ("loaded", "saved", "one file", "merged")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 300 MiB in float32, in shards of 40 MiB."""
     config = {
         **SIZES,
@@ -35,8 +37,7 @@ def folder(tmp_path: Path) -> Path:
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-6,
     }
-    folder = tmp_path / "source"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("source")
     (folder / "config.json").write_text(json.dumps(config))
     spec = spec_for_architecture("LlamaForCausalLM")
     description = spec.from_hf_config(config)
@@ -57,20 +58,29 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_model_and_one_shard(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "size"), [("whole", 1), ("fsdp", 2), ("tp", 2)])
+def test_its_share_of_the_model_and_little_more(folder: Path, tmp_path: Path, how: str, size: int) -> None:
+    """One process: the model and one shard. A rank: what it holds and one tensor."""
     program = "tests.torchtune.training.checkpointing.measured_load"
-    done = subprocess.run(
-        [sys.executable, "-m", program, str(folder), str(tmp_path / "output"), str(SHARD)],
-        cwd=ROOT,
-        # glibc would keep up to 64 MiB of what was freed
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert found["model"] > 250
-    bound = found["before"] + found["model"] + SHARD / MIB + SLACK
-    over = {stage: round(found[stage] - bound) for stage in ("loaded", "saved", "merged", "one file")}
-    assert max(over.values()) <= 0, f"MiB above model + one shard: {over} of {found}"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", program, str(folder), str(tmp_path / how), str(SHARD), how, str(rank), str(size)],
+            cwd=ROOT,
+            # glibc would keep up to 64 MiB of what was freed
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs = [run.communicate(timeout=120) for run in runs]
+    for run, (output, errors) in zip(runs, outputs, strict=True):
+        assert run.returncode == 0, errors[-2000:]
+        found = json.loads(output)
+        assert found["model"] > 250 / size
+        # To merge, ranks put the weight together and add to it: it, its parts on the way, and the sum.
+        room = {stage: SHARD if size == 1 else TENSOR * (3 if stage == "merged" else 1) for stage in STAGES}
+        bound = found["before"] + found["model"] + SLACK
+        over = {stage: round(found[stage] - bound - room[stage] / MIB) for stage in STAGES if stage in found}
+        assert max(over.values()) <= 0, f"MiB above its share and what it may hold besides: {over} of {found}"
