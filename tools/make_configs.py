@@ -41,9 +41,7 @@ def configs() -> Iterator[tuple[str, str]]:
     for model, row in table["models"].items():
         for recipe, defaults in table["recipes"].items():
             for changes in row.get(recipe, []):
-                # the loader that keeps numbers as they are written does not merge
-                shared = changes.get("<<", {})
-                values = {**defaults, **shared, **{k: v for k, v in changes.items() if k != "<<"}}
+                values = {**defaults, **changes}
                 name = f"{model}_{values.pop('suffix')}"
                 yield name, render(recipe, name, model, row, table["tokenizers"], **values)
     for name, entry in table["single"].items():

@@ -39,7 +39,8 @@ def test_one_process_changes_nothing() -> None:
     assert dims.any(True) is True
     assert dims.collate(len) is len
     assert dims.is_main
-    model = build(Description(vocab_size=8, num_layers=1, num_heads=2, embed_dim=8, intermediate_dim=8))
+    sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "intermediate_dim": 8}
+    model = build(Description(vocab_size=8, max_seq_len=8, **sizes))
     before = dict(model.named_parameters())
     training.parallelize(model, dims, device=torch.device("cpu"))
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
