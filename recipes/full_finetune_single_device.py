@@ -139,6 +139,7 @@ class FullFinetuneRecipeSingleDevice:
         self.cfg = cfg
         self.log = utils.get_logger(cfg.log_level)
         self.device = utils.get_device(cfg.device)
+        self.dims = training.ParallelDims()
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
         self.checkpointer.check_output_dir(resume=cfg.resume_from_checkpoint)
@@ -229,24 +230,23 @@ class FullFinetuneRecipeSingleDevice:
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
-            while (epoch := self.loader.epoch) < cfg.epochs and not stop.requested:
+            stopping = False
+            while (epoch := self.loader.epoch) < cfg.epochs and not stopping:
                 for batches in self.loader:
                     # The mean is over all labels of the step, so that its gradient does not depend on the split.
                     counts = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
-                    num_labels = max(sum(counts), 1)
                     num_tokens = sum(batch["tokens"].numel() for batch in batches)
+                    num_tokens, num_labels = self.dims.sum(num_tokens, sum(counts))
                     step_loss = torch.zeros((), device=self.device)
                     for batch, count in zip(batches, counts, strict=True):
-                        loss = self.compute_loss(batch) * (count / num_labels)
+                        loss = self.compute_loss(batch) * (count / max(num_labels, 1))
                         loss.backward()
                         step_loss += loss.detach()
 
                     metrics = {}
                     run_pre_optimizer_hooks(self.model)
                     if cfg.clip_grad_norm is not None:
-                        metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(
-                            self.model.parameters(), max_norm=cfg.clip_grad_norm
-                        )
+                        metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
                     if not cfg.optimizer_in_bwd:
                         self.optimizer.step()
                         self.optimizer.zero_grad(set_to_none=True)
@@ -255,11 +255,12 @@ class FullFinetuneRecipeSingleDevice:
                     if self.lr_scheduler is not None:
                         self.lr_scheduler.step()
                     self.global_step += 1
-                    throughput.step(processed=num_tokens, trained=num_labels)
+                    throughput.step(processed=num_tokens // self.dims.world_size, trained=num_labels)
                     profiler.step()
 
                     if self.global_step % cfg.log_every_n_steps == 0:
-                        metrics |= {"loss": step_loss.item(), **throughput.metrics()}
+                        (loss,) = self.dims.sum(step_loss.item())
+                        metrics |= {"loss": loss, **throughput.metrics()}
                         if cfg.log_peak_memory_stats:
                             metrics |= training.get_memory_stats(self.device)
                         self.metric_logger.log_dict(metrics, step=self.global_step)
@@ -272,9 +273,10 @@ class FullFinetuneRecipeSingleDevice:
                             self.metric_logger.log_dict(metrics, step=self.global_step)
                             progress.update_metrics(metrics)
                         due = cfg.save_every_n_steps and self.global_step % cfg.save_every_n_steps == 0
-                        if (due or stop.requested) and self.global_step < self.total_steps:
+                        stopping = self.dims.any(stop.requested)
+                        if (due or stopping) and self.global_step < self.total_steps:
                             self.save_checkpoint(f"step_{self.global_step}")
-                    if stop.requested and self.global_step < self.total_steps:
+                    if stopping and self.global_step < self.total_steps:
                         break
                 else:
                     finished = self.loader.epoch == cfg.epochs
@@ -299,6 +301,7 @@ class FullFinetuneRecipeSingleDevice:
             total += self.compute_loss(batch).item() * count
             num_labels += count
         self.model.train()
+        total, num_labels = self.dims.sum(total, num_labels)
         return total / max(num_labels, 1)
 
     # twin

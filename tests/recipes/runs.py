@@ -17,7 +17,12 @@ from torchtune.config import load_and_check
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 # Every training recipe: the contract suite runs on all of them.
-TRAINING = ("full_finetune_single_device", "lora_finetune_single_device")
+TRAINING = (
+    "full_finetune_single_device",
+    "lora_finetune_single_device",
+    "full_finetune_distributed",
+    "lora_finetune_distributed",
+)
 _count = itertools.count()
 
 

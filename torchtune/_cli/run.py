@@ -82,6 +82,19 @@ def split(tokens: list[str]) -> Command:
     return command
 
 
+def _processes(torchrun: list[str]) -> int:
+    """How many processes torchrun would start at most; as many as it can tell without looking at the machine."""
+    if not torchrun:
+        return 1
+    from torch.distributed.run import get_args_parser
+
+    args = get_args_parser().parse_args([*torchrun, "<end>"])
+    nodes, each = str(args.nnodes).rpartition(":")[2], str(args.nproc_per_node)
+    if not (nodes.isdigit() and each.isdigit()):
+        raise UserError(f"--dry-run needs to know how many processes there are: give numbers, not '{each}'.")
+    return int(nodes) * int(each)
+
+
 class Run(Subcommand):
     """Runs a recipe."""
 
@@ -133,7 +146,7 @@ class Run(Subcommand):
         if config is None:
             self._parser.error("The '--config' argument is required.")
         if command.dry_run:
-            self._dry_run(recipe, config, command.overrides)
+            self._dry_run(recipe, config, command)
         elif command.torchrun:
             self._run_distributed(recipe, config, command)
         else:
@@ -144,11 +157,12 @@ class Run(Subcommand):
 
         print(describe_settings(settings_of(recipe.load_main())), end="")
 
-    def _dry_run(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
+    def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         from torchtune.config import load_and_check
         from torchtune.training import plan_run
 
-        print(plan_run(load_and_check(config, overrides, recipe.load_main())))
+        settings = load_and_check(config, command.overrides, recipe.load_main())
+        print(plan_run(settings, _processes(command.torchrun)))
 
     def _run_here(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
         """Run in this process, as ``python recipe.py --config …`` would; the recipe's decorator checks the config."""

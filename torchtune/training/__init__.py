@@ -64,6 +64,7 @@ __getattr__, __dir__, __all__ = attach(
         "get_unmasked_sequence_lengths": "pooling",
         "is_distributed": "_distributed",
         "log_memory_stats": "memory",
+        "main_process_logger": "metric_logging",
         "parallelize": "_parallelize",
         "prepare_mha_for_tp": "_parallelize",
         "profiler_from_config": "_profiler",

@@ -118,9 +118,11 @@ class ParallelDims:
         return " x ".join(f"{_SETTINGS[name]} {size}" for name in _MESH if (size := getattr(self, name)) != -1)
 
     def __str__(self) -> str:
+        if self.world_size == 1:
+            return "1 process"
         kinds = ("copies", "shards of data", "parts of a sequence", "parts of a layer")
         split = " x ".join(f"{getattr(self, name)} {kind}" for name, kind in zip(_MESH, kinds, strict=True))
-        return f"{self.world_size} process{'es' if self.world_size > 1 else ''} = {split}"
+        return f"{self.world_size} processes = {split}"
 
     def build_mesh(self, device_type: str) -> Any:
         """Make the one device mesh, ``dp_replicate x dp_shard x cp x tp``; all processes call it.
@@ -219,6 +221,11 @@ class ParallelDims:
         found = torch.tensor(int(flag))
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group)
         return bool(found)
+
+    def close(self) -> None:
+        """Leave the process group, after everything is done."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
 
     def collate(self, collate_fn: Collate) -> Collate:
         """``collate_fn``, and then this process's part of every sequence.

@@ -12,6 +12,10 @@ The estimate, in bytes, for a run on one device (numel: elements; T = batch_size
   Times the layers without activation checkpointing; with it, ``d`` by layer and one layer whole.
 - loss: a chunk of float32 logits and their gradient.
 
+On several processes each holds its share: weights, gradients and optimizer state are divided by the shards of data
+and of sequences and by the parts of a layer, activations and logits by the parts of a sequence and of a layer. What is
+gathered at a time comes on top: two layers, the embeddings and the output, divided by the parts of a layer.
+
 Attention scores, the allocator's slack and the framework itself (some hundred MiB) come on top.
 """
 
@@ -20,6 +24,7 @@ from typing import Any
 
 import torch
 
+from torchtune.training._parallel_dims import ParallelDims
 from torchtune.training._prepare_optimizer import prepare_optimizer
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
 
@@ -36,11 +41,19 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     loss: int
+    gathered: int = 0
 
     @property
     def total(self) -> int:
         """Sum of the components."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.loss
+        return self.weights + self.gradients + self.optimizer + self.activations + self.loss + self.gathered
+
+    def share(self, dims: ParallelDims, gathered: int) -> "MemoryEstimate":
+        """What each of several processes needs; ``gathered`` are the bytes of parameters that are whole at a time."""
+        shards, parts = dims.dp_shard * dims.cp * dims.tp, dims.cp * dims.tp
+        whole = gathered // dims.tp if shards > dims.tp else 0
+        kept = (-(-part // shards) for part in (self.weights, self.gradients, self.optimizer))
+        return MemoryEstimate(*kept, -(-self.activations // parts), -(-self.loss // parts), whole)
 
 
 def optimizer_bytes_per_element(cfg: Any, dtype: torch.dtype, precision: str) -> float:
@@ -118,6 +131,30 @@ def estimate_memory(
     )
 
 
+def _gathered_bytes(model: torch.nn.Module) -> int:
+    """Parameters that FSDP holds whole at a time: two layers, and what is outside of the layers."""
+    layers = [sum(map(_num_bytes, layer.parameters())) for layer in getattr(model, "layers", [])]
+    return sum(map(_num_bytes, model.parameters())) - sum(layers) + sum(layers[:2])
+
+
+def _dims(settings: Any, processes: int) -> ParallelDims:
+    """How a recipe arranges its processes. Raises ``ParallelDimsError`` if it cannot."""
+    if not hasattr(settings, "data_parallel_shard_dim"):
+        return ParallelDims()
+    return ParallelDims(
+        dp_replicate=settings.data_parallel_replicate_dim,
+        dp_shard=settings.data_parallel_shard_dim,
+        tp=settings.tensor_parallel_dim,
+        cp=settings.context_parallel_dim,
+        world_size=processes,
+    )
+
+
+def _place(settings: Any) -> str:
+    offload = getattr(settings, "fsdp_cpu_offload", False)
+    return " (weights, gradients and optimizer in host memory)" if offload else ""
+
+
 def _row_length(settings: Any, model: torch.nn.Module) -> tuple[int, str]:
     """(tokens of the longest row, what to say about it)."""
     stated = settings.tokenizer.get("max_seq_len")
@@ -131,13 +168,14 @@ def _show(number_of_bytes: float) -> str:
     return f"{number_of_bytes / 2**30:8.2f} GiB"
 
 
-def plan_run(settings: Any) -> str:
+def plan_run(settings: Any, processes: int = 1) -> str:
     """Describe a run: parameters, types, mesh and memory by component. Nothing is loaded and no file is opened.
 
     Args:
         settings: of a recipe. Read where present: ``model``, ``model_converters``, ``tokenizer.max_seq_len``,
             ``dtype``, ``device``, ``batch_size``, ``optimizer``, ``optimizer_precision``, ``optimizer_in_bwd``,
-            ``enable_activation_checkpointing`` and ``loss.num_output_chunks``.
+            ``enable_activation_checkpointing``, ``loss.num_output_chunks`` and the dimensions of the mesh.
+        processes: of the run.
 
     Returns:
         Text of about ten lines.
@@ -145,6 +183,7 @@ def plan_run(settings: Any) -> str:
     from torchtune import config
     from torchtune.modules.conversion import apply_conversions
 
+    dims = _dims(settings, processes)
     dtype = PRECISION_STR_TO_DTYPE[getattr(settings, "dtype", None) or "fp32"]
     with set_default_dtype(dtype), torch.device("meta"):
         model = config.instantiate(settings.model)
@@ -156,7 +195,7 @@ def plan_run(settings: Any) -> str:
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
         f"parameters  {total:,}, of which {trained:,} are trained ({trained / max(total, 1):.2%})",
         *(f"converted   {report}" for report in reports),
-        f"mesh        1 process, device {getattr(settings, 'device', None) or 'chosen at start'}",
+        f"mesh        {dims}, device {getattr(settings, 'device', None) or 'chosen at start'}",
     ]
     if getattr(settings, "optimizer", None) is None:
         return "\n".join([*lines, f"memory      {_show(sum(map(_num_bytes, model.parameters())))} of weights"])
@@ -173,19 +212,20 @@ def plan_run(settings: Any) -> str:
         checkpointing=checkpointing,
         in_backward=getattr(settings, "optimizer_in_bwd", False),
         num_output_chunks=(loss.get("num_output_chunks") if loss is not None else None) or 8,
-    )
+    ).share(dims, _gathered_bytes(model))
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
     recomputed = "recomputed in the backward pass" if checkpointing else "all kept"
     return "\n".join(
         [
             *lines,
             f"micro-batch {batch_size} x {length} = {batch_size * length:,} tokens {remark}",
-            "memory, estimated:",
+            "memory, estimated:" if dims.world_size == 1 else f"memory of each process, estimated{_place(settings)}:",
             f"  weights     {_show(estimate.weights)}",
             f"  gradients   {_show(estimate.gradients)}",
             f"  optimizer   {_show(estimate.optimizer)}  {optimizer_name}, {precision}, {state_bytes:.1f} bytes each",
             f"  activations {_show(estimate.activations)}  {recomputed}",
             f"  loss        {_show(estimate.loss)}  logits of a chunk",
+            *([f"  gathered    {_show(estimate.gathered)}  layers in use, embeddings"] if estimate.gathered else []),
             f"  total       {_show(estimate.total)}  and some hundred MiB for the framework",
         ]
     )

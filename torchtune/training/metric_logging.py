@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -14,6 +14,8 @@ from torchtune.utils import atomic_write, get_logger, get_world_size_and_rank, r
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from torchtune.training._parallel_dims import ParallelDims
 
 Scalar: TypeAlias = torch.Tensor | np.ndarray | int | float
 
@@ -384,3 +386,24 @@ class MLFlowLogger(MetricLoggerInterface):
         if self._run is not None:
             self._mlflow.end_run()
             self._run = None
+
+
+class SilentLogger(MetricLoggerInterface):
+    """Logs nothing: what processes besides the first one get."""
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Nothing."""
+
+    def log_config(self, config: "DictConfig") -> None:
+        """Nothing."""
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def main_process_logger(make: Callable[[], MetricLoggerInterface], dims: "ParallelDims") -> MetricLoggerInterface:
+    """The logger that ``make`` returns, in the process that speaks for all; the others get a silent one."""
+    return make() if dims.is_main else SilentLogger()

@@ -43,7 +43,12 @@ def test_the_registry_is_what_lies_in_the_folder() -> None:
     for recipe in get_all_recipes():
         for config in recipe.configs:
             assert next(iter(yaml.safe_load(config.path.read_text()).items())) == ("recipe", recipe.name)
-    sizes = [c.name for r in get_all_recipes() for c in r.configs if c.name.startswith("qwen2_5/") and "lora" in c.name]
+    sizes = [
+        c.name
+        for r in get_all_recipes()
+        for c in r.configs
+        if c.name.startswith("qwen2_5/") and c.name.endswith("lora_single_device")
+    ]
     assert [name.split("/")[1].split("B")[0] for name in sizes] == ["0.5", "1.5", "3", "7", "14", "32"]
 
 

@@ -38,25 +38,34 @@ CASES = {
 }
 
 
+def launch(script: str, processes: int, folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name(script)), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Largest relative differences of every case, from two launches."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compositions")
     for tied in (True, False):
         write_checkpoint(folder / f"tied_{tied}", tied=tied)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, dict[str, float]]:
+    """Largest relative differences of every case, from two launches."""
     found = {}
     for processes in sorted({case[0] for case in CASES.values()}):
         mine = {name: case[1:] for name, case in CASES.items() if case[0] == processes}
         (folder / "cases.json").write_text(json.dumps(mine))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        done = subprocess.run(
-            [*command, str(Path(__file__).with_name("worker.py")), str(folder)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+        launch("worker.py", processes, folder)
         found |= json.loads((folder / "outcomes.json").read_text())
     return found
 
@@ -68,3 +77,15 @@ def test_trains_as_one_process_does(outcomes: dict[str, dict[str, float]], name:
     assert outcome["norm"] < 1e-5
     assert outcome["gradient"] < 1e-4  # of the largest element of a tensor
     assert outcome["missing"] == 0
+
+
+def test_moves_no_more_bytes_than_the_formulas_say(folder: Path) -> None:
+    launch("traffic.py", 4, folder)
+    found, wanted = json.loads((folder / "traffic.json").read_text())
+    for composition, bytes_moved in wanted.items():
+        shared = {kind: found[composition][kind] for kind in bytes_moved}
+        assert shared == pytest.approx(bytes_moved), composition
+    for composition in ("fsdp", "cp", "hsdp"):
+        assert found[composition].keys() == wanted[composition].keys()
+    # what is left over: gradients of the two copies, of norms, and three numbers for each label
+    assert found["tp"]["allreduce_"] < 1.05 * found["hsdp"]["allreduce_"]

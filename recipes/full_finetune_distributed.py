@@ -1,0 +1,376 @@
+"""Full fine-tuning of a decoder on several devices: every weight is trained.
+
+For models whose weights, gradients and optimizer state do not fit on one device, or take too long there: they are
+sharded over all of them (FSDP2), layers can be split (tensor parallel) and so can long sequences (context parallel);
+docs/distributed.rst says which to choose. The loop is that of full_finetune_single_device: the same examples a step
+give the same losses. Runs on GPUs, and on CPUs.
+
+    tune run --nproc-per-node 2 full_finetune_distributed --config llama3_2/1B_full epochs=2
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+
+from torchtune import config, datasets, training, utils
+from torchtune.config import Component, HandedOver, Range
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.modules.conversion import (
+    apply_conversions,
+    run_post_optimizer_hooks,
+    run_pre_optimizer_hooks,
+)
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Settings of full fine-tuning on several devices."""
+
+    # Where checkpoints, logs and the resolved config are written.
+    output_dir: str
+
+    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b.
+    model: Component
+    # Conversions of the described model, applied in order before any weight exists.
+    model_converters: list[Component] = field(default_factory=list)
+    # Tokenizer of the model, with its prompt layout.
+    tokenizer: Component
+    # Where weights come from and where checkpoints go.
+    checkpointer: Annotated[Component, HandedOver(rules={"keep_last_n_checkpoints": Range(min=1)})]
+    # Continue from the newest complete checkpoint of output_dir.
+    resume_from_checkpoint: bool = False
+
+    # Training data; several datasets are concatenated.
+    dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
+    # Data on which the loss is measured every run_val_every_n_steps.
+    dataset_val: Annotated[Component | list[Component] | None, HandedOver("tokenizer")] = None
+    # Function that turns a list of examples into a batch; the default never pads.
+    collate_fn: str = "torchtune.data.collate_documents"
+    # Seed of everything random; null draws one and writes it into the saved config.
+    seed: Annotated[int | None, Range(min=0)] = None
+    # Visit the examples of an epoch in random order.
+    shuffle: bool = True
+    # Examples (or packs) per micro-batch.
+    batch_size: Annotated[int, Range(min=1)] = 2
+    # Examples per batch of validation; null means batch_size.
+    batch_size_val: Annotated[int | None, Range(min=1)] = None
+
+    # Passes over the training data.
+    epochs: Annotated[int, Range(min=1)] = 1
+    # Cut every epoch after so many optimizer steps.
+    max_steps_per_epoch: Annotated[int | None, Range(min=1)] = None
+    # Micro-batches per optimizer step.
+    gradient_accumulation_steps: Annotated[int, Range(min=1)] = 1
+    # Optimizer of the trained parameters.
+    optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
+    # How bf16 weights take small updates: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
+    # Step each parameter as soon as its gradient is there, so that all gradients never exist at once.
+    optimizer_in_bwd: bool = False
+    # Schedule of the learning rate, stepped after every optimizer step.
+    lr_scheduler: Annotated[
+        Component | None,
+        HandedOver(
+            "optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}
+        ),
+    ] = None
+    # Loss over the labelled tokens.
+    loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
+    # Scale gradients down to this norm.
+    clip_grad_norm: Annotated[float | None, Range(above=0)] = None
+    # Measure the validation loss every so many steps.
+    run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
+    # Save every so many steps, and at the end; null saves after every epoch.
+    save_every_n_steps: Annotated[int | None, Range(min=1)] = None
+
+    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    device: str | None = None
+    # Copies of the model that see different examples.
+    data_parallel_replicate_dim: Annotated[int, Range(min=1)] = 1
+    # Shards of a copy, which see different examples too; -1 takes all processes that are left.
+    data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
+    # Processes that share every layer, best those of one machine.
+    tensor_parallel_dim: Annotated[int, Range(min=1)] = 1
+    # How layers are split, if not as the model's family says.
+    tensor_parallel_plan: Annotated[Component | None, HandedOver("model")] = None
+    # Processes that share every sequence, for those that are too long for one.
+    context_parallel_dim: Annotated[int, Range(min=1)] = 1
+    # Keep parameters, gradients and optimizer states in host memory.
+    fsdp_cpu_offload: bool = False
+    # Let go of a layer after its forward pass and gather it again; False communicates less and needs more memory.
+    fsdp_reshard_after_forward: bool = True
+    # Modules to shard by themselves, besides the layers, for example [tok_embeddings, output].
+    custom_sharded_layers: list[str] | None = None
+    # Type of weights and activations.
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    # Recompute activations in the backward pass to save memory.
+    enable_activation_checkpointing: bool = False
+    # Keep activations in host memory between forward and backward (CUDA, with activation checkpointing).
+    enable_activation_offloading: bool = False
+    # Compile every layer and the loss.
+    compile: bool = False
+    # Passed to torch.set_deterministic_debug_mode.
+    cudnn_deterministic_mode: int | str | None = None
+
+    # Where metrics go.
+    metric_logger: Component
+    # Log metrics every so many steps.
+    log_every_n_steps: Annotated[int, Range(min=1)] = 1
+    # Log the peak memory with the metrics.
+    log_peak_memory_stats: bool = True
+    # Level of the messages on the terminal.
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    # Profiler of a window of steps.
+    profiler: Component | None = None
+
+    retired: ClassVar[dict[str, str]] = {
+        "enable_async_checkpointing": "saves are synchronous",
+        "context_parallel_rotate_method": "heads are exchanged for positions, whatever it says",
+    }
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        if self.optimizer_in_bwd and self.clip_grad_norm is not None:
+            yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
+        if self.optimizer_in_bwd and self.gradient_accumulation_steps > 1:
+            yield "gradient_accumulation_steps", "must be 1 with optimizer_in_bwd, which keeps no gradients"
+        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
+            yield "enable_activation_offloading", "needs enable_activation_checkpointing=True"
+        if self.enable_activation_offloading and self.device is not None and not self.device.startswith("cuda"):
+            yield "enable_activation_offloading", f"needs device=cuda, not {self.device}"
+        if self.run_val_every_n_steps is not None and self.dataset_val is None:
+            yield "run_val_every_n_steps", "needs dataset_val"
+
+
+class FullFinetuneRecipeDistributed:
+    """Trains all weights of a model on several devices."""
+
+    def __init__(self, cfg: Settings) -> None:
+        self.cfg = cfg
+        self.device = utils.get_device(cfg.device)
+        self.dims = training.ParallelDims.start(
+            self.device,
+            dp_replicate=cfg.data_parallel_replicate_dim,
+            dp_shard=cfg.data_parallel_shard_dim,
+            cp=cfg.context_parallel_dim,
+            tp=cfg.tensor_parallel_dim,
+        )
+        self.log = utils.get_logger(cfg.log_level if self.dims.is_main else "ERROR")
+        self.log.info(f"{self.dims}.")
+        self.dtype = training.get_dtype(cfg.dtype, device=self.device)
+        self.checkpointer = config.instantiate(cfg.checkpointer)
+        self.checkpointer.check_output_dir(resume=cfg.resume_from_checkpoint)
+        self.resume_point = self.checkpointer.find_resume_point() if cfg.resume_from_checkpoint else None
+        seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
+        self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
+        self.global_step = 0
+
+    def setup(self, cfg: Settings) -> None:
+        """Build everything that training needs; nothing is trained or written yet."""
+        self.tokenizer = config.instantiate(cfg.tokenizer)
+        self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
+        self.loader_val = None
+        if cfg.dataset_val is not None:
+            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
+        self.total_steps = cfg.epochs * len(self.loader)
+
+        self.model = self.setup_model(cfg)
+        self.loss_fn = config.instantiate(cfg.loss)
+        self.loss_fn.set_model_output(self.model)
+        if cfg.compile:
+            training.compile_loss(self.loss_fn)
+        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
+            self.model, cfg.enable_activation_offloading
+        )
+        self.optimizer = training.setup_optimizer(
+            partial(config.instantiate, cfg.optimizer),
+            self.model,
+            precision=cfg.optimizer_precision,
+            in_backward=cfg.optimizer_in_bwd,
+        )
+        self.lr_scheduler = config.instantiate(
+            cfg.lr_scheduler, self.optimizer, num_training_steps=self.total_steps, last_epoch=-1
+        )
+        self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
+        self.metric_logger.log_config(cfg)
+        self.profiler = training.profiler_from_config(cfg.profiler)
+        if self.resume_point is not None:
+            state = self.training_state()
+            self.checkpointer.resume(self.resume_point, self.model, state)
+            self.global_step = state["progress"]["global_step"]
+            self.log.info(f"Resuming from {self.resume_point.path} at step {self.global_step} of {self.total_steps}.")
+
+    def setup_model(self, cfg: Settings) -> torch.nn.Module:
+        """Describe, convert, split, load, then wrap: each process reads its own share of the weights."""
+        with training.set_default_dtype(self.dtype), torch.device("meta"):
+            model = config.instantiate(cfg.model)
+            apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+        training.parallelize(
+            model,
+            self.dims,
+            device=self.device,
+            cpu_offload=cfg.fsdp_cpu_offload,
+            reshard_after_forward=cfg.fsdp_reshard_after_forward,
+            custom_sharded_layers=cfg.custom_sharded_layers,
+            tensor_parallel_plan=cfg.tensor_parallel_plan and partial(config.instantiate, cfg.tensor_parallel_plan),
+        )
+        self.checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device)
+        training.fit_vocabulary(model, self.tokenizer)
+        if cfg.enable_activation_checkpointing:
+            training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+        if cfg.compile:
+            training.compile_model(model)
+        return model
+
+    def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
+        """This process's part of the batches of a dataset, whose order depends on the seed and the epoch alone."""
+        return BatchLoader(
+            datasets.instantiate_dataset(dataset, self.tokenizer),
+            batch_size=batch_size,
+            collate_fn=self.dims.collate(datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer)),
+            shuffle=self.cfg.shuffle and training_data,
+            seed=self.seed,
+            accumulation_steps=self.cfg.gradient_accumulation_steps if training_data else 1,
+            max_steps_per_epoch=self.cfg.max_steps_per_epoch if training_data else None,
+            rank=self.dims.data_rank,
+            world_size=self.dims.data_size,
+        )
+
+    # twin
+    def compute_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Mean loss over the labels of one batch, as a scalar."""
+        utils.batch_to_device(batch, self.device)
+        labels = batch.pop("labels")
+        with self.activations_handling_ctx:
+            return self.loss_fn(self.model(**batch), labels)
+
+    # twin
+    def train(self) -> None:
+        """Run the remaining steps, save, validate and log on the way."""
+        cfg = self.cfg
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        throughput = training.Throughput()
+        training.reset_memory_stats(self.device)
+        with (
+            training.StopSignal() as stop,
+            training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
+            self.profiler as profiler,
+        ):
+            stopping = False
+            while (epoch := self.loader.epoch) < cfg.epochs and not stopping:
+                for batches in self.loader:
+                    # The mean is over all labels of the step, so that its gradient does not depend on the split.
+                    counts = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
+                    num_tokens = sum(batch["tokens"].numel() for batch in batches)
+                    num_tokens, num_labels = self.dims.sum(num_tokens, sum(counts))
+                    step_loss = torch.zeros((), device=self.device)
+                    for batch, count in zip(batches, counts, strict=True):
+                        loss = self.compute_loss(batch) * (count / max(num_labels, 1))
+                        loss.backward()
+                        step_loss += loss.detach()
+
+                    metrics = {}
+                    run_pre_optimizer_hooks(self.model)
+                    if cfg.clip_grad_norm is not None:
+                        metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                    if not cfg.optimizer_in_bwd:
+                        self.optimizer.step()
+                        self.optimizer.zero_grad(set_to_none=True)
+                    run_post_optimizer_hooks(self.model)
+                    metrics["lr"] = training.get_lr(self.optimizer)
+                    if self.lr_scheduler is not None:
+                        self.lr_scheduler.step()
+                    self.global_step += 1
+                    throughput.step(processed=num_tokens // self.dims.world_size, trained=num_labels)
+                    profiler.step()
+
+                    if self.global_step % cfg.log_every_n_steps == 0:
+                        (loss,) = self.dims.sum(step_loss.item())
+                        metrics |= {"loss": loss, **throughput.metrics()}
+                        if cfg.log_peak_memory_stats:
+                            metrics |= training.get_memory_stats(self.device)
+                        self.metric_logger.log_dict(metrics, step=self.global_step)
+                        progress.update_metrics(metrics)
+                    progress.advance(self.global_step)
+
+                    with throughput.paused():
+                        if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                            metrics = {"val_loss": self.validate()}
+                            self.metric_logger.log_dict(metrics, step=self.global_step)
+                            progress.update_metrics(metrics)
+                        due = cfg.save_every_n_steps and self.global_step % cfg.save_every_n_steps == 0
+                        stopping = self.dims.any(stop.requested)
+                        if (due or stopping) and self.global_step < self.total_steps:
+                            self.save_checkpoint(f"step_{self.global_step}")
+                    if stopping and self.global_step < self.total_steps:
+                        break
+                else:
+                    finished = self.loader.epoch == cfg.epochs
+                    if cfg.save_every_n_steps is None or finished:
+                        with throughput.paused():
+                            by_step = cfg.save_every_n_steps is not None
+                            self.save_checkpoint(f"step_{self.global_step}" if by_step else f"epoch_{epoch}")
+        if self.global_step < self.total_steps:
+            self.log.warning(
+                f"Stopped after step {self.global_step} of {self.total_steps}; everything is saved in "
+                f"{cfg.output_dir}: run the same command with resume_from_checkpoint=True to continue."
+            )
+
+    # twin
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss per label over the validation data."""
+        self.model.eval()
+        total, num_labels = 0.0, 0
+        for (batch,) in self.loader_val:
+            count = int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum())
+            total += self.compute_loss(batch).item() * count
+            num_labels += count
+        self.model.train()
+        total, num_labels = self.dims.sum(total, num_labels)
+        return total / max(num_labels, 1)
+
+    # twin
+    def training_state(self) -> dict[str, Any]:
+        """Everything besides the weights that decides the next step."""
+        state = {
+            "optimizer": self.optimizer,
+            "loader": self.loader,
+            "rng": training.RNGState(),
+            "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
+        }
+        if self.lr_scheduler is not None:
+            state["lr_scheduler"] = self.lr_scheduler
+        return state
+
+    def save_checkpoint(self, name: str) -> None:
+        """Write a model that others load and, unless training is over, what is needed to go on from here."""
+        state = self.training_state() if self.global_step < self.total_steps else None
+        self.checkpointer.save(name, self.model, state=state, cfg=self.cfg)
+
+    def cleanup(self) -> None:
+        """Close what was opened, and leave the other processes."""
+        self.metric_logger.close()
+        self.dims.close()
+
+
+@config.parse
+def recipe_main(cfg: Settings) -> None:
+    """Run the recipe with checked settings."""
+    config.log_config("full_finetune_distributed", cfg)
+    recipe = FullFinetuneRecipeDistributed(cfg)
+    recipe.setup(cfg)
+    try:
+        recipe.train()
+    finally:
+        recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

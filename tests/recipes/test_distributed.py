@@ -1,0 +1,104 @@
+"""The distributed recipes on two processes, started as a user starts them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.runs import read_log, start, write_config
+
+SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
+
+
+def command(config: Path, *overrides: str, processes: int = 2) -> list[str]:
+    recipe = config.stem.rpartition("_")[0]
+    tune = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", str(processes)]
+    return [*tune, recipe, "--config", str(config), *overrides]
+
+
+def launch(config: Path, *overrides: str, processes: int = 2) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = command(config, *overrides, processes=processes)
+    return subprocess.run(line, capture_output=True, text=True, timeout=180, env=environment)
+
+
+def losses(output_dir: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_log(output_dir) if "loss" in record}
+
+
+def close(found: dict[int, float], wanted: dict[int, float], steps: set[int]) -> None:
+    assert found.keys() == steps
+    assert {step: found[step] for step in steps} == pytest.approx({s: wanted[s] for s in steps}, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_two_processes_train_as_one_and_resume_in_another_arrangement(kind: str, tmp_path: Path) -> None:
+    alone = start(f"{kind}_finetune_single_device", tmp_path, clip_grad_norm=1.0, batch_size=4).losses
+    output_dir = tmp_path / "output"
+    config = write_config(
+        f"{kind}_finetune_distributed",
+        tmp_path,
+        output_dir,
+        **SETTINGS,
+        batch_size=2,
+        save_every_n_steps=2,
+    )
+    done = launch(config)
+    assert done.returncode == 0, done.stderr[-4000:]
+    close(losses(output_dir), alone, set(range(1, 7)))
+    assert done.stderr.count("Metrics are written to") == 1, "one process speaks"
+    assert done.stderr.count("2 processes =") == 1
+
+    for name in ("step_6", "step_4"):
+        for path in sorted((output_dir / name).rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        (output_dir / name).rmdir()
+    overrides = ["resume_from_checkpoint=True", "tensor_parallel_dim=2", "batch_size=4"]
+    done = launch(config, *overrides)
+    assert done.returncode == 0, done.stderr[-4000:]
+    close({step: loss for step, loss in losses(output_dir).items() if step > 2}, alone, {3, 4, 5, 6})
+
+
+def test_a_product_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **SETTINGS)
+    done = launch(config, "tensor_parallel_dim=4")
+    assert done.returncode == 2
+    assert done.stderr.count("2 processes cannot be divided by") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_without_torchrun_the_command_says_how_many_processes(tmp_path: Path) -> None:
+    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output")
+    line = [word for word in command(config) if word not in ("--nproc-per-node", "2")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--nproc-per-node 2 full_finetune_distributed" in done.stderr
+
+
+def test_a_signal_to_one_process_stops_all_after_a_save(tmp_path: Path) -> None:
+    output_dir = tmp_path / "output"
+    config = write_config("full_finetune_distributed", tmp_path, output_dir, **SETTINGS, batch_size=2, epochs=400)
+    text = "import os; os.environ['RANK'] == '1' and open(r'{}', 'w').write(str(os.getpid()))".format(tmp_path / "pid")
+    recipe = tmp_path / "copied.py"
+    source = (Path(__file__).parents[2] / "recipes" / "full_finetune_distributed.py").read_text()
+    recipe.write_text(source.replace('if __name__ == "__main__":\n', f'if __name__ == "__main__":\n    {text}\n'))
+    tune = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", str(recipe)]
+    process = subprocess.Popen([*tune, "--config", str(config)], stderr=subprocess.PIPE, text=True)
+    log = output_dir / "logs" / "log.jsonl"
+    deadline = time.monotonic() + 90
+    while not (log.exists() and log.read_text().count("\n") > 2):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors[-4000:]
+    (saved,) = output_dir.glob("step_*")
+    assert (saved / ".complete").exists()
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert saved.name == f"step_{last['step']}"

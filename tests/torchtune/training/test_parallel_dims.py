@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from torchtune import training
+from torchtune.models import Description, build
+from torchtune.training import ParallelDims
+from torchtune.utils import UserError
+
+
+def test_the_rest_of_the_processes_shards() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=-1, tp=2, cp=1, world_size=16)
+    assert (dims.dp_shard, dims.data_size, dims.min_seq_len_divisor) == (4, 8, 2)
+    assert dims.dp_enabled
+    assert dims.tp_enabled
+    assert not dims.cp_enabled
+    assert str(dims).startswith("16 processes = 2 copies x 4 shards")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp_shard": 3, "tp": 2, "world_size": 4}, r"x tensor_parallel_dim 2 = 6, but there are 4 processes"),
+        ({"dp_shard": -1, "tp": 3, "world_size": 4}, r"4 processes cannot be divided by .*tensor_parallel_dim 3 = 3"),
+        ({"tp": 0}, "tensor_parallel_dim is 0"),
+        ({"dp_shard": 0}, "data_parallel_shard_dim is 0: it must be at least 1, or -1"),
+        ({"dp_replicate": -1}, "data_parallel_replicate_dim is -1"),
+        ({"ep": 2, "world_size": 2}, "expert parallelism is not available"),
+        ({"pp": 2, "world_size": 2}, "pipeline parallelism is not available"),
+    ],
+)
+def test_what_does_not_fit_is_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ParallelDims(**sizes)
+
+
+def test_one_process_changes_nothing() -> None:
+    dims = ParallelDims()
+    assert dims.sum(3, 2.5) == [3, 2.5]
+    assert dims.any(True) is True
+    assert dims.collate(len) is len
+    assert dims.is_main
+    sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "intermediate_dim": 8}
+    model = build(Description(vocab_size=8, max_seq_len=8, **sizes))
+    before = dict(model.named_parameters())
+    training.parallelize(model, dims, device=torch.device("cpu"))
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    with pytest.raises(UserError, match="fsdp_cpu_offload"):
+        training.parallelize(model, dims, device=torch.device("cpu"), cpu_offload=True)
+
+
+def test_layers_and_listed_modules_are_sharded_by_themselves() -> None:
+    module = torch.nn.Linear(1, 1)
+    assert training.get_shard_conditions("decoder.layers.3", module)
+    assert training.get_shard_conditions("tok_embeddings", module, ["tok_embeddings"])
+    assert not training.get_shard_conditions("layers.3.attn", module)
+    assert not training.get_shard_conditions("output", module)
+
+
+def test_plain_gradients_are_clipped_as_torch_does() -> None:
+    one, other = (torch.nn.Linear(3, 3) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    for model in (one, other):
+        (model(torch.ones(2, 3)) * 100).sum().backward()
+    norm = training.clip_grad_norm_(one.parameters(), 1.0)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0))
+    assert torch.equal(one.weight.grad, other.weight.grad)
