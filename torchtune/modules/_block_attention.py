@@ -1,9 +1,9 @@
 """Causal attention for the CPU, in blocks of queries, by plain matrix products; scores and weights are float32.
 
 For documents of up to about a thousand tokens this takes half to three quarters of the time of torch's fused CPU
-kernel (more so in bfloat16, whose backward pass is slow there). Like it, it rounds the weights, once they are normalised, to
-the dtype of the values that they are multiplied with. It keeps nothing but
-queries, keys and values: the probabilities are computed again in the backward pass, a block at a time.
+kernel (more so in bfloat16, whose backward pass is slow there). Like that kernel it rounds normalised weights to the
+dtype of the values that they are multiplied with. It keeps nothing but queries, keys and values: the probabilities are
+computed again in the backward pass, a block at a time.
 """
 
 import functools
