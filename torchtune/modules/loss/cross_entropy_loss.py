@@ -98,6 +98,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         projection = self.linear_projection
         if type(projection) is nn.Linear and projection.bias is None:
             return projection.weight
+        if getattr(projection, "softcap", None) is not None:
+            return None
         tied = getattr(projection, "tied_module", None)
         if not isinstance(projection, nn.Module) and type(tied) in (nn.Embedding, nn.Linear):
             return tied.weight
