@@ -33,6 +33,8 @@ SIZES = [
     ("llama2", "llama2_7b", 6_738_415_616, 8388608),
     ("llama2", "llama2_13b", 13_015_864_320, 13107200),
     ("llama2", "llama2_70b", 68_976_648_192, 32768000),
+    ("llama2", "llama2_reward_7b", 6_607_347_712, 8388608),
+    ("mistral", "mistral_reward_7b", 7_110_664_192, 6815744),
     ("llama3", "llama3_8b", 8_030_261_248, 6815744),
     ("llama3", "llama3_70b", 70_553_706_496, 32768000),
     ("llama3_1", "llama3_1_8b", 8_030_261_248, 6815744),
@@ -80,9 +82,11 @@ def _module(family: str) -> ModuleType:
 def test_every_builder_is_in_the_table() -> None:
     named = {(family, name) for family, name, _, _ in SIZES}
     for family in {family for family, _ in named}:
-        assert {(family, name) for name in _module(family)._model_builders.SIZES} == {
-            n for n in named if n[0] == family
-        }
+        assert {(family, name) for name in _sizes(_module(family))} == {n for n in named if n[0] == family}
+
+
+def _sizes(module: ModuleType) -> list[str]:
+    return [*module._model_builders.SIZES, *getattr(module._model_builders, "REWARD_SIZES", ())]
 
 
 @pytest.mark.parametrize(("family", "name", "parameters", "adapter"), SIZES)
@@ -100,7 +104,9 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
         theirs = getattr(transformers, architecture)(
             getattr(
                 transformers,
-                architecture.replace("ForCausalLM", "TextConfig" if architecture.startswith("Gemma3") else "Config"),
+                architecture.replace("ForSequenceClassification", "ForCausalLM").replace(
+                    "ForCausalLM", "TextConfig" if architecture.startswith("Gemma3") else "Config"
+                ),
             )(**config)
         )
     expected = {key: value.shape for key, value in theirs.named_parameters()}
