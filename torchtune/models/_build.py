@@ -5,14 +5,14 @@ from functools import partial
 
 from torch import nn
 
-from torchtune.models._description import Description
+from torchtune.models._description import Description, Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, ScaledRotaryPositionalEmbeddings
 from torchtune.modules.rms_norm import RMSNorm
-from torchtune.modules.tied_linear import TiedLinear
-from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules.tied_linear import CappedLinear, TiedLinear
+from torchtune.modules.transformer import Multiplier, TransformerDecoder, TransformerSelfAttentionLayer
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
@@ -34,28 +34,53 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
     Returns:
         The model, with ``description`` and ``spec`` attached.
     """
-    rope = _rope(description)
-    embeddings = nn.Embedding(description.vocab_size, description.embed_dim)
-    layers = nn.ModuleList([_layer(description, rope) for _ in range(description.num_layers)])
-    if description.tie_word_embeddings:
-        output = TiedLinear(embeddings)
-    else:
-        output = nn.Linear(description.embed_dim, description.vocab_size, bias=False)
+    d = description
+    ropes = _ropes(d)
+    embeddings = nn.Embedding(d.vocab_size, d.embed_dim)
+    layers = nn.ModuleList([_layer(d, index, ropes) for index in range(d.num_layers)])
     model = TransformerDecoder(
         tok_embeddings=embeddings,
         layers=layers,
-        max_seq_len=description.max_seq_len,
-        num_heads=description.num_heads,
-        head_dim=description.head_dim,
-        norm=RMSNorm(description.embed_dim, description.norm_eps),
-        output=output,
+        max_seq_len=d.max_seq_len,
+        num_heads=d.num_heads,
+        head_dim=d.head_dim,
+        norm=_norm(d, d.embed_dim),
+        output=_output(d, embeddings),
+        embed_scale=d.embed_scale,
+        hidden_scale=d.hidden_scale,
     )
     model.description = description
     model.spec = spec
     return model
 
 
-def _layer(d: Description, rope: nn.Module) -> TransformerSelfAttentionLayer:
+def _output(d: Description, embeddings: nn.Embedding) -> nn.Linear | TiedLinear:
+    if d.is_classifier:
+        return nn.Linear(d.embed_dim, d.num_classes, bias=False)
+    if d.tie_word_embeddings:
+        return TiedLinear(embeddings, d.logit_softcap)
+    if d.logit_softcap is not None:
+        return CappedLinear(d.embed_dim, d.vocab_size, d.logit_softcap)
+    return nn.Linear(d.embed_dim, d.vocab_size, bias=False)
+
+
+def _norm(d: Description, dim: int) -> RMSNorm:
+    return RMSNorm(dim, d.norm_eps, unit_offset=d.norm_unit_offset)
+
+
+def _qk_norm(d: Description, width: int) -> RMSNorm | None:
+    return _norm(d, width if d.qk_norm_whole else d.head_dim) if d.has_qk_norm else None
+
+
+def _added(d: Description) -> nn.Module | None:
+    """What the results of attention and feed-forward go through before they are added."""
+    if d.has_post_norm:
+        return _norm(d, d.embed_dim)
+    return Multiplier(d.residual_scale) if d.residual_scale != 1.0 else None
+
+
+def _layer(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> TransformerSelfAttentionLayer:
+    windowed = index in d.window_layers
     attn = MultiHeadAttention(
         embed_dim=d.embed_dim,
         num_heads=d.num_heads,
@@ -65,12 +90,16 @@ def _layer(d: Description, rope: nn.Module) -> TransformerSelfAttentionLayer:
         k_proj=nn.Linear(d.embed_dim, d.kv_dim, bias=d.k_bias),
         v_proj=nn.Linear(d.embed_dim, d.kv_dim, bias=d.v_bias),
         output_proj=nn.Linear(d.q_dim, d.embed_dim, bias=d.attn_output_bias),
-        pos_embeddings=rope,
-        q_norm=RMSNorm(d.head_dim, d.norm_eps) if d.has_qk_norm else None,
-        k_norm=RMSNorm(d.head_dim, d.norm_eps) if d.has_qk_norm else None,
+        pos_embeddings=None if index in d.unrotated_layers else ropes[windowed],
+        q_norm=_qk_norm(d, d.q_dim),
+        k_norm=_qk_norm(d, d.kv_dim),
         qk_norm_before_rope=d.qk_norm == "before_rope",
+        qk_norm_whole=d.qk_norm_whole,
         max_seq_len=d.max_seq_len,
         attn_dropout=d.attn_dropout,
+        scale=d.attn_scale,
+        softcap=d.attn_softcap,
+        window=d.window if windowed else None,
     )
     mlp = FeedForward(
         gate_proj=nn.Linear(d.embed_dim, d.intermediate_dim, bias=d.mlp_bias),
@@ -79,16 +108,30 @@ def _layer(d: Description, rope: nn.Module) -> TransformerSelfAttentionLayer:
         activation=_ACTIVATIONS[d.activation](),
     )
     return TransformerSelfAttentionLayer(
-        attn, mlp, sa_norm=RMSNorm(d.embed_dim, d.norm_eps), mlp_norm=RMSNorm(d.embed_dim, d.norm_eps)
+        attn,
+        mlp,
+        sa_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
+        mlp_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
+        sa_scale=_added(d),
+        mlp_scale=_added(d),
     )
+
+
+def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:
+    """Positions of the layers without and with a window; one object if they are the same."""
+    rope = _rope(d)
+    if d.rope_window_base is None:
+        return rope, rope
+    return rope, RotaryPositionalEmbeddings(d.rope_dim, d.max_seq_len, d.rope_window_base, layout=d.rope_layout)
 
 
 def _rope(d: Description) -> RotaryPositionalEmbeddings:
     scaling = d.rope_scaling
-    if scaling is None:
-        return RotaryPositionalEmbeddings(d.head_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout)
+    if not isinstance(scaling, Llama3RopeScaling):
+        stretch = 1.0 if scaling is None else scaling.factor
+        return RotaryPositionalEmbeddings(d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, stretch=stretch)
     return ScaledRotaryPositionalEmbeddings(
-        d.head_dim,
+        d.rope_dim,
         d.max_seq_len,
         d.rope_base,
         scale_factor=scaling.factor,

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal, get_type_hints
 
 from torchtune.models._build import build
-from torchtune.models._description import Description
+from torchtune.models._description import Description, ModelError
 from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_map import WeightMapError
 from torchtune.modules.transformer import TransformerDecoder
 
 LoraAttnModules = list[Literal["q_proj", "k_proj", "v_proj", "output_proj"]]
@@ -127,7 +128,20 @@ def add_lora(
         quantize_base=quantize_base,
     )
     apply_conversions(model, [lora])
+    for path in lora.adapted_paths(model):
+        _check_has_a_name(model, path)
     return model
+
+
+def _check_has_a_name(model: TransformerDecoder, path: str) -> None:
+    """Refuse now, and not when it is saved, an adapter that has no place in PEFT's files."""
+    try:
+        model.spec.weight_map("hf").external_module(path, model.description)
+    except WeightMapError as error:
+        raise ModelError(
+            f"LoRA: '{path}' is a part of a fused projection in checkpoints of {model.spec.name}, and an adapter of it "
+            "could not be saved for peft: choose others, such as output_proj."
+        ) from error
 
 
 def scale_hidden_dim_for_mlp(dim: int, multiple_of: int = 256) -> int:
@@ -182,5 +196,8 @@ def _tie_args(tie_option: bool) -> str:
 
 def _size_of(name: str) -> str:
     """``"qwen2_5_1_5b_instruct"`` -> ``"1.5B instruct"``."""
-    number, unit, rest = re.search(r"(?:^|_)(\d(?:_\d+)?|\d+)([bm])(?:_(\w+))?$", name).groups()
+    found = re.search(r"(?:^|_)(\d(?:_\d+)?|\d+)([bm])(?:_(\w+))?$", name)
+    if found is None:  # "phi3_mini" -> "mini"
+        return name.rpartition("_")[2]
+    number, unit, rest = found.groups()
     return f"{number.replace('_', '.')}{unit.upper()}" + (f" {rest}" if rest else "")

@@ -29,6 +29,17 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearRopeScaling:
+    """Every position divided by a number (``rope_type: linear``).
+
+    Attributes:
+        factor: the number.
+    """
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Description:
     """Everything that decides the parameters and the arithmetic of a text decoder.
 
@@ -55,11 +66,19 @@ class Description:
     v_bias: bool = False
     attn_output_bias: bool = False
     qk_norm: Literal["none", "before_rope", "after_rope"] = "none"  # RMSNorm over each head of queries and keys
+    qk_norm_whole: bool = False  # that norm (before rope) spans all heads at once
+    attn_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    attn_softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    window: int | None = None  # positions that a query of the layers below sees, itself the last
+    window_layers: tuple[int, ...] = ()  # layers in which attention has that window
 
     # Positions
     rope_base: float = 10_000.0
     rope_layout: Literal["interleaved", "half"] = "interleaved"  # which two channels of a head turn together
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: Llama3RopeScaling | LinearRopeScaling | None = None
+    rope_dim: int = 0  # first channels of a head that turn; 0 at construction: head_dim
+    rope_window_base: float | None = None  # another base, unscaled, for the layers that have a window
+    unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions
 
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
@@ -67,8 +86,17 @@ class Description:
 
     # Norms
     norm_eps: float = 1e-5
+    norm_order: Literal["pre", "post", "both"] = "pre"  # before and/or after attention and feed-forward
+    norm_unit_offset: bool = False  # norms scale by 1 + weight
+
+    # Constant factors
+    embed_scale: float = 1.0  # of token embeddings, rounded to their dtype
+    residual_scale: float = 1.0  # of what attention and feed-forward add
+    hidden_scale: float = 1.0  # of what the output projection reads
 
     # Output
+    logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
+    num_classes: int = 0  # outputs of a classifier or reward model; 0: the model predicts tokens
     tie_word_embeddings: bool = False  # logits are taken with the embedding matrix; there is no output.weight
 
     def __post_init__(self) -> None:
@@ -85,8 +113,23 @@ class Description:
             object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
+        self._check_positions()
+        if self.norm_order != "pre" and self.residual_scale != 1.0:
+            raise ModelError(f"residual_scale is for layers whose norm_order is 'pre', got '{self.norm_order}'.")
         if not 0.0 <= self.attn_dropout <= 1.0:
             raise ModelError(f"attn_dropout must lie in [0, 1], got {self.attn_dropout}.")
+
+    def _check_positions(self) -> None:
+        if self.rope_dim == 0:
+            object.__setattr__(self, "rope_dim", self.head_dim)
+        if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
+            raise ModelError(f"rope_dim must be even and at most head_dim ({self.head_dim}), got {self.rope_dim}.")
+        if (self.window is None) != (not self.window_layers) or (self.window is not None and self.window < 1):
+            raise ModelError(
+                f"window (got {self.window}) and window_layers (got {len(self.window_layers)} layers) go together."
+            )
+        if self.attn_dropout and (self.window or self.attn_softcap):
+            raise ModelError("attn_dropout must be 0 in a model with an attention window or soft cap.")
 
     @property
     def q_dim(self) -> int:
@@ -100,8 +143,23 @@ class Description:
 
     @property
     def untied(self) -> bool:
-        """Whether the model has an ``output.weight`` of its own."""
-        return not self.tie_word_embeddings
+        """Whether the model has an ``output.weight`` of its own that predicts tokens."""
+        return not self.tie_word_embeddings and not self.num_classes
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the output is classes, or one reward, instead of tokens."""
+        return self.num_classes > 0
+
+    @property
+    def has_pre_norm(self) -> bool:
+        """Whether attention and feed-forward read through a norm."""
+        return self.norm_order != "post"
+
+    @property
+    def has_post_norm(self) -> bool:
+        """Whether what attention and feed-forward add goes through a norm."""
+        return self.norm_order != "pre"
 
     @property
     def has_qk_norm(self) -> bool:

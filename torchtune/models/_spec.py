@@ -50,15 +50,24 @@ class ModelSpec:
 
 # The families of this library: name -> (module that holds SPEC, architectures that it answers for).
 _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gemma": ("torchtune.models.gemma", ("GemmaForCausalLM",)),
+    "gemma2": ("torchtune.models.gemma2", ("Gemma2ForCausalLM",)),
+    "gemma3": ("torchtune.models.gemma3", ("Gemma3ForCausalLM",)),
+    "glm4": ("torchtune.models.glm4", ("Glm4ForCausalLM",)),
+    "granite": ("torchtune.models.granite", ("GraniteForCausalLM",)),
     "llama2": ("torchtune.models.llama2", ()),
     "llama3": ("torchtune.models.llama3", ("LlamaForCausalLM",)),
     "llama3_1": ("torchtune.models.llama3_1", ()),
     "llama3_2": ("torchtune.models.llama3_2", ()),
     "mistral": ("torchtune.models.mistral", ("MistralForCausalLM",)),
+    "olmo2": ("torchtune.models.olmo2", ("Olmo2ForCausalLM",)),
+    "phi3": ("torchtune.models.phi3", ("Phi3ForCausalLM",)),
+    "phi4": ("torchtune.models.phi4", ()),
     "qwen2": ("torchtune.models.qwen2", ("Qwen2ForCausalLM",)),
     "qwen2_5": ("torchtune.models.qwen2_5", ()),
     "qwen3": ("torchtune.models.qwen3", ("Qwen3ForCausalLM",)),
     "smol": ("torchtune.models.smol", ()),
+    "smol3": ("torchtune.models.smol3", ("SmolLM3ForCausalLM",)),
 }
 
 _registered: dict[str, ModelSpec] = {}
@@ -114,8 +123,9 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
     for spec in _registered.values():
         if architecture in spec.architectures:
             return spec
+    language_model = architecture.replace("ForSequenceClassification", "ForCausalLM")  # every family has classifiers
     for name, (_, architectures) in _BUILTIN.items():
-        if architecture in architectures:
+        if language_model in architectures:
             return get_spec(name)
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         spec = get_spec(entry.name)

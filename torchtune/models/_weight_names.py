@@ -1,7 +1,9 @@
 """Weight names that families share: Hugging Face's Llama shape, Meta's files, llama.cpp's GGUF."""
 
+from collections.abc import Mapping
+
 from torchtune.models._weight_map import Row, Tied, WeightMap
-from torchtune.models._weight_ops import Identity, InterleaveRope, Op
+from torchtune.models._weight_ops import Identity, InterleaveRope, Op, Split
 
 # Our module inside a layer -> its name in each format, and the description's attribute for its bias and for itself.
 _LINEARS = (
@@ -16,8 +18,8 @@ _LINEARS = (
 )
 _NORMS = (
     # ours, Hugging Face, Meta, GGUF, when
-    ("sa_norm", "input_layernorm", "attention_norm", "attn_norm", None),
-    ("mlp_norm", "post_attention_layernorm", "ffn_norm", "ffn_norm", None),
+    ("sa_norm", "input_layernorm", "attention_norm", "attn_norm", "has_pre_norm"),
+    ("mlp_norm", "post_attention_layernorm", "ffn_norm", "ffn_norm", "has_pre_norm"),
     ("attn.q_norm", "self_attn.q_norm", "attention.q_norm", "attn_q_norm", "has_qk_norm"),
     ("attn.k_norm", "self_attn.k_norm", "attention.k_norm", "attn_k_norm", "has_qk_norm"),
 )
@@ -27,6 +29,16 @@ _ENDS = (
     ("norm.scale", "model.norm.weight", "norm.weight", "output_norm.weight", None),
     ("output.weight", "lm_head.weight", "output.weight", "output.weight", "untied"),
 )
+# Projections in one matrix: Hugging Face's module, ours, rows of each, when it has a bias.
+_FUSED = {
+    "qkv": (
+        "self_attn.qkv_proj",
+        ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        ("q_dim", "kv_dim", "kv_dim"),
+        "q_bias",
+    ),
+    "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim", "intermediate_dim"), "mlp_bias"),
+}
 _HF, _META, _GGUF = 1, 2, 3
 _LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{layer}."}
 
@@ -40,23 +52,53 @@ def _rows(column: int, qk: Op) -> tuple[Row, ...]:
         rows.append(Row(f"{external}.weight", f"{ours}.weight", op))
         rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=row[4]))
     for row in _NORMS:
-        op = qk if row[4] is not None else Identity()
+        op = qk if row[4] == "has_qk_norm" else Identity()
         rows.append(Row(f"{_LAYER[column]}{row[column]}.weight", f"layers.{{layer}}.{row[0]}.scale", op, when=row[4]))
     return tuple(rows)
 
 
-def _hf(qk: Op) -> WeightMap:
+def hf_names(qk: Op, norms: Mapping[str, str] | None = None, *, fused: tuple[str, ...] = ()) -> WeightMap:
+    """The map of a Hugging Face decoder of the Llama shape.
+
+    Args:
+        qk: what happens to the rows of queries and keys.
+        norms: the layers' norms, ours (``sa_norm``, ``sa_scale``, ``mlp_norm``, ``mlp_scale``) -> theirs; by default
+            Llama's two.
+        fused: which projections they keep in one matrix: ``"qkv"``, ``"gate_up"``.
+    """
+    rows = [*_rows(_HF, qk), Row("score.weight", "output.weight", when="is_classifier")]
+    if norms is not None:
+        rows = [row for row in rows if not str(row.tune).endswith(("sa_norm.scale", "mlp_norm.scale"))]
+        rows += [
+            Row(f"{_LAYER[_HF]}{theirs}.weight", f"layers.{{layer}}.{ours}.scale", when=_when_norm(ours))
+            for ours, theirs in norms.items()
+        ]
+    for name in fused:
+        external, ours, sizes, bias = _FUSED[name]
+        parts = tuple(f"layers.{{layer}}.{part}.weight" for part in ours)
+        biases = tuple(part.replace(".weight", ".bias") for part in parts)
+        rows = [row for row in rows if row.tune not in parts and row.tune not in biases]
+        rows.append(Row(f"{_LAYER[_HF]}{external}.weight", parts, Split(sizes)))
+        rows.append(Row(f"{_LAYER[_HF]}{external}.bias", biases, Split(sizes), when=bias))
     return WeightMap(
-        _rows(_HF, qk),
+        tuple(rows),
         tied=(Tied("lm_head.weight", "tok_embeddings.weight"),),
-        ignore=("model.layers.{layer}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+        ignore=(
+            "model.layers.{layer}.self_attn.rotary_emb.inv_freq",
+            "model.rotary_emb.inv_freq",
+            "score.bias",
+        ),
     )
 
 
+def _when_norm(ours: str) -> str:
+    return "has_pre_norm" if ours.endswith("norm") else "has_post_norm"
+
+
 # Hugging Face names where we keep the channels of a rotation side by side (Llama, Mistral, SmolLM2) …
-HF_INTERLEAVED = _hf(InterleaveRope())
+HF_INTERLEAVED = hf_names(InterleaveRope())
 # … and where we keep them half a head apart as Hugging Face does (Qwen).
-HF_HALF = _hf(Identity())
+HF_HALF = hf_names(Identity())
 # Meta's consolidated files hold queries and keys interleaved, as we do, and repeat a shared output matrix.
 META = WeightMap(
     _rows(_META, Identity()),

@@ -38,23 +38,25 @@ def describe_state_dict(
     dim: int = 4096,
     head_dim: int | None = None,
     tie_word_embeddings: bool = False,
+    intermediate_dim: int = 1,
+    biases: bool = True,
 ) -> Description:
-    """As much of a description as renaming needs: layers counted from the names, every bias and norm allowed."""
+    """As much of a description as renaming needs: layers counted from the names, norms and biases allowed."""
     layers = [int(found[1]) for found in map(_LAYER_NUMBER.search, names) if found]
     return Description(
         vocab_size=1,
         num_layers=max(layers, default=0) + 1,
         embed_dim=dim,
-        intermediate_dim=1,
+        intermediate_dim=intermediate_dim,
         max_seq_len=1,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim or 0,
-        q_bias=True,
-        k_bias=True,
-        v_bias=True,
-        attn_output_bias=True,
-        mlp_bias=True,
+        q_bias=biases,
+        k_bias=biases,
+        v_bias=biases,
+        attn_output_bias=biases,
+        mlp_bias=biases,
         qk_norm="before_rope",
         tie_word_embeddings=tie_word_embeddings,
     )

@@ -20,7 +20,7 @@ def suits_blocks(length: int, dtype: torch.dtype) -> bool:
     return 128 <= length <= 2048 if dtype == torch.float32 else length <= 1024
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+def block_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, window: int = 0, softcap: float = 0.0) -> None:
     """Causal attention of each row with itself.
 
     Args:
@@ -28,31 +28,43 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         k: keys ``[b, s, n_kv, h]``.
         v: values ``[b, s, n_kv, h]``.
         out: takes the result ``[b, s, n, h]``.
+        window: how many positions a query sees, itself the last; 0: all before it. Keys outside cost nothing.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0: they stay.
     """
     queries, out_heads = (_split_queries(t, k.shape[2]) for t in (q, out))
     values = _by_kv_head(v, v.dtype)
-    for block, _, weights in _blocks(queries, _by_kv_head(k, torch.float32)):
-        product = torch.bmm(weights.to(v.dtype), values[:, : block.stop])
+    for block, seen, _, weights, _ in _blocks(queries, _by_kv_head(k, torch.float32), window, softcap):
+        product = torch.bmm(weights.to(v.dtype), values[:, seen])
         out_heads[:, :, :, block] = product.view(out_heads[:, :, :, block].shape)
 
 
 def block_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> None:
-    """Gradients of :func:`block_attention` with respect to its inputs, written into the last three arguments, from
+    """Gradients of :func:`block_attention` with respect to its inputs, written into ``grad_q``, ``grad_k`` and ``grad_v``, from
     that of its result, ``[b, s, n, h]``."""
     queries, grad_heads, grad_queries = (_split_queries(t, k.shape[2]) for t in (q, grad, grad_q))
     keys, values = _by_kv_head(k, k.dtype), _by_kv_head(v, v.dtype)
     grad_keys, grad_values = torch.zeros(2, *keys.shape, dtype=torch.float32, device=k.device)
-    for block, queries_now, weights in _blocks(queries, keys.float()):
+    for block, seen, queries_now, weights, slope in _blocks(queries, keys.float(), window, softcap):
         grad_now = _block_of(grad_heads, block, grad.dtype)
-        grad_values[:, : block.stop] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_now)
-        grad_weights = torch.bmm(grad_now, values[:, : block.stop].transpose(1, 2)).float()
+        grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_now)
+        grad_weights = torch.bmm(grad_now, values[:, seen].transpose(1, 2)).float()
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
+        if slope is not None:
+            grad_scores.mul_(slope)
         grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
-        product = torch.bmm(grad_scores, keys[:, : block.stop])
+        product = torch.bmm(grad_scores, keys[:, seen])
         grad_queries[:, :, :, block] = product.view(grad_queries[:, :, :, block].shape)
-        grad_keys[:, : block.stop] += torch.bmm(grad_scores.transpose(1, 2), queries_now.to(q.dtype))
+        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), queries_now.to(q.dtype))
     for result, by_head in ((grad_k, grad_keys), (grad_v, grad_values)):
         result.copy_(by_head.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
 
@@ -79,16 +91,29 @@ def _future(device: torch.device) -> Tensor:
     return torch.full((_BLOCK, _BLOCK), float("-inf"), device=device).triu(1)
 
 
-def _blocks(queries: Tensor, keys: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each block of positions: its slice, its queries ``[b * n_kv, n / n_kv * block, h]``, its attention weights
-    ``[b * n_kv, n / n_kv * block, block.stop]``; ``keys`` and results are float32."""
+def _blocks(
+    queries: Tensor, keys: Tensor, window: int, softcap: float
+) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
+    """For each block of positions: its slice, the slice of the keys that it sees, its queries
+    ``[b * n_kv, n / n_kv * block, h]``, its attention weights ``[b * n_kv, n / n_kv * block, seen]``, and the
+    derivative of the soft cap; ``keys`` and results are float32."""
     group, s, h = queries.shape[2:]
     future = _future(queries.device)
     scaled_keys = keys * h**-0.5
     for start in range(0, s, _BLOCK):
         block = slice(start, min(start + _BLOCK, s))
         size = block.stop - start
+        seen = slice(max(0, start - window + 1) if window else 0, block.stop)
         queries_now = _block_of(queries, block, torch.float32)
-        scores = torch.bmm(queries_now, scaled_keys[:, : block.stop].transpose(1, 2))
-        scores.unflatten(1, (group, size))[..., start:] += future[:size, :size]
-        yield block, queries_now, scores.softmax(-1)
+        scores, slope = torch.bmm(queries_now, scaled_keys[:, seen].transpose(1, 2)), None
+        if softcap:
+            bounded = scores.div_(softcap).tanh_()
+            slope = 1 - bounded.square()
+            scores = bounded * softcap
+        by_position = scores.unflatten(1, (group, size))
+        by_position[..., start - seen.start :] += future[:size, :size]
+        if window:
+            distance = torch.arange(start, block.stop, device=keys.device)[:, None]
+            distance = distance - torch.arange(seen.start, seen.stop, device=keys.device)
+            by_position.masked_fill_(distance >= window, float("-inf"))
+        yield block, seen, queries_now, scores.softmax(-1), slope

@@ -55,15 +55,19 @@ def _pieces(cu_seqlens: Tensor, *tensors: Tensor) -> Iterator[tuple[int, int, tu
 
 
 @torch.library.custom_op("torchtune::document_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for length, count, (q_run, k_run, v_run, out_run, lse_run) in _pieces(cu_seqlens, q, k, v, out, lse):
         rows = [t.unflatten(0, (count, length)) for t in (q_run, k_run, v_run)]
-        if q.device.type != "cpu":
+        here = window if window < length else 0
+        on_cpu = q.device.type == "cpu"
+        if here or softcap or (on_cpu and suits_blocks(length, q.dtype)):
+            block_attention(*rows, out_run.unflatten(0, (count, length)), here, softcap)
+        elif not on_cpu:
             out_run.copy_(_run_attention(length, count, q_run, k_run, v_run))
-        elif suits_blocks(length, q.dtype):
-            block_attention(*rows, out_run.unflatten(0, (count, length)))
         else:
             heads = (t.transpose(1, 2) for t in rows)
             attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
@@ -74,19 +78,29 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tenso
 
 @torch.library.custom_op("torchtune::document_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for length, count, parts in _pieces(cu_seqlens, grad, q, k, v, out, lse, *grads):
         inputs, results = parts[:6], parts[6:]
         rows = [t.unflatten(0, (count, length)) for t in inputs]
-        if q.device.type != "cpu":
+        here = window if window < length else 0
+        on_cpu = q.device.type == "cpu"
+        if here or softcap or (on_cpu and suits_blocks(length, q.dtype)):
+            block_attention_backward(*rows[:4], *(t.unflatten(0, (count, length)) for t in results), here, softcap)
+            continue
+        if not on_cpu:
             with torch.enable_grad():
                 leaves = [t.detach().requires_grad_() for t in inputs[1:4]]
                 found = torch.autograd.grad(_run_attention(length, count, *leaves), leaves, inputs[0])
-        elif suits_blocks(length, q.dtype):
-            block_attention_backward(*rows[:4], *(t.unflatten(0, (count, length)) for t in results))
-            continue
         else:
             heads = (t.transpose(1, 2) for t in rows)
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
@@ -97,30 +111,43 @@ def _backward(
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _setup_context(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _setup_context(ctx, inputs: tuple[Tensor | int | float, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
-    return *_backward(grad, q, k, v, out, lse, cu_seqlens), None
+    return *_backward(grad, q, k, v, out, lse, cu_seqlens, ctx.window, ctx.softcap), None, None, None
 
 
 _forward.register_autograd(_backward_formula, setup_context=_setup_context)
 
 
-def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0, softcap: float = 0.0
+) -> Tensor:
     """Causal attention within each document.
 
     Args:
@@ -128,6 +155,8 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> T
         k: keys ``[t, n_kv, h]``.
         v: values ``[t, n_kv, h]``.
         cu_seqlens: int32 ``[documents + 1]``, where documents begin, ending with t.
+        window: how many positions a query sees, itself the last; 0: all of its document before it.
+        softcap: bound of the scores; 0: none.
 
     Returns:
         Tensor ``[t, n, h]``.
@@ -135,7 +164,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> T
     Raises:
         ValueError: the documents do not cover the positions.
     """
-    return _forward(q, k, v, cu_seqlens)[0]
+    return _forward(q, k, v, cu_seqlens, window, softcap)[0]
 
 
 def document_attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float) -> Tensor:

@@ -30,6 +30,10 @@ class MultiHeadAttention(nn.Module):
         is_causal: whether positions see only earlier ones when neither mask nor documents say so.
         attn_dropout: probability of dropping an attention weight in training.
         qk_norm_before_rope: order of norm and rotation.
+        qk_norm_whole: the norms act on the whole projection, ``n * h`` wide, instead of on every head; before rotation.
+        scale: of the scores; by default ``h ** -0.5``.
+        softcap: bound of the scores, ``softcap * tanh(score / softcap)``.
+        window: how many positions a query sees at most, itself the last.
 
     Raises:
         ValueError: numbers that do not fit together.
@@ -54,6 +58,10 @@ class MultiHeadAttention(nn.Module):
         is_causal: bool = True,
         attn_dropout: float = 0.0,
         qk_norm_before_rope: bool = False,
+        qk_norm_whole: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         if num_heads % num_kv_heads != 0:
@@ -70,6 +78,10 @@ class MultiHeadAttention(nn.Module):
         self.is_causal = is_causal
         self.attn_dropout = attn_dropout
         self.qk_norm_before_rope = qk_norm_before_rope
+        self.qk_norm_whole = qk_norm_whole
+        self.query_factor = 1.0 if scale is None else scale * head_dim**0.5  # what kernels do not scale themselves
+        self.softcap = softcap
+        self.window = window
         self.kv_cache = kv_cache
         self.cache_enabled = kv_cache is not None
         self.q_proj = q_proj
@@ -119,6 +131,8 @@ class MultiHeadAttention(nn.Module):
         """
         y = x if y is None else y
         q = self._heads(self.q_proj(x), self.q_norm, input_pos, rope)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
         k = self._heads(self.k_proj(y), self.k_norm, input_pos, rope)
         v = self.v_proj(y).unflatten(-1, (-1, self.head_dim))
         if self.kv_cache is not None and self.cache_enabled:
@@ -132,6 +146,8 @@ class MultiHeadAttention(nn.Module):
             mask=mask,
             is_causal=self.is_causal,
             dropout_p=self.attn_dropout if self.training else 0.0,
+            window=self.window,
+            softcap=self.softcap,
         )
         return self.output_proj(out.flatten(-2).to(x.dtype))
 
@@ -139,6 +155,8 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, norm: nn.Module | None, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """Projected queries or keys ``[b, s, n * h]``, normalised and rotated ``[b, s, n, h]``."""
+        if norm is not None and self.qk_norm_whole:
+            x, norm = norm(x), None
         x = x.unflatten(-1, (-1, self.head_dim))
         if norm is not None and self.qk_norm_before_rope:
             x = norm(x)

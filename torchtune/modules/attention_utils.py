@@ -30,6 +30,8 @@ def attention(
     mask: _MaskType | None = None,
     is_causal: bool = True,
     dropout_p: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, ``softmax(q kᵀ / √h) v``, with grouped queries.
 
@@ -44,29 +46,63 @@ def attention(
         mask: bool ``[b, s, t]`` (True: attend), or a ``BlockMask`` of flex attention.
         is_causal: read only without ``mask`` and ``documents``.
         dropout_p: probability of dropping an attention weight.
+        window: how many positions a query sees at most, itself the last. Of a mask, the last key that a query sees
+            counts as itself, as causal masks have it, with or without a cache.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
 
     Returns:
         Tensor ``[b, s, n, h]``.
 
     Raises:
-        ValueError: both ``documents`` and ``mask``.
+        ValueError: both ``documents`` and ``mask``, or dropout with a window or a soft cap.
     """
+    if dropout_p > 0.0 and (window or softcap):
+        raise ValueError("Attention with a window or a soft cap has no dropout: set attn_dropout to 0.")
     if documents is not None:
         if mask is not None:
             raise ValueError("Attention takes either documents or a mask, not both.")
-        if _use_varlen(q, dropout_p):
-            return _varlen_attention(q, k, v, documents.cu_seqlens, documents.max_length)
-        return per_document_attention(q, k, v, documents, dropout_p)
+        if not softcap and _use_varlen(q, dropout_p) and (window is None or "window_size" in _VARLEN[1]):
+            return _varlen_attention(q, k, v, documents.cu_seqlens, documents.max_length, window)
+        return per_document_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0)
     if mask is not None and not isinstance(mask, Tensor):
         if dropout_p > 0.0:
             raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
-        out = compile_friendly_flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        return out.transpose(1, 2)
-    if mask is None and is_causal and dropout_p == 0.0 and q.device.type == "cpu" and q.shape[1] == k.shape[1]:
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        return compile_friendly_flex_attention(*heads, mask, window, softcap).transpose(1, 2)
+    special = softcap is not None or (window is not None and window < k.shape[1])
+    if (
+        mask is None
+        and is_causal
+        and not dropout_p
+        and q.shape[1] == k.shape[1]
+        and (special or q.device.type == "cpu")
+    ):
         b, s = q.shape[:2]  # every row is a document
-        cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32)
-        return document_attention(*(t.flatten(0, 1) for t in (q, k, v)), cu_seqlens).view(q.shape)
+        cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
+        flat = (t.flatten(0, 1) for t in (q, k, v))
+        return document_attention(*flat, cu_seqlens, window or 0, softcap or 0.0).view(q.shape)
+    if mask is not None and window is not None and window < k.shape[1]:
+        mask = mask & _in_window(mask, window)
+    if softcap:
+        return _capped_attention(q, k, v, mask, softcap)
     return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
+
+
+def _in_window(mask: Tensor, window: int) -> Tensor:
+    """bool ``[b, s, t]``: the ``window`` keys that end with the last one a query sees in ``mask``."""
+    index = torch.arange(mask.shape[-1], device=mask.device)
+    last = (mask * index).amax(-1, keepdim=True)
+    return index > last - window
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float) -> Tensor:
+    """Attention with a soft cap and all scores at once, in float32: for masks, so for generation."""
+    n_kv = k.shape[2]
+    queries = q.float().unflatten(2, (n_kv, -1)) * q.shape[-1] ** -0.5
+    scores = softcap * torch.tanh(torch.einsum("bsgmh,btgh->bgmst", queries, k.float()) / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    return torch.einsum("bgmst,btgh->bsgmh", scores.softmax(-1), v.float()).flatten(2, 3).to(q.dtype)
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
@@ -84,7 +120,13 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
 
 
 def per_document_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | Boundaries, dropout_p: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | Boundaries,
+    dropout_p: float = 0.0,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention within each document: one call of the kernel per run of documents of equal length.
 
@@ -97,13 +139,15 @@ def per_document_attention(
         v: values ``[b, s, n_kv, h]``.
         documents: cover the flattened ``b * s`` positions.
         dropout_p: probability of dropping an attention weight.
+        window: how many positions a query sees at most; 0: all of its document before it.
+        softcap: bound of the scores; 0: none.
 
     Returns:
         Tensor ``[b, s, n, h]``.
     """
     q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))
     if dropout_p == 0.0:
-        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens)
+        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap)
     else:
         out = document_attention_with_dropout(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
     return out.view(q.shape)
@@ -153,9 +197,13 @@ def _find_varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
 _VARLEN = _find_varlen() if torch.version.cuda is not None else None
 
 
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
+def _varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int | None = None
+) -> Tensor:
     b, s, n, h = q.shape
     function, options, groups = _VARLEN
+    if window is not None:
+        options = {**options, "window_size": (window - 1, 0)}
     if n != k.shape[2]:
         if groups:
             options = {**options, "enable_gqa": True}
@@ -206,12 +254,28 @@ def compile_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def compile_friendly_flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: "BlockMask") -> Tensor:
-    """Flex attention on ``[b, n, s, h]``, compiled on its own unless it is being compiled with what surrounds it."""
+def compile_friendly_flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: "BlockMask",
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Flex attention on ``[b, n, s, h]``, compiled on its own unless it is being compiled with what surrounds it.
+
+    ``window`` and ``softcap`` as in :func:`attention`; queries and keys begin at the same position.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
+    def change(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        return score if window is None else torch.where(q_idx - kv_idx < window, score, float("-inf"))
+
     kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-    return kernel(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
+    score_mod = None if window is None and softcap is None else change
+    return kernel(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def kv_offset_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, offset: int) -> Tensor:

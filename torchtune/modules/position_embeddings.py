@@ -14,13 +14,17 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
     Args:
         x: ``[b, s, n, h]``.
-        cos: float32 ``[b or 1, s, 1, h / 2]``, cosine of every angle.
+        cos: float32 ``[b or 1, s, 1, r / 2]``, cosine of every angle; channels from r ≤ h on stay as they are.
         sin: the same for the sine.
         layout: the pairs: ``"interleaved"`` (0, 1), (2, 3) …, or ``"half"`` (0, h/2), (1, h/2 + 1) ….
 
     Returns:
         Tensor of the shape and dtype of ``x``.
     """
+    turning = 2 * cos.shape[-1]
+    if turning < x.shape[-1]:
+        first, rest = x.split([turning, x.shape[-1] - turning], dim=-1)
+        return torch.cat((apply_rope(first, cos, sin, layout), rest), dim=-1)
     if torch.compiler.is_compiling():
         return _rotate(x, cos, sin, layout)
     return _Rotation.apply(x, cos, sin, layout)
@@ -62,17 +66,25 @@ class RotaryPositionalEmbeddings(nn.Module):
     casts lose nothing. :meth:`cos_sin` is meant to be called once per forward pass and shared by all layers.
 
     Args:
-        dim: channels of a head, h.
+        dim: channels of a head that turn: all of them, h, or the first so many.
         max_seq_len: kept for information; positions beyond it work too.
         base: of the geometric series of wavelengths.
         layout: which channels of a head form a pair; see :func:`apply_rope`.
+        stretch: every wavelength is multiplied by it (linear scaling of positions).
     """
 
     def __init__(
-        self, dim: int, max_seq_len: int = 4096, base: float = 10_000, *, layout: Layout = "interleaved"
+        self,
+        dim: int,
+        max_seq_len: int = 4096,
+        base: float = 10_000,
+        *,
+        layout: Layout = "interleaved",
+        stretch: float = 1.0,
     ) -> None:
         super().__init__()
         self.layout = layout
+        self.stretch = stretch
         if dim % 2:
             raise ValueError(f"Rotary positions need an even head size, got {dim}.")
         self.dim = dim
@@ -83,7 +95,7 @@ class RotaryPositionalEmbeddings(nn.Module):
 
     def _scale(self, frequencies: Tensor) -> Tensor:
         """Hook for variants: float32 [h / 2] to float32 [h / 2]."""
-        return frequencies
+        return frequencies / self.stretch
 
     def rope_init(self) -> None:
         """Nothing to do; kept for callers that materialise models by hand."""

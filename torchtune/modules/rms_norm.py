@@ -63,20 +63,24 @@ class RMSNorm(nn.Module):
     Args:
         dim: size of the last dimension.
         eps: added to the mean square.
+        unit_offset: scale by ``1 + scale``, which starts at zero, and round once, after scaling (Gemma's way).
     """
 
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+    def __init__(self, dim: int, eps: float = 1e-6, *, unit_offset: bool = False) -> None:
         super().__init__()
         self.normalized_shape = (dim,)
         self.eps = eps
-        self.scale = nn.Parameter(torch.ones(dim))
+        self.unit_offset = unit_offset
+        self.scale = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
 
     def reset_parameters(self) -> None:
-        """Set the scale to one."""
-        nn.init.ones_(self.scale)
+        """Set the scale so that it scales by one."""
+        nn.init.constant_(self.scale, 0.0 if self.unit_offset else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., dim]`` to ``[..., dim]``, same dtype."""
+        if self.unit_offset:
+            return rms_norm(x.float(), self.eps, 1.0 + self.scale.float()).to(x.dtype)
         return rms_norm(x, self.eps, self.scale)
 
     def extra_repr(self) -> str:

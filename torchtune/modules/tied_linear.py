@@ -1,5 +1,6 @@
 """The output projection of models that share it with their embeddings."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,15 +13,17 @@ class TiedLinear:
 
     Args:
         tied_module: has a ``weight`` ``[v, d]``, for example the token embedding.
+        softcap: logits become ``softcap * tanh(logits / softcap)``, in float32.
 
     Raises:
         AttributeError: the module has no ``weight``.
     """
 
-    def __init__(self, tied_module: nn.Module) -> None:
+    def __init__(self, tied_module: nn.Module, softcap: float | None = None) -> None:
         if not hasattr(tied_module, "weight"):
             raise AttributeError(f"{type(tied_module).__name__} has no attribute 'weight' to tie to.")
         self.tied_module = tied_module
+        self.softcap = softcap
 
     @property
     def weight(self) -> Tensor:
@@ -29,4 +32,27 @@ class TiedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., d]`` to ``[..., v]``."""
-        return F.linear(x, self.tied_module.weight)
+        return soft_cap(F.linear(x, self.tied_module.weight), self.softcap)
+
+
+class CappedLinear(nn.Linear):
+    """An output projection whose logits are bounded, as :class:`TiedLinear` bounds them.
+
+    Args:
+        in_features: d.
+        out_features: v.
+        softcap: the bound.
+    """
+
+    def __init__(self, in_features: int, out_features: int, softcap: float) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.softcap = softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., d]`` to ``[..., v]``."""
+        return soft_cap(super().forward(x), self.softcap)
+
+
+def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """``softcap * tanh(logits / softcap)``, in float32; without a bound, the logits as they are."""
+    return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)

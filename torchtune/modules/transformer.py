@@ -83,6 +83,26 @@ class TransformerSelfAttentionLayer(nn.Module):
         return h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
 
 
+class Multiplier(nn.Module):
+    """Multiplies by a constant that is no parameter.
+
+    Args:
+        factor: the constant.
+    """
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape, same dtype."""
+        return x * self.factor
+
+    def extra_repr(self) -> str:
+        """The constant."""
+        return f"{self.factor}"
+
+
 class TransformerDecoder(nn.Module):
     """A decoder-only language model.
 
@@ -96,6 +116,8 @@ class TransformerDecoder(nn.Module):
         output: hidden states to logits; a module, or a callable such as :class:`TiedLinear`.
         num_layers: number of copies, if ``layers`` is a single layer.
         output_hidden_states: indices of layers whose input is returned as well (``len(layers)``: the last output).
+        embed_scale: token embeddings are multiplied by it, rounded to their dtype.
+        hidden_scale: what the output projection reads is multiplied by it.
 
     Raises:
         ValueError: ``num_layers`` with a list of layers, or a single layer without it.
@@ -118,8 +140,12 @@ class TransformerDecoder(nn.Module):
         output: nn.Module | Callable[[Tensor], Tensor],
         num_layers: int | None = None,
         output_hidden_states: list[int] | None = None,
+        embed_scale: float = 1.0,
+        hidden_scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self.embed_scale = embed_scale
+        self.hidden_scale = hidden_scale
         if isinstance(layers, list | nn.ModuleList):
             if num_layers is not None:
                 raise ValueError("num_layers is for a single layer, but a list of layers was given.")
@@ -221,6 +247,8 @@ class TransformerDecoder(nn.Module):
         if (tokens is None) == (input_embeds is None):
             raise ValueError("Give either tokens or input_embeds, and not both.")
         h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
+        if self.embed_scale != 1.0 and input_embeds is None:
+            h = h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
             input_pos = self._positions(h, documents)
@@ -249,6 +277,8 @@ class TransformerDecoder(nn.Module):
     def unembed(self, h: Tensor) -> Tensor:
         """Last hidden states ``[b, s, d]`` to float32 logits ``[b, s, v]``, or as far as ``skip_output_layer`` says."""
         h = self.norm(h)
+        if self.hidden_scale != 1.0:
+            h = h * self.hidden_scale
         if self.skip_output_layer:
             return h
         return self.output(h).float()

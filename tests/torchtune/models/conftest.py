@@ -45,9 +45,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}},
     ),
+    "llama3_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral_window": ("Mistral", {"sliding_window": 11, "head_dim": 12}),
+    "gemma": ("Gemma", {"head_dim": 12, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", {"head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 9}),
+    "gemma2_capped": (
+        "Gemma2",
+        {
+            "head_dim": 8,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 4096,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"num_key_value_heads": 6, "sliding_window": 13}),
+    "phi4": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0}}),
+    "phi_partial": (
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "smol3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "attention_multiplier": 0.2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 16}),
     "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }
@@ -78,7 +129,8 @@ def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tens
     weights = dict(model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description))
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(model.spec.to_hf_config(model.description)))
+    config = model.spec.to_hf_config(model.description)
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 0}))
     return weights
 
 
@@ -88,7 +140,10 @@ def make_hf_model(name: str) -> torch.nn.Module:
 
     architecture, options = FAMILIES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{architecture}Config")(**{**_SMALL, **options})
+    kind = {"Gemma3": "Gemma3Text"}.get(architecture, architecture)
+    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options})
+    if architecture == "Gemma2":
+        config._attn_implementation = "eager"  # the only one with soft caps
     hf = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in hf.named_parameters():

@@ -70,9 +70,9 @@ def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
     ("field", "value"),
     [
         ("hidden_act", "relu"),
-        ("sliding_window", 4096),
+        ("rope_local_base_freq", 10_000.0),
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
         ("partial_rotary_factor", 0.5),
         ("num_local_experts", 8),
         ("attn_logit_softcapping", 50.0),
@@ -82,8 +82,6 @@ def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_expressed_is_refused_by_name(tmp_path: Path, field: str, value: Any) -> None:
     config = {**_LLAMA, field: value}
-    if field == "sliding_window":
-        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_scaling": None}
     with pytest.raises(ModelError, match=f"has {field} = "):
         from_hf_config(_write(tmp_path, config))
 
@@ -92,8 +90,10 @@ def test_a_window_that_is_switched_off_is_no_window() -> None:
     config = {**_LLAMA, "architectures": ["Qwen2ForCausalLM"], "rope_scaling": None, "sliding_window": 4096}
     spec = get_spec("qwen2")
     assert spec.from_hf_config({**config, "use_sliding_window": False, "max_window_layers": 28}).q_bias
+    switched_on = spec.from_hf_config({**config, "use_sliding_window": True, "max_window_layers": 1})
+    assert (switched_on.window, switched_on.window_layers) == (4096, (1,))
     with pytest.raises(ModelError, match="sliding_window"):
-        spec.from_hf_config({**config, "use_sliding_window": True})
+        get_spec("llama3").from_hf_config({**_LLAMA, "sliding_window": 4096, "use_sliding_window": True})
 
 
 def test_a_field_can_be_ignored_and_a_missing_one_is_named() -> None:

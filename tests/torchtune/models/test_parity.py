@@ -70,7 +70,12 @@ def test_saved_again_bit_equal_and_loadable_by_transformers(
     original = load_file(pair.folder / "model.safetensors")
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
-    again, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
+    again, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        output_loading_info=True,
+        dtype=torch.float32,
+        attn_implementation=pair.hf.config._attn_implementation,
+    )
     assert not any(loading.values()), loading
     with torch.no_grad():
         assert torch.equal(again.eval()(TOKENS).logits, pair.hf(TOKENS).logits)
@@ -87,3 +92,56 @@ def test_cached_greedy_generation_gives_the_same_64_tokens(pair: Any) -> None:
     assert logits.shape == (2, 64, 97)
     uncached, _ = generate(pair.model, prompt, max_generated_tokens=16, temperature=0.0)
     assert torch.equal(uncached, theirs[:, :25])
+
+
+def test_classifier_equals_that_of_transformers(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+    import transformers
+
+    from tests.torchtune.models.conftest import load_model
+
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        sliding_window=None,
+        num_labels=3,
+        pad_token_id=0,
+    )
+    hf = transformers.MistralForSequenceClassification(config).eval()
+    hf.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    assert model.description.num_classes == 3
+    tokens = TOKENS[:, :20].clamp(min=1)
+    with torch.no_grad():
+        assert (model(tokens)[:, -1] - hf(tokens).logits).abs().max() <= 1e-4
+    again = tmp_path / "again"
+    again.mkdir()
+    save_model(model, again)
+    with torch.no_grad():
+        other = transformers.AutoModelForSequenceClassification.from_pretrained(again, dtype=torch.float32).eval()
+        assert torch.equal(other(tokens).logits, hf(tokens).logits)
+
+
+def test_loss_respects_the_bound_of_the_logits() -> None:
+    from torchtune.models.gemma2 import gemma2
+    from torchtune.modules.loss import LinearCrossEntropyLoss
+
+    torch.manual_seed(0)
+    model = gemma2(97, 2, 4, 8, 2, 32, 48, 64, final_capping_value=2.0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    expected = torch.nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten())
+    expected.backward()
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    loss_fn = LinearCrossEntropyLoss()
+    loss_fn.set_model_output(model)
+    loss = loss_fn(model(TOKENS), TOKENS)
+    loss.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert (parameter.grad - grad).norm() <= 1e-4 * grad.norm()

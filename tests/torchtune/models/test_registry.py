@@ -34,9 +34,9 @@ def test_built_in_families() -> None:
     for name in list_specs():
         spec = get_spec(name)
         assert spec.name == name
-        assert {"hf", "gguf"} <= set(spec.weight_maps)
+        assert "hf" in spec.weight_maps
     assert spec_for_architecture("Qwen3ForCausalLM") is get_spec("qwen3")
-    with pytest.raises(ModelError, match=r"no model family 'llama9'; there are: llama2, "):
+    with pytest.raises(ModelError, match=r"no model family 'llama9'; there are: gemma, "):
         get_spec("llama9")
     with pytest.raises(ModelError, match="No model family reads the architecture 'NopeLM'"):
         spec_for_architecture("NopeLM")

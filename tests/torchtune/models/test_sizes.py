@@ -6,11 +6,35 @@ from types import ModuleType
 import pytest
 import torch
 
+from torchtune.models import ModelError
+
 # family, builder, parameters, parameters of a rank-8 adapter on the four projections of attention (None: not published)
 SIZES = [
+    ("gemma", "gemma_2b", 2_506_172_416, 1843200),
+    ("gemma", "gemma_7b", 8_537_680_896, 6422528),
+    ("gemma2", "gemma2_2b", 2_614_341_888, 3194880),
+    ("gemma2", "gemma2_9b", 9_241_705_984, 8945664),
+    ("gemma2", "gemma2_27b", 27_227_128_320, 11304960),
+    ("phi3", "phi3_mini", 3_821_079_552, 6291456),
+    ("gemma3", "gemma3_1b", 999_885_952, None),
+    ("gemma3", "gemma3_4b", 3_880_263_168, None),
+    ("gemma3", "gemma3_12b", 11_766_034_176, None),
+    ("gemma3", "gemma3_27b", 27_009_346_304, None),
+    ("olmo2", "olmo2_1b", 1_484_916_736, None),
+    ("olmo2", "olmo2_7b", 7_298_617_344, None),
+    ("olmo2", "olmo2_13b", 13_716_198_400, None),
+    ("olmo2", "olmo2_32b", 32_234_279_936, None),
+    ("smol3", "smollm3_3b", 3_075_098_624, None),
+    ("granite", "granite3_1_2b", 2_533_531_648, None),
+    ("granite", "granite3_1_8b", 8_170_848_256, None),
+    ("glm4", "glm4_9b_0414", 9_400_279_040, None),
+    ("glm4", "glm4_32b_0414", 33_141_749_760, None),
+    ("phi4", "phi4_14b", 14_659_507_200, 10649600),
     ("llama2", "llama2_7b", 6_738_415_616, 8388608),
     ("llama2", "llama2_13b", 13_015_864_320, 13107200),
     ("llama2", "llama2_70b", 68_976_648_192, 32768000),
+    ("llama2", "llama2_reward_7b", 6_607_347_712, 8388608),
+    ("mistral", "mistral_reward_7b", 7_110_664_192, 6815744),
     ("llama3", "llama3_8b", 8_030_261_248, 6815744),
     ("llama3", "llama3_70b", 70_553_706_496, 32768000),
     ("llama3_1", "llama3_1_8b", 8_030_261_248, 6815744),
@@ -58,9 +82,11 @@ def _module(family: str) -> ModuleType:
 def test_every_builder_is_in_the_table() -> None:
     named = {(family, name) for family, name, _, _ in SIZES}
     for family in {family for family, _ in named}:
-        assert {(family, name) for name in _module(family)._model_builders.SIZES} == {
-            n for n in named if n[0] == family
-        }
+        assert {(family, name) for name in _sizes(_module(family))} == {n for n in named if n[0] == family}
+
+
+def _sizes(module: ModuleType) -> list[str]:
+    return [*module._model_builders.SIZES, *getattr(module._model_builders, "REWARD_SIZES", ())]
 
 
 @pytest.mark.parametrize(("family", "name", "parameters", "adapter"), SIZES)
@@ -76,7 +102,12 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
     architecture = config["architectures"][0]
     with torch.device("meta"):
         theirs = getattr(transformers, architecture)(
-            getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**config)
+            getattr(
+                transformers,
+                architecture.replace("ForSequenceClassification", "ForCausalLM").replace(
+                    "ForCausalLM", "TextConfig" if architecture.startswith("Gemma3") else "Config"
+                ),
+            )(**config)
         )
     expected = {key: value.shape for key, value in theirs.named_parameters()}
     ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
@@ -87,8 +118,14 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
 
 @pytest.mark.parametrize(("family", "name", "parameters", "adapter"), SIZES)
 def test_adapter_size(family: str, name: str, parameters: int, adapter: int | None) -> None:
+    builder = getattr(_module(family), f"lora_{name}")
     with torch.device("meta"):
-        model = getattr(_module(family), f"lora_{name}")(["q_proj", "k_proj", "v_proj", "output_proj"])
+        if family in ("phi3", "phi4"):  # their files hold queries, keys and values in one matrix
+            with pytest.raises(ModelError, match="fused projection"):
+                builder(["q_proj", "output_proj"])
+            assert builder(["output_proj"]).layers[0].attn.output_proj.lora_a.weight.shape[0] == 8
+            return
+        model = builder(["q_proj", "k_proj", "v_proj", "output_proj"])
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     assert total - trainable == parameters

@@ -1,5 +1,6 @@
 """The sizes of Llama 2."""
 
+from dataclasses import replace
 from functools import partial
 
 from torchtune.models._builders import model_builders
@@ -14,7 +15,7 @@ SPEC = ModelSpec(
     from_hf_config=LLAMA.read,
     to_hf_config=LLAMA.write,
     weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
-    model_types=("LLAMA2",),
+    model_types=("LLAMA2", "REWARD"),
     capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
@@ -25,5 +26,9 @@ SIZES = {
     "llama2_13b": _llama2(num_layers=40, embed_dim=5120, intermediate_dim=13_824, num_heads=40, num_kv_heads=40),
     "llama2_70b": _llama2(num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64, num_kv_heads=8),
 }
-BUILDERS = model_builders(__name__, "Llama 2", SPEC, SIZES)
+REWARD_SIZES = {"llama2_reward_7b": replace(SIZES["llama2_7b"], num_classes=1)}
+BUILDERS = {
+    **model_builders(__name__, "Llama 2", SPEC, SIZES),
+    **model_builders(__name__, "the reward model of Llama 2", SPEC, REWARD_SIZES),
+}
 globals().update(BUILDERS)

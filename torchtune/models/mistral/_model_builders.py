@@ -1,5 +1,7 @@
 """The size of Mistral."""
 
+from dataclasses import replace
+
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import MISTRAL
@@ -12,7 +14,7 @@ SPEC = ModelSpec(
     from_hf_config=MISTRAL.read,
     to_hf_config=MISTRAL.write,
     weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
-    model_types=("MISTRAL",),
+    model_types=("MISTRAL", "REWARD"),
     capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
@@ -27,5 +29,9 @@ SIZES = {
         num_kv_heads=8,
     ),
 }
-BUILDERS = model_builders(__name__, "Mistral", SPEC, SIZES)
+REWARD_SIZES = {"mistral_reward_7b": replace(SIZES["mistral_7b"], num_classes=1)}
+BUILDERS = {
+    **model_builders(__name__, "Mistral", SPEC, SIZES),
+    **model_builders(__name__, "the reward model of Mistral", SPEC, REWARD_SIZES),
+}
 globals().update(BUILDERS)

@@ -96,6 +96,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         if isinstance(projection, nn.Module):
             plain = type(projection).forward is nn.Linear.forward and projection.bias is None
             return projection.weight if plain else None
+        if getattr(projection, "softcap", None) is not None:
+            return None
         tied = getattr(projection, "tied_module", None)
         return tied.weight if isinstance(tied, nn.Embedding | nn.Linear) else None
 

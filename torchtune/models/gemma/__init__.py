@@ -1,0 +1,14 @@
+"""Gemma."""
+
+from torchtune._lazy import attach
+from torchtune.models.gemma._model_builders import BUILDERS, SPEC
+
+globals().update(BUILDERS)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        **dict.fromkeys(BUILDERS, "_model_builders"),
+        **dict.fromkeys(("gemma", "lora_gemma"), "_component_builders"),
+    },
+)
+__all__ += ["SPEC"]

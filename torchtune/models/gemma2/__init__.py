@@ -1,0 +1,14 @@
+"""Gemma 2."""
+
+from torchtune._lazy import attach
+from torchtune.models.gemma2._model_builders import BUILDERS, SPEC
+
+globals().update(BUILDERS)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        **dict.fromkeys(BUILDERS, "_model_builders"),
+        **dict.fromkeys(("gemma2", "lora_gemma2"), "_component_builders"),
+    },
+)
+__all__ += ["SPEC"]

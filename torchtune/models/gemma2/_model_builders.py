@@ -1,0 +1,108 @@
+"""The sizes of Gemma 2."""
+
+from functools import partial
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import Fields, HFFormat
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import hf_names
+from torchtune.models._weight_ops import InterleaveRope
+
+# Norms of a layer: ours -> Hugging Face's.
+NORMS = {
+    "sa_norm": "input_layernorm",
+    "sa_scale": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_scale": "post_feedforward_layernorm",
+}
+
+
+def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) -> dict[str, Any]:
+    """Soft caps, scale of scores and of embeddings; ``attn`` and ``final`` stand for caps that are left out."""
+    caps = {"attn_logit_softcapping": attn, "final_logit_softcapping": final}
+    for name, default in caps.items():
+        caps[name] = fields.take(name, None if fields.has(name) else default)
+    width = fields.take("head_dim")
+    scalar = fields.take("query_pre_attn_scalar", 256)
+    if fields.take("use_bidirectional_attention", False):
+        raise fields.refusal("use_bidirectional_attention", True)
+    return {
+        "attn_softcap": caps["attn_logit_softcapping"],
+        "logit_softcap": caps["final_logit_softcapping"],
+        "attn_scale": None if scalar == width else scalar**-0.5,
+        "embed_scale": fields.take("hidden_size") ** 0.5,
+    }
+
+
+def write_softcaps(d: Description) -> dict[str, Any]:
+    """The inverse of :func:`read_softcaps`."""
+    return {
+        "attn_logit_softcapping": d.attn_softcap,
+        "final_logit_softcapping": d.logit_softcap,
+        "query_pre_attn_scalar": d.head_dim if d.attn_scale is None else round(d.attn_scale**-2),
+    }
+
+
+FORMAT = HFFormat(
+    "Gemma2ForCausalLM",
+    "gemma2",
+    "interleaved",
+    biases="attention_bias",
+    windows="sliding_window",
+    full_every=2,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    fixed=(("norm_unit_offset", True), ("norm_order", "both")),
+    read_more=partial(read_softcaps, attn=50.0, final=30.0),
+    write_more=write_softcaps,
+    defaults=(
+        ("head_dim", 256),
+        ("hidden_act", None),  # written by early versions beside hidden_activation, never read
+        ("max_position_embeddings", 8192),
+        ("num_key_value_heads", 4),
+        ("tie_word_embeddings", True),
+    ),
+)
+SPEC = ModelSpec(
+    name="gemma2",
+    architectures=("Gemma2ForCausalLM",),
+    from_hf_config=FORMAT.read,
+    to_hf_config=FORMAT.write,
+    weight_maps={"hf": hf_names(InterleaveRope(), NORMS)},
+    model_types=("GEMMA2",),
+    capabilities=frozenset({"documents", "kv_cache", "lora"}),
+)
+
+
+def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, **numbers: Any) -> Description:
+    """A description with what all of Gemma 2 has; ``numbers`` are further fields."""
+    common = {
+        "head_dim": 256,
+        "max_seq_len": 8192,
+        "activation": "gelu_tanh",
+        "norm_eps": 1e-6,
+        "norm_unit_offset": True,
+        "norm_order": "both",
+        "tie_word_embeddings": True,
+        "attn_softcap": 50.0,
+        "logit_softcap": 30.0,
+        "window": 4096,
+        "embed_scale": embed_dim**0.5,
+    }
+    values = common | numbers
+    layers = tuple(i for i in range(num_layers) if (i + 1) % full_every) if values["window"] else ()
+    return Description(num_layers=num_layers, embed_dim=embed_dim, window_layers=layers, **values)
+
+
+_gemma2 = partial(gemma2_description, vocab_size=256_000)
+
+SIZES = {
+    "gemma2_2b": _gemma2(26, 2304, intermediate_dim=9216, num_heads=8, num_kv_heads=4),
+    "gemma2_9b": _gemma2(42, 3584, intermediate_dim=14_336, num_heads=16, num_kv_heads=8),
+    "gemma2_27b": _gemma2(
+        46, 4608, intermediate_dim=36_864, num_heads=32, num_kv_heads=16, head_dim=128, attn_scale=144**-0.5
+    ),
+}
+BUILDERS = model_builders(__name__, "Gemma 2", SPEC, SIZES)
+globals().update(BUILDERS)

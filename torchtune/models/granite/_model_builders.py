@@ -1,0 +1,85 @@
+"""The sizes of Granite 3."""
+
+from functools import partial
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import Fields, HFFormat
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import hf_names
+from torchtune.models._weight_ops import Identity
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    heads = fields.take("num_attention_heads")
+    scale = float(fields.take("attention_multiplier", 1.0))
+    usual = (fields.take("head_dim", 0) or fields.take("hidden_size") // heads) ** -0.5
+    return {
+        "embed_scale": float(fields.take("embedding_multiplier", 1.0)),
+        "residual_scale": float(fields.take("residual_multiplier", 1.0)),
+        "hidden_scale": 1.0 / float(fields.take("logits_scaling", 1.0)),
+        "attn_scale": None if scale == usual else scale,
+    }
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": d.embed_scale,
+        "residual_multiplier": d.residual_scale,
+        "logits_scaling": 1.0 / d.hidden_scale,
+        "attention_multiplier": d.head_dim**-0.5 if d.attn_scale is None else d.attn_scale,
+    }
+
+
+FORMAT = HFFormat(
+    "GraniteForCausalLM",
+    "granite",
+    "half",
+    biases="attention_bias",
+    has_mlp_bias=True,
+    read_more=_read,
+    write_more=_write,
+    defaults=(("max_position_embeddings", 2048),),
+)
+SPEC = ModelSpec(
+    name="granite",
+    architectures=("GraniteForCausalLM",),
+    from_hf_config=FORMAT.read,
+    to_hf_config=FORMAT.write,
+    weight_maps={"hf": hf_names(Identity())},
+    capabilities=frozenset({"documents", "kv_cache", "lora"}),
+)
+
+_granite = partial(
+    Description,
+    num_layers=40,
+    max_seq_len=131_072,
+    num_heads=32,
+    num_kv_heads=8,
+    rope_layout="half",
+    embed_scale=12.0,
+    residual_scale=0.22,
+    tie_word_embeddings=True,
+)
+
+SIZES = {
+    "granite3_1_2b": _granite(
+        vocab_size=49_155,
+        embed_dim=2048,
+        intermediate_dim=8192,
+        rope_base=5_000_000.0,
+        hidden_scale=1 / 8,
+        attn_scale=0.015625,
+    ),
+    "granite3_1_8b": _granite(
+        vocab_size=49_155,
+        embed_dim=4096,
+        intermediate_dim=12_800,
+        rope_base=10_000_000.0,
+        hidden_scale=1 / 16,
+        attn_scale=0.0078125,
+    ),
+}
+BUILDERS = model_builders(__name__, "Granite 3", SPEC, SIZES)
+globals().update(BUILDERS)

@@ -1,0 +1,66 @@
+"""The sizes of SmolLM 3."""
+
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import Fields, HFFormat
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import hf_names
+from torchtune.models._weight_ops import Identity
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    layers = fields.take("num_hidden_layers")
+    every = fields.take("no_rope_layer_interval", 4)
+    turned = fields.take("no_rope_layers", [(i + 1) % every for i in range(layers)])  # true where positions turn
+    return {"unrotated_layers": tuple(i for i in range(layers) if not turned[i])}
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {"no_rope_layers": [int(i not in d.unrotated_layers) for i in range(d.num_layers)]}
+
+
+FORMAT = HFFormat(
+    "SmolLM3ForCausalLM",
+    "smollm3",
+    "half",
+    biases="attention_bias",
+    has_mlp_bias=True,
+    windows="use_sliding_window",
+    read_more=_read,
+    write_more=_write,
+    defaults=(
+        ("max_position_embeddings", 32_768),
+        ("num_key_value_heads", 4),
+        ("rope_theta", 2_000_000.0),
+        ("tie_word_embeddings", True),
+    ),
+)
+SPEC = ModelSpec(
+    name="smol3",
+    architectures=("SmolLM3ForCausalLM",),
+    from_hf_config=FORMAT.read,
+    to_hf_config=FORMAT.write,
+    weight_maps={"hf": hf_names(Identity())},
+    capabilities=frozenset({"documents", "kv_cache", "lora"}),
+)
+
+SIZES = {
+    "smollm3_3b": Description(
+        vocab_size=128_256,
+        num_layers=36,
+        embed_dim=2048,
+        intermediate_dim=11_008,
+        max_seq_len=65_536,
+        num_heads=16,
+        num_kv_heads=4,
+        norm_eps=1e-6,
+        rope_base=5_000_000.0,
+        rope_layout="half",
+        unrotated_layers=tuple(range(3, 36, 4)),
+        tie_word_embeddings=True,
+    ),
+}
+BUILDERS = model_builders(__name__, "SmolLM 3", SPEC, SIZES)
+globals().update(BUILDERS)
