@@ -41,7 +41,9 @@ def configs() -> Iterator[tuple[str, str]]:
     for model, row in table["models"].items():
         for recipe, defaults in table["recipes"].items():
             for changes in row.get(recipe, []):
-                values = {**defaults, **changes}
+                # the loader that keeps numbers as they are written does not merge
+                shared = changes.get("<<", {})
+                values = {**defaults, **shared, **{key: value for key, value in changes.items() if key != "<<"}}
                 name = f"{model}_{values.pop('suffix')}"
                 yield name, render(recipe, name, model, row, table["tokenizers"], **values)
     for name, entry in table["single"].items():

@@ -36,11 +36,12 @@ def test_there_is_enough_and_nothing_occurs_twice() -> None:
 
 
 def test_no_word_of_an_open_class_is_on_both_sides(maker: ModuleType) -> None:
-    def words(side: dict[str, str], key: str) -> set[str]:
-        return set(re.findall(r"\w+", side[key]))
+    def words(side: dict[str, str]) -> set[str]:
+        return set(re.findall(r"\w+", " ".join(side[key] for key in side if key != "patterns").lower()))
 
-    for key in ("names", "items", "cities"):
-        assert not words(maker.TRAIN, key) & words(maker.HELD_OUT, key)
+    assert len(words(maker.TRAIN)) > 300
+    assert len(words(maker.HELD_OUT)) > 60
+    assert not words(maker.TRAIN) & words(maker.HELD_OUT)
 
 
 def test_no_sentence_pattern_is_on_both_sides(maker: ModuleType) -> None:
@@ -56,11 +57,11 @@ def test_no_sentence_pattern_is_on_both_sides(maker: ModuleType) -> None:
 def test_every_answer_is_the_one_right_reading(maker: ModuleType) -> None:
     for row in rows("train.jsonl") + rows("held_out.jsonl"):
         answer, sentence = json.loads(row["assistant"]), row["user"]
-        assert list(answer) == ["name", "item", "count", "city", "day"]
+        assert list(answer) == ["name", "count", "city", "day"]
         assert row["assistant"] == json.dumps(answer, separators=(",", ":"))
         days = [short for day, short in maker.DAYS.items() if day in sentence]
         assert days == ([] if answer["day"] is None else [answer["day"]])
         said = {maker.in_words(answer["count"]), str(answer["count"])}
         assert said & set(re.findall(r"[\w-]+", sentence.lower()))
-        for key in ("name", "item", "city"):
+        for key in ("name", "city"):
             assert answer[key] is None or answer[key].lower() in sentence.lower()

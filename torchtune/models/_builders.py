@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal, get_type_hints
 
 from torchtune.models._build import build
-from torchtune.models._description import Description, ModelError
+from torchtune.models._description import Description
 from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import WeightMapError
 from torchtune.modules.transformer import TransformerDecoder
 
 LoraAttnModules = list[Literal["q_proj", "k_proj", "v_proj", "output_proj"]]
@@ -128,20 +127,7 @@ def add_lora(
         quantize_base=quantize_base,
     )
     apply_conversions(model, [lora])
-    for path in lora.adapted_paths(model):
-        _check_has_a_name(model, path)
     return model
-
-
-def _check_has_a_name(model: TransformerDecoder, path: str) -> None:
-    """Refuse now, and not when it is saved, an adapter that has no place in PEFT's files."""
-    try:
-        model.spec.weight_map("hf").external_module(path, model.description)
-    except WeightMapError as error:
-        raise ModelError(
-            f"LoRA: '{path}' is a part of a fused projection in checkpoints of {model.spec.name}, and an adapter of it "
-            "could not be saved for peft: choose others, such as output_proj."
-        ) from error
 
 
 def scale_hidden_dim_for_mlp(dim: int, multiple_of: int = 256) -> int:

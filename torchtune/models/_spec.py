@@ -1,14 +1,14 @@
 """What a family of models is: the object that a built model carries, and the registry of them."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
 from torchtune.models._description import Description, ModelError
 from torchtune.models._parallel_plan import decoder_plan
-from torchtune.models._weight_map import WeightMap
+from torchtune.models._weight_map import WeightMap, WeightMapError
 
 ENTRY_POINT_GROUP = "torchtune.models"
 
@@ -46,6 +46,21 @@ class ModelSpec:
             known = ", ".join(sorted(self.weight_maps))
             raise ModelError(f"The model family '{self.name}' has no weight names for '{kind}', only for: {known}.")
         return self.weight_maps[kind]
+
+    def check_adapters(self, paths: Iterable[str], description: Description) -> None:
+        """Refuse now, and not when it is saved, an adapter that has no place in PEFT's files.
+
+        Raises:
+            ModelError: a module of ``paths`` is a part of one in checkpoints.
+        """
+        for path in paths if "hf" in self.weight_maps else ():
+            try:
+                self.weight_maps["hf"].external_module(path, description)
+            except WeightMapError as error:
+                raise ModelError(
+                    f"LoRA: '{path}' is a part of a fused projection in checkpoints of {self.name}, and an adapter of "
+                    "it could not be saved for peft: choose others, such as output_proj."
+                ) from error
 
 
 # The families of this library: name -> (module that holds SPEC, architectures that it answers for).

@@ -49,8 +49,8 @@ def block_attention_backward(
     window: int = 0,
     softcap: float = 0.0,
 ) -> None:
-    """Gradients of :func:`block_attention` with respect to its inputs, written into ``grad_q``, ``grad_k`` and ``grad_v``, from
-    that of its result, ``[b, s, n, h]``."""
+    """Gradients of :func:`block_attention` with respect to its inputs, written into ``grad_q``, ``grad_k`` and
+    ``grad_v``, from that of its result, ``[b, s, n, h]``."""
     queries, grad_heads, grad_queries = (_split_queries(t, k.shape[2]) for t in (q, grad, grad_q))
     keys, values = _by_kv_head(k, k.dtype), _by_kv_head(v, v.dtype)
     grad_keys, grad_values = torch.zeros(2, *keys.shape, dtype=torch.float32, device=k.device)

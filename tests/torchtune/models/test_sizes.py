@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from torchtune.models import ModelError
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA
 
 # family, builder, parameters, parameters of a rank-8 adapter on the four projections of attention (None: not published)
 SIZES = [
@@ -123,6 +125,8 @@ def test_adapter_size(family: str, name: str, parameters: int, adapter: int | No
         if family in ("phi3", "phi4"):  # their files hold queries, keys and values in one matrix
             with pytest.raises(ModelError, match="fused projection"):
                 builder(["q_proj", "output_proj"])
+            with pytest.raises(ModelError, match="fused projection"):
+                apply_conversions(getattr(_module(family), name)(), [LoRA(rank=8, alpha=16, apply_to_mlp=True)])
             assert builder(["output_proj"]).layers[0].attn.output_proj.lora_a.weight.shape[0] == 8
             return
         model = builder(["q_proj", "k_proj", "v_proj", "output_proj"])

@@ -121,8 +121,11 @@ class LoRA:
 
         Raises:
             ConversionError: a target matches no linear layer; nothing has been changed then.
+            ModelError: an adapter of a target could not be saved; nothing has been changed then either.
         """
         chosen = self._select(model)
+        if (spec := getattr(model, "spec", None)) is not None:
+            spec.check_adapters(chosen, model.description)
         layer = DoRALinear if self.use_dora else LoRALinear
         for path, linear in chosen.items():
             parent, _, name = path.rpartition(".")
