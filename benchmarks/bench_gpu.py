@@ -58,7 +58,7 @@ class Case:
         if not tiny:
             return model.description, model.spec
         sizes = {"vocab_size": 512, "num_layers": 2, "embed_dim": 64, "intermediate_dim": 128}
-        heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rope_dim": 16}
         return dataclasses.replace(model.description, **sizes, **heads), model.spec
 
 
