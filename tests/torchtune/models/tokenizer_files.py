@@ -3,6 +3,7 @@
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 TEXT = [
     "red green blue one two three cat dog bird sees likes finds the and not why where big small",
@@ -32,25 +33,23 @@ def write_ranks(path: Path) -> str:
     return str(path)
 
 
-def write_sentencepiece(path: Path) -> str:
-    """Train a small SentencePiece model, with ids of its special tokens like Llama 2's."""
+def write_sentencepiece(path: Path, **settings: Any) -> str:
+    """Train a small SentencePiece model, with ids of its special tokens like Llama 2's, unless ``settings`` differ."""
     import sentencepiece
 
     corpus = path.with_suffix(".txt")
     corpus.write_text("\n".join(TEXT))
+    settings = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1, **settings}
     sentencepiece.SentencePieceTrainer.train(
         input=str(corpus),
         model_prefix=str(path.with_suffix("")),
         vocab_size=420,
         model_type="bpe",
         byte_fallback=True,
-        unk_id=0,
-        bos_id=1,
-        eos_id=2,
-        pad_id=-1,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         hard_vocab_limit=False,
         minloglevel=2,
+        **settings,
     )
     return str(path)

@@ -9,6 +9,9 @@ __getattr__, __dir__, __all__ = attach(
     {
         **dict.fromkeys(BUILDERS, "_model_builders"),
         **dict.fromkeys(("mistral", "lora_mistral"), "_component_builders"),
+        "MistralTokenizer": "_tokenizer",
+        "mistral_tokenizer": "_tokenizer",
+        "MistralChatTemplate": "_prompt_template",
     },
 )
 __all__ += ["SPEC"]

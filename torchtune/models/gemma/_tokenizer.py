@@ -1,0 +1,54 @@
+"""Gemma's tokenizer."""
+
+from typing import ClassVar
+
+from torchtune.data import PromptTemplateInterface
+from torchtune.data._prompt_templates import TemplateType, get_prompt_template
+from torchtune.modules.transforms.tokenizers._sentencepiece_chat import SentencePieceChatTokenizer
+
+
+class GemmaTokenizer(SentencePieceChatTokenizer):
+    """SentencePiece tokenizer for Gemma and Gemma 2, whose layout is left to ``prompt_template``.
+
+    The markers of turns are control tokens in a template alone, never in the text of a turn.
+
+    Args:
+        path: ``tokenizer.model``.
+        max_seq_len: longest row; ``None`` does not cut.
+        prompt_template: layout of conversations; ``None`` joins the texts as they are.
+        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+
+    Raises:
+        DataError: the file is missing or broken.
+    """
+
+    control_texts: ClassVar[tuple[str, ...]] = ("<start_of_turn>", "<end_of_turn>")
+
+    def __init__(
+        self,
+        path: str,
+        max_seq_len: int | None = None,
+        prompt_template: PromptTemplateInterface | None = None,
+        truncation_type: str = "right",
+    ) -> None:
+        super().__init__(path, max_seq_len, prompt_template, truncation_type)
+
+
+def gemma_tokenizer(
+    path: str,
+    max_seq_len: int | None = None,
+    prompt_template: TemplateType | None = None,
+    truncation_type: str = "right",
+) -> GemmaTokenizer:
+    """Gemma's tokenizer.
+
+    Args:
+        path: ``tokenizer.model``.
+        max_seq_len: longest row; ``None`` does not cut.
+        prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
+        truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+
+    Raises:
+        DataError: the file is missing or broken.
+    """
+    return GemmaTokenizer(path, max_seq_len, get_prompt_template(prompt_template), truncation_type)

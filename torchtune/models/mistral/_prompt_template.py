@@ -1,0 +1,24 @@
+"""Mistral's layout of conversations."""
+
+from typing import ClassVar
+
+from torchtune.data import DataError, Message, PromptTemplateInterface, Role
+from torchtune.data._prompt_templates import with_tags
+
+
+class MistralChatTemplate(PromptTemplateInterface):
+    """``[INST] {user} [/INST] {assistant}``; there is no place for a system turn."""
+
+    template: ClassVar[dict[Role, tuple[str, str]]] = {
+        "user": ("[INST] ", " [/INST] "),
+        "assistant": ("", ""),
+        "ipython": ("", ""),
+    }
+
+    def __call__(self, messages: list[Message], inference: bool = False) -> list[Message]:
+        """The messages with the layout added. Raises :class:`DataError` where one is a system turn."""
+        if any(message.role == "system" for message in messages):
+            raise DataError(
+                "Mistral's layout has no system turn: put its text into the first user turn, or leave it out."
+            )
+        return [with_tags(message, *self.template.get(message.role, ("", ""))) for message in messages]
