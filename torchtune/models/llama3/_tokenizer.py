@@ -7,12 +7,9 @@ from torchtune.data import DataError, Message, PromptTemplateInterface
 from torchtune.data._prompt_templates import TemplateType, get_prompt_template
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers import ModelTokenizer, TikTokenBaseTokenizer, parse_hf_tokenizer_json
+from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
 from torchtune.modules.transforms.tokenizers._protocols import MessageTransform, end_tokens
 
-CL100K_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 SPECIAL_TOKENS = {
     "<|begin_of_text|>": 128000,
     "<|end_of_text|>": 128001,

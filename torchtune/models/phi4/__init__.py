@@ -8,6 +8,8 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         **dict.fromkeys(BUILDERS, "_model_builders"),
+        "Phi4Tokenizer": "_tokenizer",
+        "phi4_tokenizer": "_tokenizer",
     },
 )
 __all__ += ["SPEC"]

@@ -75,9 +75,9 @@ class ByteLevelBPE:
         self._special = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self.vocab_size = max([*vocab.values(), *self.special_tokens.values()]) + 1
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``."""
-        pieces = self._special.split(text) if self._special is not None else [text]
+    def encode(self, text: str, parse_special: bool = True) -> list[int]:
+        """Token ids of ``text``; unless ``parse_special``, special tokens in it are encoded as plain text."""
+        pieces = self._special.split(text) if parse_special and self._special is not None else [text]
         ids: list[int] = []
         for i, piece in enumerate(pieces):
             if i % 2:
