@@ -176,7 +176,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         """Refuse an output folder that would overwrite something; call it before anything is loaded.
 
         Raises:
-            CheckpointError: there is none, it is inside ``checkpoint_dir``, or it holds a run and ``resume`` is False.
+            CheckpointError: there is none, it is inside ``checkpoint_dir``, it holds a run and ``resume`` is False, or
+                it cannot be written to.
         """
         output_dir = self._output_dir()
         self._ranks.first(lambda: check_output_dir(output_dir, self.checkpoint_dir, resume=resume))

@@ -126,10 +126,11 @@ def find_resume_point(output_dir: Path) -> ResumePoint | None:
 
 
 def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: bool) -> None:
-    """Refuse an output folder that would overwrite something.
+    """Refuse an output folder that would overwrite something or cannot be written to.
 
     Raises:
-        CheckpointError: it is, or lies in, ``checkpoint_dir``; or it holds a run that is not to be resumed.
+        CheckpointError: it is, or lies in, ``checkpoint_dir``; it holds a run that is not to be resumed; or the
+            operating system does not let it be written to.
     """
     if checkpoint_dir is not None:
         inside, outside = output_dir.resolve(), checkpoint_dir.resolve()
@@ -145,4 +146,11 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
         raise CheckpointError(
             f"output_dir: {output_dir} already holds a run ({held[-1].name}): set resume_from_checkpoint=True to go on "
             "with it, or choose another output_dir."
+        )
+    # found out now, not when the first checkpoint is due
+    existing = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"output_dir: {output_dir} cannot be made, because {existing} is not a folder that this process may write "
+            "to: choose another output_dir."
         )

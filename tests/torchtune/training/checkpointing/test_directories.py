@@ -48,6 +48,13 @@ def test_a_new_folder_may_be_used(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("a file")
+    text = refusal(checkpointer(source, tmp_path / "notes" / "run").check_output_dir, resume=False)
+    assert str(tmp_path / "notes") in text
+    assert "choose another output_dir" in text
+
+
 def test_logs_alone_are_no_run(source: Path, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     checkpointer(source, tmp_path).check_output_dir(resume=False)
