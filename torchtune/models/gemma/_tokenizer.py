@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from torchtune.data import PromptTemplateInterface
 from torchtune.data._prompt_templates import TemplateType, get_prompt_template
 from torchtune.modules.transforms.tokenizers._sentencepiece_chat import SentencePieceChatTokenizer
 
@@ -23,15 +22,6 @@ class GemmaTokenizer(SentencePieceChatTokenizer):
     """
 
     control_texts: ClassVar[tuple[str, ...]] = ("<start_of_turn>", "<end_of_turn>")
-
-    def __init__(
-        self,
-        path: str,
-        max_seq_len: int | None = None,
-        prompt_template: PromptTemplateInterface | None = None,
-        truncation_type: str = "right",
-    ) -> None:
-        super().__init__(path, max_seq_len, prompt_template, truncation_type)
 
 
 def gemma_tokenizer(
