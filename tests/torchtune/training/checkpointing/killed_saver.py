@@ -82,9 +82,13 @@ def check(store: FullModelHFCheckpointer, folder: Path) -> int:
 
 
 def main(folder: Path, output: Path, kills: int, size: int) -> None:
-    """Print the step found after every kill, and whether the kill fell into a save."""
+    """Print the step found after every kill, and whether the kill fell into a save.
+
+    Where a kill falls is the machine's mood: lives go on past ``kills`` until a quarter of that many fell into a save.
+    """
     rng = random.Random(size)
-    for life in range(kills):
+    hits = life = 0
+    while life < kills or (hits < kills // 4 and life < 4 * kills):
         store = FullModelHFCheckpointer(str(folder), output_dir=str(output), keep_last_n_checkpoints=2)
         before = {path.name for path in output.iterdir()}
         pids = start(store, folder, size, behind=size > 1 and life % 2 == 1, life=life)
@@ -101,6 +105,7 @@ def main(folder: Path, output: Path, kills: int, size: int) -> None:
         assert signal.SIGKILL in map(os.WTERMSIG, found), "the saving processes ended by themselves"
         hit = any(path.name.startswith(".step_") for path in output.iterdir())
         print(check(store, folder), int(hit), flush=True)
+        hits, life = hits + hit, life + 1
 
 
 if __name__ == "__main__":
