@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -89,6 +89,14 @@ class Settings:
     run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
     # Save every so many steps, and at the end; null saves after every epoch.
     save_every_n_steps: Annotated[int | None, Range(min=1)] = None
+    # Save, too, when the last checkpoint is so many minutes old.
+    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
+    # Write checkpoints while training goes on; they are copied to host memory first.
+    enable_async_checkpointing: bool = False
+    # Steps whose loss or gradient is not finite are skipped; so many in a row end the run.
+    max_skipped_steps: Annotated[int, Range(min=1)] = 10
+    # Skip steps whose loss is so many standard deviations above those before; null takes them all.
+    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
 
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
@@ -114,22 +122,9 @@ class Settings:
     # Profiler of a window of steps.
     profiler: Component | None = None
 
-    retired: ClassVar[dict[str, str]] = {
-        "enable_async_checkpointing": "saves of one device are synchronous",
-    }
-
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what no single setting shows: (setting, what is wrong and what to do)."""
-        if self.optimizer_in_bwd and self.clip_grad_norm is not None:
-            yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
-        if self.optimizer_in_bwd and self.gradient_accumulation_steps > 1:
-            yield "gradient_accumulation_steps", "must be 1 with optimizer_in_bwd, which keeps no gradients"
-        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
-            yield "enable_activation_offloading", "needs enable_activation_checkpointing=True"
-        if self.enable_activation_offloading and self.device is not None and not self.device.startswith("cuda"):
-            yield "enable_activation_offloading", f"needs device=cuda, not {self.device}"
-        if self.run_val_every_n_steps is not None and self.dataset_val is None:
-            yield "run_val_every_n_steps", "needs dataset_val"
+        yield from training.check_settings(self)
 
 
 class FullFinetuneRecipeSingleDevice:
@@ -142,8 +137,9 @@ class FullFinetuneRecipeSingleDevice:
         self.dims = training.ParallelDims()
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
-        self.checkpointer.check_output_dir(resume=cfg.resume_from_checkpoint)
-        self.resume_point = self.checkpointer.find_resume_point() if cfg.resume_from_checkpoint else None
+        resume = cfg.resume_from_checkpoint or training.is_restart()
+        self.checkpointer.check_output_dir(resume=resume)
+        self.resume_point = self.checkpointer.find_resume_point() if resume else None
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
@@ -177,6 +173,9 @@ class FullFinetuneRecipeSingleDevice:
         self.metric_logger = config.instantiate(cfg.metric_logger)
         self.metric_logger.log_config(cfg)
         self.profiler = training.profiler_from_config(cfg.profiler)
+        self.guard = training.StepGuard(
+            self.optimizer, self.loader, self.dims, cfg.output_dir, cfg.max_skipped_steps, cfg.loss_spike_threshold
+        )
         if self.resume_point is not None:
             state = self.training_state()
             self.checkpointer.resume(self.resume_point, self.model, state)
@@ -218,39 +217,38 @@ class FullFinetuneRecipeSingleDevice:
             return self.loss_fn(self.model(**batch), labels)
 
     # twin
-    def train(self) -> None:
-        """Run the remaining steps, save, validate and log on the way."""
+    def train(self) -> int:
+        """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
         cfg = self.cfg
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         throughput = training.Throughput()
         training.reset_memory_stats(self.device)
+        control = training.RunControl(self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes)
         with (
-            training.StopSignal() as stop,
+            control,
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
-            stopping = False
-            while (epoch := self.loader.epoch) < cfg.epochs and not stopping:
+            while (epoch := self.loader.epoch) < cfg.epochs and not control.stopping:
                 for batches in self.loader:
                     # The mean is over all labels of the step, so that its gradient does not depend on the split.
                     counts = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
                     num_tokens = sum(batch["tokens"].numel() for batch in batches)
                     num_tokens, num_labels = self.dims.sum(num_tokens, sum(counts))
-                    step_loss = torch.zeros((), device=self.device)
                     for batch, count in zip(batches, counts, strict=True):
                         loss = self.compute_loss(batch) * (count / max(num_labels, 1))
+                        self.guard.add(loss)
                         loss.backward()
-                        step_loss += loss.detach()
 
                     metrics = {}
                     run_pre_optimizer_hooks(self.model)
-                    if cfg.clip_grad_norm is not None:
-                        metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
                     if not cfg.optimizer_in_bwd:
+                        metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                    if self.guard.accepts(self.global_step + 1, metrics):
                         self.optimizer.step()
-                        self.optimizer.zero_grad(set_to_none=True)
-                    run_post_optimizer_hooks(self.model)
+                        run_post_optimizer_hooks(self.model)
+                    self.optimizer.zero_grad(set_to_none=True)
                     metrics["lr"] = training.get_lr(self.optimizer)
                     if self.lr_scheduler is not None:
                         self.lr_scheduler.step()
@@ -259,8 +257,7 @@ class FullFinetuneRecipeSingleDevice:
                     profiler.step()
 
                     if self.global_step % cfg.log_every_n_steps == 0:
-                        (loss,) = self.dims.sum(step_loss.item())
-                        metrics |= {"loss": loss, **throughput.metrics()}
+                        metrics |= throughput.metrics()
                         if cfg.log_peak_memory_stats:
                             metrics |= training.get_memory_stats(self.device)
                         self.metric_logger.log_dict(metrics, step=self.global_step)
@@ -272,23 +269,19 @@ class FullFinetuneRecipeSingleDevice:
                             metrics = {"val_loss": self.validate()}
                             self.metric_logger.log_dict(metrics, step=self.global_step)
                             progress.update_metrics(metrics)
-                        due = cfg.save_every_n_steps and self.global_step % cfg.save_every_n_steps == 0
-                        stopping = self.dims.any(stop.requested)
-                        if (due or stopping) and self.global_step < self.total_steps:
-                            self.save_checkpoint(f"step_{self.global_step}")
-                    if stopping and self.global_step < self.total_steps:
+                        control.after_step(self.global_step)
+                        if control.save_due and self.global_step < self.total_steps:
+                            self.save_checkpoint(f"step_{self.global_step}", optional=not control.stopping)
+                    if control.stopping and self.global_step < self.total_steps:
                         break
                 else:
                     finished = self.loader.epoch == cfg.epochs
                     if cfg.save_every_n_steps is None or finished:
                         with throughput.paused():
-                            by_step = cfg.save_every_n_steps is not None
-                            self.save_checkpoint(f"step_{self.global_step}" if by_step else f"epoch_{epoch}")
-        if self.global_step < self.total_steps:
-            self.log.warning(
-                f"Stopped after step {self.global_step} of {self.total_steps}; everything is saved in "
-                f"{cfg.output_dir}: run the same command with resume_from_checkpoint=True to continue."
-            )
+                            name = f"epoch_{epoch}" if cfg.save_every_n_steps is None else f"step_{self.global_step}"
+                            self.save_checkpoint(name, optional=not finished)
+        self.checkpointer.close()
+        return control.finish(self.global_step, self.total_steps)
 
     # twin
     @torch.no_grad()
@@ -311,30 +304,35 @@ class FullFinetuneRecipeSingleDevice:
             "optimizer": self.optimizer,
             "loader": self.loader,
             "rng": training.RNGState(),
+            "guard": self.guard,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
         if self.lr_scheduler is not None:
             state["lr_scheduler"] = self.lr_scheduler
         return state
 
-    def save_checkpoint(self, name: str) -> None:
+    def save_checkpoint(self, name: str, *, optional: bool) -> None:
         """Write a model that others load and, unless training is over, what is needed to go on from here."""
         state = self.training_state() if self.global_step < self.total_steps else None
-        self.checkpointer.save(name, self.model, state=state, cfg=self.cfg)
+        behind = self.cfg.enable_async_checkpointing and optional
+        self.checkpointer.save(name, self.model, state=state, cfg=self.cfg, async_save=behind, optional=optional)
 
     def cleanup(self) -> None:
         """Close what was opened."""
-        self.metric_logger.close()
+        try:
+            self.checkpointer.close()
+        finally:
+            self.metric_logger.close()
 
 
 @config.parse
-def recipe_main(cfg: Settings) -> None:
+def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
     config.log_config("full_finetune_single_device", cfg)
     recipe = FullFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
     try:
-        recipe.train()
+        return recipe.train()
     finally:
         recipe.cleanup()
 

@@ -156,7 +156,9 @@ def start(
     cfg = load_and_check(write_config(name, folder, output_dir, **settings), [], module.recipe_main)
     recipe = class_of(module)(cfg)
     recipe.setup(cfg)
-    if train:
-        recipe.train()
-    recipe.cleanup()
+    try:
+        if train:
+            recipe.train()
+    finally:
+        recipe.cleanup()
     return Run(recipe, output_dir)

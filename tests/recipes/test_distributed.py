@@ -80,6 +80,25 @@ def test_without_torchrun_the_command_says_how_many_processes(tmp_path: Path) ->
     assert "--nproc-per-node 2 full_finetune_distributed" in done.stderr
 
 
+def test_what_goes_wrong_on_one_process_is_skipped_by_all(tmp_path: Path) -> None:
+    """A NaN, then an infinite gradient, on rank 1: both processes leave the step out, and name its rows."""
+    loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [2], "inf": [4]}
+    output_dir = tmp_path / "output"
+    settings = {**SETTINGS, "batch_size": 2, "save_every_n_minutes": 1e-6, "enable_async_checkpointing": True}
+    done = launch(write_config("full_finetune_distributed", tmp_path, output_dir, **settings, loss=loss))
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone = start("full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, clip_grad_norm=1.0)
+    close({step: loss for step, loss in losses(output_dir).items() if step != 2}, alone.losses, {1, 3, 4, 5, 6})
+    found = [json.loads(line) for line in (output_dir / "skipped_steps.jsonl").read_text().splitlines()]
+    expected = [json.loads(line) for line in (alone.output_dir / "skipped_steps.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in found] == [record["step"] for record in expected] == [2, 4]
+    assert found[0]["rows"] == expected[0]["rows"][2:], "rank 1 has the second half of the NaN's step"
+    assert found[1]["rows"] == expected[1]["rows"], "an infinite gradient could be anyone's"
+    assert done.stderr.count("Step 2 was skipped because its loss is nan") == 1
+    assert done.stderr.count("held training up") == 5
+    assert len(list(output_dir.glob("step_*/.complete"))) == 5
+
+
 def test_a_signal_to_one_process_stops_all_after_a_save(tmp_path: Path) -> None:
     output_dir = tmp_path / "output"
     config = write_config("full_finetune_distributed", tmp_path, output_dir, **SETTINGS, batch_size=2, epochs=400)
@@ -97,7 +116,8 @@ def test_a_signal_to_one_process_stops_all_after_a_save(tmp_path: Path) -> None:
         time.sleep(0.1)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
     _, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors[-4000:]
+    assert process.returncode == 75, errors[-4000:]
+    assert "Traceback" not in errors
     (saved,) = output_dir.glob("step_*")
     assert (saved / ".complete").exists()
     last = json.loads(log.read_text().splitlines()[-1])

@@ -160,7 +160,7 @@ def test_asked_to_stop_saves_and_says_how_to_go_on(forker: Forker, whole: tuple,
     while steps_logged(output_dir) < 5:
         time.sleep(0.001)
     os.kill(pid, number)
-    assert forker.wait() == 0, fail_with_output(config)
+    assert forker.wait() == {signal.SIGTERM: 75, signal.SIGINT: 130}[number], fail_with_output(config)
     assert "resume_from_checkpoint=True" in fail_with_output(config)
     (saved,) = output_dir.glob("step_*")
     assert int(saved.name.split("_")[1]) == max(losses(output_dir)) < STEPS

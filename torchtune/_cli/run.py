@@ -3,6 +3,7 @@
 import argparse
 import os
 import runpy
+import signal
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from torchtune._recipe_registry import get_all_recipes
 from torchtune.utils import UserError
 
 _USAGE = "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [key=value ...] [~key ...]"
+
+# What a worker ends with after it has said why: a mistake of the user, or a signal after which everything was saved.
+_OWN_EXIT_CODES = (2, 75, 130)
 
 
 @dataclass
@@ -176,6 +180,7 @@ class Run(Subcommand):
 
     def _run_distributed(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Check the config once, then start one process per device with torchrun."""
+        from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import get_args_parser, run
 
@@ -197,10 +202,12 @@ class Run(Subcommand):
         try:
             run(args)
         except ChildFailedError as error:
-            if error.get_first_failure()[1].exitcode == 2:  # that worker has printed what the user did wrong
-                sys.exit(2)
-            print(error, file=sys.stderr)
-            sys.exit(1)
+            code = error.get_first_failure()[1].exitcode
+            if code not in _OWN_EXIT_CODES:
+                print(error, file=sys.stderr)
+            sys.exit(code if code in _OWN_EXIT_CODES else 1)
+        except SignalException as error:  # the workers were told, and have saved
+            sys.exit({signal.SIGTERM: 75, signal.SIGINT: 130}.get(error.sigval, 1))
 
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
         if not recipe.registered:

@@ -74,6 +74,7 @@ class BatchLoader:
         self.world_size = world_size
         self.epoch = 0
         self._step = 0
+        self._indices = np.empty(0, dtype=np.int64)
 
     @property
     def examples_per_step(self) -> int:
@@ -94,7 +95,8 @@ class BatchLoader:
         order = self._order(self.epoch)
         while self._step < len(self):
             start = self._step * self.examples_per_step
-            batches = [self._collate(indices) for indices in self._split(order[start : start + self.examples_per_step])]
+            self._indices = order[start : start + self.examples_per_step]
+            batches = [self._collate(part) for part in self._split(self._indices, self.rank)]
             self._step += 1
             yield batches
         self.set_epoch(self.epoch + 1)
@@ -107,12 +109,29 @@ class BatchLoader:
         words = [self.seed & 0xFFFFFFFF, (self.seed >> 32) & 0xFFFFFFFF, epoch]
         return np.random.RandomState(words).permutation(len(self.dataset))
 
-    def _split(self, step: np.ndarray) -> Iterator[tuple[np.ndarray, bool]]:
-        """(indices, is blank) of this rank's micro-batches of one step."""
+    def rows(self, parts: Sequence[tuple[int, int]] | None = None) -> list[dict[str, Any]]:
+        """Where the examples of the step that was yielded last come from, on all ranks.
+
+        Args:
+            parts: (micro-batch, rank) of those that are asked for; None for all.
+
+        Returns:
+            ``row``, counted from 0, and ``source`` where the dataset knows it, of every row.
+        """
+        if parts is None:
+            indices = self._indices
+        else:
+            split = [list(self._split(self._indices, rank)) for rank in range(self.world_size)]
+            indices = np.concatenate([split[rank][number][0] for number, rank in parts])
+        origins = getattr(self.dataset, "origins", lambda index: [{"row": index}])
+        return [origin for index in indices for origin in origins(int(index))]
+
+    def _split(self, step: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, bool]]:
+        """(indices, is blank) of a rank's micro-batches of one step."""
         width = self.batch_size * self.world_size
         for start in range(0, len(step), width):
             chunk = step[start : start + width]
-            mine = np.array_split(chunk, self.world_size)[self.rank]
+            mine = np.array_split(chunk, self.world_size)[rank]
             yield (mine, False) if len(mine) else (chunk[:1], True)
 
     def _collate(self, part: tuple[np.ndarray, bool]) -> Batch:

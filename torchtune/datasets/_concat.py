@@ -39,8 +39,17 @@ class ConcatDataset(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         """The example, from the dataset that holds it."""
+        dataset, row = self._locate(index)
+        return dataset[row]
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """``source`` and ``row`` of everything in an example."""
+        dataset, row = self._locate(index)
+        return dataset.origins(row) if hasattr(dataset, "origins") else [{"row": row}]
+
+    def _locate(self, index: int) -> tuple[Any, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         index %= len(self)
         part = int(np.searchsorted(self._ends, index, side="right"))
-        return self._datasets[part][index - int(self._ends[part - 1]) if part else index]
+        return self._datasets[part], index - int(self._ends[part - 1]) if part else index

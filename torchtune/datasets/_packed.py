@@ -134,6 +134,13 @@ class PackedDataset(Dataset):
         """The documents of a pack: dicts of int64 tensors ``tokens`` and ``labels``."""
         return [document_of(self.ds, row, start, end) for row, start, end in self.packs[idx]]
 
+    def origins(self, idx: int) -> list[dict[str, Any]]:
+        """``source`` and ``row`` of every document of a pack."""
+        rows = [row for row, _, _ in self.packs[idx]]
+        if not hasattr(self.ds, "origins"):
+            return [{"row": row} for row in rows]
+        return [origin for row in rows for origin in self.ds.origins(row)]
+
 
 def _lengths(ds: Any) -> np.ndarray:
     if hasattr(ds, "lengths"):

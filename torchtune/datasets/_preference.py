@@ -48,7 +48,8 @@ class PreferenceDataset(Dataset):
             raise DataError("packed=True is not possible for preference data: set it to False.")
         rows = load_rows(source, filter_fn=filter_fn, **load_dataset_kwargs)
         self.stores = {side: TokenStore() for side in _SIDES}
-        bad = BadRows(str(load_dataset_kwargs.get("data_files") or source))
+        self.source = str(load_dataset_kwargs.get("data_files") or source)
+        bad = BadRows(self.source)
         hidden = True if os.environ.get("RANK", "0") != "0" else None
         for index, row in enumerate(tqdm(rows, desc="Tokenizing", unit=" rows", disable=hidden)):
             try:
@@ -87,6 +88,10 @@ class PreferenceDataset(Dataset):
             tokens, labels = store.arrays(index)
             item |= {f"{side}_input_ids": tokens.tolist(), f"{side}_labels": labels.tolist()}
         return item
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """``source`` and ``row`` (counted from 0, after ``filter_fn``) of a pair."""
+        return [{"source": self.source, "row": index}]
 
 
 def preference_dataset(

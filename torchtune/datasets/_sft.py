@@ -148,6 +148,10 @@ class SFTDataset(Dataset):
         tokens, labels = self.store.arrays(index)
         return {"tokens": tokens.tolist(), "labels": labels.tolist()}
 
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
+        return [{"source": self.source, "row": index}]
+
     def document(self, index: int, start: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
         """int64 tensors of (a piece of) a row."""
         return document_of(self, index, start, end)

@@ -50,6 +50,7 @@ class TextCompletionDataset(Dataset):
         rows = load_rows(source, filter_fn=filter_fn, **load_dataset_kwargs)
         shown = str(load_dataset_kwargs.get("data_files") or source)
         limit = None if self._max_seq_len is None else self._max_seq_len - 1
+        self.source = shown
         self.store = tokenize_rows(rows, self._tokenize, shown, limit)
 
     def _tokenize(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -76,6 +77,10 @@ class TextCompletionDataset(Dataset):
         """``tokens`` and pre-shifted ``labels``."""
         tokens, labels = self.store.arrays(index)
         return {"tokens": tokens.tolist(), "labels": labels.tolist()}
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
+        return [{"source": self.source, "row": index}]
 
 
 def text_completion_dataset(

@@ -14,6 +14,9 @@ class OptimizerInBackward(Optimizer):
     by a common norm. There is one optimizer per parameter; their groups are this one's groups, so that schedules
     attach to it as to any other.
 
+    Attributes:
+        skip_step: gradients are freed without a step as long as it is True.
+
     Args:
         params: parameters, or pairs of name and parameter; without names they are called by their number.
         optimizer_cls: class (or function) that makes an optimizer of a list of parameters.
@@ -32,6 +35,7 @@ class OptimizerInBackward(Optimizer):
         self.optim_map = {name: optimizer_cls([parameter], **optimizer_kwargs) for name, parameter in named}
         if not self.optim_map:
             raise ValueError("OptimizerInBackward got no parameter that requires a gradient.")
+        self.skip_step = False
         groups = [group for optimizer in self.optim_map.values() for group in optimizer.param_groups]
         super().__init__(groups, next(iter(self.optim_map.values())).defaults)
         self._handles = [
@@ -41,7 +45,8 @@ class OptimizerInBackward(Optimizer):
 
     def _make_hook(self, optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
         def step(_: torch.Tensor) -> None:
-            optimizer.step()
+            if not self.skip_step:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             self._opt_called = True  # what schedules look at to warn of a step that never came
 

@@ -13,6 +13,11 @@ def is_distributed() -> bool:
     return dist.is_available() and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
+def is_restart() -> bool:
+    """Whether torchrun started this process again, because one of the group had died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def get_distributed_backend(device_type: str, offload_ops_to_cpu: bool = False) -> str:
     """Backend for ``init_process_group``, for example ``"nccl"``, or ``"cuda:nccl,cpu:gloo"`` with CPU offload."""
     backend = DeviceSupport.from_type(device_type).communication_backend

@@ -216,11 +216,23 @@ class ParallelDims:
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is True on any process; all of them call it."""
+        return bool(self.max(int(flag)))
+
+    def max(self, number: int) -> int:
+        """The largest ``number`` of any process; all of them call it."""
         if self.world_size == 1:
-            return flag
-        found = torch.tensor(int(flag))
+            return number
+        found = torch.tensor(number)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group)
-        return bool(found)
+        return int(found)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes by rank; all of them call it, seldom: the values are pickled."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._host_group)
+        return values
 
     def close(self) -> None:
         """Leave the process group, after everything is done."""

@@ -17,7 +17,7 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.number: signal.Signals | None = None
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -28,16 +28,21 @@ class StopSignal:
                 break
         return self
 
+    @property
+    def requested(self) -> bool:
+        """Whether there was a signal; ``number`` says which."""
+        return self.number is not None
+
     def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self.number = signal.Signals(number)
         self._restore()
         get_logger().warning(
-            f"{signal.Signals(number).name}: the run saves and stops after this step; send it again to end at once."
+            f"{self.number.name}: the run saves and stops after this step; send it again to end at once."
         )
 
     def __exit__(

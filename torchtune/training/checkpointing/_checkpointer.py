@@ -1,6 +1,7 @@
 """Checkpointers: where weights come from, where checkpoints go."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +57,7 @@ from torchtune.training.checkpointing._state import (
     optimizers_of,
     state_parts,
 )
-from torchtune.utils import write_json
+from torchtune.utils import UserError, get_logger, write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
 ADAPTER_DIR = "adapter"
@@ -293,8 +294,18 @@ class FullModelHFCheckpointer(LegacyInterface):
         return output_dir / name
 
     def close(self) -> None:
-        """Wait until everything is written. Raises ``UserError`` if that failed."""
-        self._saver.wait()
+        """Wait until everything is written.
+
+        Raises:
+            UserError: that failed; where another error is on its way up, this one is only logged.
+        """
+        on_its_way = sys.exc_info()[0] is not None
+        try:
+            self._saver.wait()
+        except (UserError, OSError) as error:
+            if not on_its_way:
+                raise
+            get_logger().warning(f"The last checkpoint was not written: {error}")
 
     def _carry(self, folder: Path) -> None:
         """Tokenizer, template and generation settings, from the source folder or out of a GGUF file."""

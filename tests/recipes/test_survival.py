@@ -1,0 +1,165 @@
+"""Bad steps are left out, a checkpoint can be asked for, and a stop is told apart from an end."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recipes.runs import TRAINING, class_of, load_recipe, read_log, start, write_config
+from torchtune.config import load_and_check
+from torchtune.training import SkippedStepsError
+
+FAULTY = "tests.recipes.faulty.FaultyLoss"
+
+
+@pytest.fixture(params=TRAINING)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def faulty(**arguments: object) -> dict:
+    return {"_component_": FAULTY, **arguments}
+
+
+def records(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "skipped_steps.jsonl").read_text().splitlines()]
+
+
+def test_a_step_that_is_not_finite_leaves_everything_as_it_was(name: str, tmp_path: Path) -> None:
+    """Steps 3 and 5 do not happen: weights and optimizer are those of a run that never had them."""
+    run = start(
+        name, tmp_path, loss=faulty(nan=[3], inf=[5]), optimizer={"_component_": "torch.optim.AdamW", "lr": 0.01}
+    )
+    assert [record["step"] for record in records(run.output_dir)] == [3, 5]
+    assert all(torch.isfinite(parameter).all() for parameter in run.trained.values())
+    steps = next(iter(run.recipe.optimizer.state_dict()["state"].values()))["step"]
+    assert int(steps) == len(run.losses) - 2 == 10
+    assert max(record.get("skipped_steps", 0) for record in read_log(run.output_dir)) == 2
+
+    without = start(name, tmp_path, train=False).recipe
+    rows = [without.loader.rows() for _ in without.loader]
+    assert [record["rows"] for record in records(run.output_dir)] == [rows[2], rows[4]]
+    assert rows[2][0]["source"] == str(tmp_path / "data.jsonl")
+
+
+def test_the_micro_batch_that_is_not_finite_is_told(tmp_path: Path) -> None:
+    run = start("full_finetune_single_device", tmp_path, loss=faulty(nan=[4]), gradient_accumulation_steps=2)
+    (record,) = records(run.output_dir)
+    assert record["step"] == 2
+    loader = start("full_finetune_single_device", tmp_path, gradient_accumulation_steps=2, train=False).recipe.loader
+    steps = [(loader.rows(), loader.rows([(1, 0)])) for _ in loader]
+    assert record["rows"] == steps[1][1]
+    assert len(record["rows"]) == 2 < len(steps[1][0]) == 4
+
+
+def test_optimizer_in_backward_skips_by_the_loss(tmp_path: Path) -> None:
+    run = start("full_finetune_single_device", tmp_path, loss=faulty(nan=[1, 2, 3]), optimizer_in_bwd=True)
+    assert [record["step"] for record in records(run.output_dir)] == [1, 2, 3]
+    assert all(torch.isfinite(parameter).all() for parameter in run.trained.values())
+    optimizer = next(iter(run.recipe.optimizer.optim_map.values()))
+    assert int(next(iter(optimizer.state.values()))["step"]) == len(run.losses) - 3
+
+
+def test_too_many_in_a_row_end_the_run(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SkippedStepsError, match=r"3 steps in a row were skipped, the last, 6, because its loss is nan"):
+        start(name, tmp_path, loss=faulty(nan=[2, 4, 5, 6]), max_skipped_steps=3)
+
+
+def test_a_spike_is_skipped_and_the_count_survives_a_resume(tmp_path: Path) -> None:
+    settings = {"epochs": 5, "save_every_n_steps": 40, "lr_scheduler": None, "loss_spike_threshold": 6.0}
+    settings["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 1e-4}
+    name = "full_finetune_single_device"
+    whole = start(name, tmp_path, loss=faulty(nan=[38], spike=[20, 45]), **settings)
+    # There is nothing to measure the first one against yet.
+    assert [record["step"] for record in records(whole.output_dir)] == [38, 45]
+    assert "far above the mean" in records(whole.output_dir)[1]["reason"]
+    output_dir = tmp_path / "resumed"
+    output_dir.mkdir()
+    shutil.copytree(whole.output_dir / "step_40", output_dir / "step_40")
+    resumed = start(
+        name, tmp_path, loss=faulty(spike=[5]), **settings, output_dir=output_dir, resume_from_checkpoint=True
+    )
+    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step > 40}
+    assert [record["step"] for record in records(output_dir)] == [45]
+    assert resumed.recipe.guard.num_skipped == 2
+
+
+def test_a_file_named_save_asks_for_a_checkpoint(name: str, tmp_path: Path) -> None:
+    text = 'if self.global_step == 3: open(cfg.output_dir + "/SAVE", "w").close()\n'
+    anchor = "                    progress.advance(self.global_step)\n"
+    run = start(name, tmp_path, changes={anchor: anchor + " " * 20 + text})
+    assert sorted(path.name for path in run.output_dir.glob("*_?")) == ["epoch_0", "step_3"]
+    assert not (run.output_dir / "SAVE").exists()
+    assert (run.output_dir / "step_3" / ".complete").exists()
+
+
+def test_save_every_n_minutes(tmp_path: Path) -> None:
+    run = start("full_finetune_single_device", tmp_path, save_every_n_minutes=1e-6)
+    assert len(list(run.output_dir.glob("step_*"))) == 11
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+def test_exit_code_says_why_the_run_ended(name: str, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """75 asks a scheduler to queue the job again."""
+    anchor = "                    progress.advance(self.global_step)\n"
+    text = f"if self.global_step == 2: __import__('os').kill({os.getpid()}, {int(number)})\n"
+    module = load_recipe(name, tmp_path, {anchor: anchor + " " * 20 + text})
+    output_dir = tmp_path / "output"
+    cfg = load_and_check(write_config(name, tmp_path, output_dir), [], module.recipe_main)
+    assert module.recipe_main(cfg) == code
+    assert (output_dir / "step_2" / ".complete").exists()
+    assert class_of(module)  # the module lives as long as its class
+
+
+def test_asynchronous_saves_are_those_of_synchronous_ones(name: str, tmp_path: Path) -> None:
+    settings = {"save_every_n_steps": 3, "gradient_accumulation_steps": 1}
+    for in_backward in (False, True):
+        runs = [
+            start(name, tmp_path, **settings, optimizer_in_bwd=in_backward, enable_async_checkpointing=behind)
+            for behind in (False, True)
+        ]
+        for step in ("step_3", "step_6", "step_9", "step_12"):
+            found = [
+                sorted(path.relative_to(run.output_dir) for path in (run.output_dir / step).rglob("*")) for run in runs
+            ]
+            assert found[0] == found[1]
+            for path in found[0]:
+                if path.suffix == ".safetensors":
+                    one, other = ((run.output_dir / path).read_bytes() for run in runs)
+                    assert one == other, path
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_no_run(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit on the size of files stands in for a full disk; it is lifted before the last save."""
+    import resource
+
+    for behind in (False, True):
+        anchor = "                    progress.advance(self.global_step)\n"
+        limit = (
+            "import resource\n"
+            f"{' ' * 20}hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+            f"{' ' * 20}low = 20_000 if self.global_step == 3 else hard\n"
+            f"{' ' * 20}self.checkpointer.close()\n"
+            f"{' ' * 20}resource.setrlimit(resource.RLIMIT_FSIZE, (low, hard))\n"
+        )
+        with caplog.at_level(logging.WARNING):
+            run = start(
+                name,
+                tmp_path,
+                changes={anchor: anchor + " " * 20 + limit},
+                save_every_n_steps=3,
+                enable_async_checkpointing=behind,
+                log_level="WARNING",
+            )
+        assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        assert "step_3 was not saved, training goes on" in caplog.text
+        assert sorted(path.name for path in run.output_dir.glob("step_*")) == ["step_12", "step_6", "step_9"]
+        assert len(run.losses) == 12
+        caplog.clear()

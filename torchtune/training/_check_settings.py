@@ -1,0 +1,22 @@
+"""Rules that hold between the settings of every training recipe."""
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def check_settings(cfg: Any) -> Iterator[tuple[str, str]]:
+    """Yield (setting, what is wrong and what to do) for settings that do not go together.
+
+    Args:
+        cfg: settings of a training recipe; see any recipe's ``Settings`` for the names.
+    """
+    if cfg.optimizer_in_bwd and cfg.clip_grad_norm is not None:
+        yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
+    if cfg.optimizer_in_bwd and cfg.gradient_accumulation_steps > 1:
+        yield "gradient_accumulation_steps", "must be 1 with optimizer_in_bwd, which keeps no gradients"
+    if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
+        yield "enable_activation_offloading", "needs enable_activation_checkpointing=True"
+    if cfg.enable_activation_offloading and cfg.device is not None and not cfg.device.startswith("cuda"):
+        yield "enable_activation_offloading", f"needs device=cuda, not {cfg.device}"
+    if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
+        yield "run_val_every_n_steps", "needs dataset_val"
