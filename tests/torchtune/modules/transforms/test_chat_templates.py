@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.torchtune.modules.transforms.chat_templates import (
+from tests.torchtune.modules.transforms.chat_case import Case, Pieces, Turns
+from tests.torchtune.modules.transforms.chat_conversations import (
     CALL_CONVERSATIONS,
-    CASES,
     CONVERSATIONS,
     TOOL_CONVERSATIONS,
-    Case,
-    Pieces,
-    Turns,
     exchange,
 )
+from tests.torchtune.modules.transforms.chat_layouts import CASES
 from torchtune.data import DataError, Message, mask_messages
 from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 
