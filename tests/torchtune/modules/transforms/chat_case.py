@@ -16,21 +16,27 @@ Turns = list[dict[str, Any]]
 class Case:
     name: str
     template: str
-    truth: Callable[[Turns], Pieces]
+    truth: Callable[..., Pieces]  # of the turns and, where the template shows them, the tools
     special: list[str]
     eos: str
     bos: str | None = None
     system: bool = True
-    tool: bool = False
+    tool: bool = False  # takes turns of tools
+    calls: bool = False  # takes structured tool_calls
+    shows_tools: bool = False
+    reasoning: str | None = None  # field of a turn that holds reasoning
     closes: bool = True  # every assistant turn ends with a special token of its own
     plain: list[str] = field(default_factory=list)  # added tokens that are not special
+    takes_spaces: list[str] = field(default_factory=list)  # special tokens that take the white space behind them
+    stops: list[str] = field(default_factory=list)  # what generation_config.json names
+    switches: dict[str, Any] = field(default_factory=dict)
 
 
 def assistant(turn: dict[str, Any]) -> bool:
     return turn["role"] == "assistant"
 
 
-def blocks(before: str, between: str, after: str, rest: str = "\n", strip: bool = False) -> Callable[[Turns], Pieces]:
+def blocks(before: str, between: str, after: str, rest: str = "\n", strip: bool = False) -> Callable[..., Pieces]:
     """``{before}{role}{between}{text}{after}{rest}`` for every turn."""
 
     def truth(turns: Turns) -> Pieces:
@@ -43,7 +49,7 @@ def blocks(before: str, between: str, after: str, rest: str = "\n", strip: bool 
     return truth
 
 
-def with_default(system: str, truth: Callable[[Turns], Pieces]) -> Callable[[Turns], Pieces]:
+def with_default(system: str, truth: Callable[..., Pieces]) -> Callable[..., Pieces]:
     def defaulted(turns: Turns) -> Pieces:
         first = [] if turns[0]["role"] == "system" else [{"role": "system", "content": system}]
         return truth(first + turns)
@@ -51,5 +57,5 @@ def with_default(system: str, truth: Callable[[Turns], Pieces]) -> Callable[[Tur
     return defaulted
 
 
-def prefixed(prefix: str, truth: Callable[[Turns], Pieces]) -> Callable[[Turns], Pieces]:
+def prefixed(prefix: str, truth: Callable[..., Pieces]) -> Callable[..., Pieces]:
     return lambda turns: [(prefix, False), *truth(turns)]

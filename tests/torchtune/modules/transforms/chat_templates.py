@@ -1,8 +1,6 @@
 # ruff: noqa: E501, RUF001  (templates stand as checkpoints have them: long lines, full-width bars)
 """Chat templates without tools, in the layouts that released checkpoints have, each with its truth."""
 
-from typing import Any
-
 from tests.torchtune.modules.transforms.chat_case import Pieces, Turns, assistant, blocks
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -115,7 +113,8 @@ PHI3 = """{% for message in messages %}{% if message['role'] == 'system' and mes
 
 
 def phi3(turns: Turns) -> Pieces:
-    return [*blocks("<|", "|>\n", "<|end|>")(turns), ("<|endoftext|>", False)]
+    shown = [turn for turn in turns if turn["role"] != "system" or turn["content"]]
+    return [*blocks("<|", "|>\n", "<|end|>")(shown), ("<|endoftext|>", False)]
 
 
 PHI4 = """{% for message in messages %}{% if (message['role'] == 'system') %}{{'<|im_start|>system<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'user') %}{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'assistant') %}{{'<|im_start|>assistant<|im_sep|>' + message['content'] + '<|im_end|>'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
