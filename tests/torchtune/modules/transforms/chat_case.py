@@ -21,7 +21,7 @@ class Case:
     eos: str
     bos: str | None = None
     system: bool = True
-    tool: bool = False  # takes turns of tools
+    tool: bool = False  # takes turns of tools that nothing calls by tool_calls
     calls: bool = False  # takes structured tool_calls
     shows_tools: bool = False
     reasoning: str | None = None  # field of a turn that holds reasoning

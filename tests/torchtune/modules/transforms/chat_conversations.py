@@ -93,7 +93,7 @@ def _random(case: Case, rng: random.Random) -> Turns:
     turns = [turn("system", _text(rng, parts))] if case.system and rng.random() < 0.4 else []
     for _ in range(rng.randint(1, 3)):
         turns.append(turn("user", _text(rng, parts)))
-        if case.tool and rng.random() < 0.3:
+        if (case.tool or case.calls) and rng.random() < 0.3:
             calls = {"tool_calls": [call(text=_text(rng, parts))]} if case.calls else {}
             turns.append(turn("assistant", "" if case.calls else _text(rng, parts), **calls))
             turns.append(answer(_text(rng, parts)))

@@ -185,3 +185,37 @@ def command_r(turns: Turns) -> Pieces:
 
 # The marked part leaves the end-of-turn token out; it is trained on nevertheless.
 MARKED = """{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+# The system's text stands in the first user turn.
+GEMMA3 = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}{%- set loop_messages = messages[1:] -%}{%- else -%}{%- set first_user_prefix = "" -%}{%- set loop_messages = messages -%}{%- endif -%}
+{%- for message in loop_messages -%}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}{%- endif -%}
+{%- if (message['role'] == 'assistant') -%}{%- set role = "model" -%}{%- else -%}{%- set role = message['role'] -%}{%- endif -%}
+{{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else "") }}{{ message['content'] | trim }}{{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"""
+
+
+def gemma3(turns: Turns) -> Pieces:
+    pieces: Pieces = [("<bos>", False)]
+    system = turns[0]["content"] + "\n\n" if turns[0]["role"] == "system" else ""
+    for turn in turns[1:] if turns[0]["role"] == "system" else turns:
+        role = "model" if assistant(turn) else turn["role"]
+        text = f"{turn['content'].strip()}<end_of_turn>"
+        pieces += [(f"<start_of_turn>{role}\n{system}", False), (text, assistant(turn)), ("\n", False)]
+        system = ""
+    return pieces
+
+
+# The token of the beginning is that of the end.
+OLMO2 = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}{% if not loop.last %}{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}{% else %}{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}{% endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"""
+
+
+def olmo2(turns: Turns) -> Pieces:
+    pieces: Pieces = [("<|endoftext|>", False)]
+    for i, turn in enumerate(turns):
+        end = "<|endoftext|>" if assistant(turn) else "\n"
+        pieces += [(f"<|{turn['role']}|>\n", False), (turn["content"] + end, assistant(turn))]
+        pieces += [("\n", False)] if assistant(turn) and i < len(turns) - 1 else []
+    return pieces

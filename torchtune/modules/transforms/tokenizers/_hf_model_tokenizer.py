@@ -190,6 +190,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             turns,
             text,
             self._stops,
+            list(self.special_tokens),
         )
         assistant = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         marked = template.marks_generation and len(generated) == len(assistant)
