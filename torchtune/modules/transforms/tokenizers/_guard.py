@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
+from torchtune.data import Message
+
 # Letters and digits only: templates, JSON and regular expressions leave them as they are; no text has them by chance.
 _KEY = f"q{uuid.uuid4().hex}"
 _STAND_IN = re.compile(rf"{_KEY}n(\d+)q")
@@ -37,6 +39,21 @@ class TextGuard:
         if isinstance(value, (list, tuple)):
             return [self.hide(item) for item in value]
         return value
+
+    def hide_message(self, message: Message) -> Message:
+        """A copy of a turn with stand-ins in its texts."""
+        content = [
+            {**item, "content": self.hide(item["content"])} if item["type"] == "text" else item
+            for item in message.content
+        ]
+        return Message(
+            role=message.role,
+            content=content,
+            masked=message.masked,
+            ipython=message.ipython,
+            eot=message.eot,
+            extra=self.hide(message.extra),
+        )
 
     def show(self, text: str) -> str:
         """``text`` with what the stand-ins stand for."""
