@@ -12,13 +12,14 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write_sentencepiece
+from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write_sentencepiece, write_tekken
 from tests.torchtune.modules.transforms import chat_templates as plain
+from tests.torchtune.modules.transforms import chat_templates_mistral as mistral
 from tests.torchtune.modules.transforms import chat_templates_tools as tools
 from tests.torchtune.modules.transforms.chat_case import Case, Pieces, Turns, assistant
 from torchtune.models.llama2 import llama2_tokenizer
 from torchtune.models.llama3 import llama3_tokenizer
-from torchtune.models.mistral import mistral_tokenizer
+from torchtune.models.mistral import mistral_instruct_tokenizer, mistral_tokenizer
 from torchtune.models.phi3 import phi3_mini_tokenizer
 from torchtune.models.phi4 import phi4_tokenizer
 from torchtune.models.qwen2 import qwen2_tokenizer
@@ -36,6 +37,7 @@ class Row:
     ours: Callable[[Path], Any]
     finish: Callable[[Encoded, Any], Encoded] = lambda encoded, ours: encoded  # what ours ends otherwise
     roles: dict[str, str] = field(default_factory=dict)  # role -> its name for ours
+    fill: bool = False  # a text that is empty has no space in front
     rstrip: bool = False  # spaces at the end of a text are dropped
     parses: Callable[[Path], Any] | None = None  # ours, where it can be asked to parse control tokens
 
@@ -66,13 +68,31 @@ def bytes_of(pattern: str, *, nfc: bool = False) -> Callable[[Path, Case], None]
     return write
 
 
-def pieces_of(*, space: bool = True) -> Callable[[Path, Case], None]:
+def tekken(version: str, *, names_control: bool) -> Callable[[Path, Case], None]:
+    """``tekken.json``: control tokens first, more vocabulary than the model has."""
+
+    def write(folder: Path, case: Case) -> None:
+        vocab_file, merges_file = write_bpe(folder)
+        write_tekken(folder / "tekken.json", case.special, version, pattern=CL100K_PATTERN, names_control=names_control)
+        vocab, merges = models.BPE.read_file(vocab_file, merges_file)
+        vocab = {token: i + len(case.special) for token, i in vocab.items()}
+        vocab |= {token: i for i, token in enumerate(case.special)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+        split = pre_tokenizers.Split(Regex(CL100K_PATTERN), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        tokenizer.decoder = decoders.ByteLevel()
+        write_fast(folder, case, tokenizer)
+
+    return write
+
+
+def pieces_of(*, space: bool = True, **settings: Any) -> Callable[[Path, Case], None]:
     """A SentencePiece model, for ``transformers`` with or without a space behind special tokens."""
 
     def write(folder: Path, case: Case) -> None:
         from transformers import LlamaTokenizerFast
 
-        write_sentencepiece(folder / "tokenizer.model")
+        write_sentencepiece(folder / "tokenizer.model", **settings)
         tokenizer = LlamaTokenizerFast.from_pretrained(folder, legacy=True)._tokenizer
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if space else "never", split=False)
         write_fast(folder, case, tokenizer)
@@ -169,6 +189,12 @@ _llama3 = plain.blocks("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id
 _phi4 = plain.blocks("<|im_start|>", "<|im_sep|>", "<|im_end|>", "")
 _chatml = plain.blocks("<|im_start|>", "\n", "<|im_end|>")
 
+
+def _mistral(name: str, template: str, truth: Callable[..., Pieces], control: int) -> Case:
+    special = mistral.CONTROL[:control]
+    return Case(name, template, truth, special, "</s>", bos="<s>", tool=True, calls=True, shows_tools=True)
+
+
 ROWS = [
     Row(
         Case("llama2", INST, exchanges, ["<s>", "</s>"], "</s>", bos="<s>"),
@@ -210,4 +236,20 @@ ROWS = [
     qwen_row("qwen2", qwen2_tokenizer, Case("", plain.CHATML, turns_trained(_chatml), IM, "<|im_end|>", plain=QWEN)),
     qwen_row("qwen3", qwen3_tokenizer, _qwen3(True), thinking=True),
     qwen_row("qwen3_no_think", qwen3_tokenizer, _qwen3(False), thinking=False),
+    Row(
+        _mistral("mistral_v3", mistral.V3_PARSED, mistral.v3(" ", parsed=True), 10),
+        pieces_of(control_symbols=mistral.CONTROL[3:10]),
+        lambda folder: mistral_instruct_tokenizer(str(folder / "tokenizer.model")),
+        fill=True,
+    ),
+    Row(
+        _mistral("mistral_v3_tekken", mistral.V3_TEKKEN_PARSED, mistral.v3("", parsed=True), 10),
+        tekken("v3", names_control=False),
+        lambda folder: mistral_instruct_tokenizer(str(folder / "tekken.json")),
+    ),
+    Row(
+        _mistral("mistral_v7_tekken", mistral.V7_TEKKEN, mistral.v7_tekken, 13),
+        tekken("v7", names_control=True),
+        lambda folder: mistral_instruct_tokenizer(str(folder / "tekken.json")),
+    ),
 ]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.torchtune.models.named_layouts import ROWS, Row
 from tests.torchtune.modules.transforms.chat_case import Turns
-from tests.torchtune.modules.transforms.chat_checks import expected_plain, messages_of, replaced
+from tests.torchtune.modules.transforms.chat_checks import expected_plain, messages_of, replaced, truth_of
 from tests.torchtune.modules.transforms.chat_conversations import conversations, exchange
 from torchtune.modules.transforms.tokenizers import StreamDecoder
 
@@ -25,6 +25,7 @@ def folder_of(row: Row, tmp: Path) -> Path:
 
 
 def reference(folder: Path) -> Any:
+    """That of ``transformers``, from the same folder."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -32,7 +33,12 @@ def reference(folder: Path) -> Any:
 
 def turns_for(row: Row, turns: Turns) -> Turns:
     """The turns as the row's rules leave them."""
-    return [{**turn, "content": turn["content"].rstrip(" ") if row.rstrip else turn["content"]} for turn in turns]
+
+    def text(content: str) -> str:
+        content = content.rstrip(" ") if row.rstrip else content
+        return content or ("filled" if row.fill else "")
+
+    return [{**turn, "content": turn["content"] if turn.get("tool_calls") else text(turn["content"])} for turn in turns]
 
 
 def ours_of(row: Row, turns: Turns) -> list[Any]:
@@ -48,13 +54,17 @@ def test_ids_and_mask(row: Row, tmp_path_factory: pytest.TempPathFactory) -> Non
     ours, theirs = row.ours(folder), reference(folder)
     parsing = None if row.parses is None else row.parses(folder)
     spelled = 0
-    for name, given, _ in conversations(row.case, COUNT):
+    for name, given, tools in conversations(row.case, COUNT):
         turns = turns_for(row, given)
-        text = "".join(piece for piece, _ in row.case.truth(turns))
-        assert theirs.apply_chat_template(turns, tokenize=False, **row.case.switches) == text, f"wrong truth: {turns}"
-        expected = row.finish(expected_plain(row.case, turns, None, theirs._tokenizer), ours)
-        assert ours.tokenize_messages(ours_of(row, turns)) == expected, f"{name}: {turns}"
-        parsed = row.finish((theirs.apply_chat_template(turns, return_dict=False, **row.case.switches), []), ours)[0]
+        text = "".join(piece for piece, _ in truth_of(row.case, turns, tools))
+        assert theirs.apply_chat_template(turns, tools=tools, tokenize=False, **row.case.switches) == text, (
+            f"wrong truth: {turns}"
+        )
+        expected = row.finish(expected_plain(row.case, turns, tools, theirs._tokenizer), ours)
+        shown = {} if tools is None else {"tools": tools}
+        assert ours.tokenize_messages(ours_of(row, turns), **shown) == expected, f"{name}: {turns}"
+        reference_ids = theirs.apply_chat_template(turns, tools=tools, return_dict=False, **row.case.switches)
+        parsed = row.finish((reference_ids, []), ours)[0]
         if replaced(turns, row.case.special, ["" for _ in row.case.special]) == turns:
             assert parsed == expected[0], f"{name}: {turns}"
             continue
@@ -79,7 +89,8 @@ def test_the_prompt_of_inference(row: Row, tmp_path_factory: pytest.TempPathFact
     folder = folder_of(row, tmp_path_factory.getbasetemp())
     ours, theirs = row.ours(folder), reference(folder)
     for texts in (("one", "two", "three", ""), ("你好", "")):
-        turns = exchange(*texts)
+        turns = turns_for(row, exchange(*texts))
+        turns[-1]["content"] = ""
         prompt = ours({"messages": ours_of(row, turns)}, inference=True)["tokens"]
         expected = theirs.apply_chat_template(
             turns[:-1], add_generation_prompt=True, return_dict=False, **row.case.switches

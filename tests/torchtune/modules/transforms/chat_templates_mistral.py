@@ -42,12 +42,14 @@ _V3 = (
 """
     + _CALLS
     + """{%- elif message["role"] == "tool" %}
-{{- '[TOOL_RESULTS]SPACE{"content": ' + (message["content"] | tojson) + ', "call_id": ' + (message["tool_call_id"] | tojson) + "}[/TOOL_RESULTS]" }}
+{{- '[TOOL_RESULTS]SPACE{"content": ' + CONTENT + ', "call_id": ' + (message["tool_call_id"] | tojson) + "}[/TOOL_RESULTS]" }}
 {%- endif %}
 {%- endfor %}"""
 )
-V3 = _V3.replace("SPACE", " ")
-V3_TEKKEN = _V3.replace("SPACE", "")
+_TEXT = '(message["content"] | tojson)'
+_PARSED = f"""(message["content"] if message["content"] == '{{"sun": true}}' else {_TEXT})"""  # JSON is no text
+V3, V3_TEKKEN = (_V3.replace("SPACE", space).replace("CONTENT", _TEXT) for space in (" ", ""))
+V3_PARSED, V3_TEKKEN_PARSED = (_V3.replace("SPACE", space).replace("CONTENT", _PARSED) for space in (" ", ""))
 V7_TEKKEN = (
     _HEAD
     + """{%- if system_message is defined %}{{- "[SYSTEM_PROMPT]" + system_message + "[/SYSTEM_PROMPT]" }}{%- endif %}
@@ -80,7 +82,7 @@ def _shown(tools: list[Any] | None, space: str) -> str:
     return f"[AVAILABLE_TOOLS]{space}{_json(tools)}[/AVAILABLE_TOOLS]" if tools else ""
 
 
-def v3(space: str) -> Callable[..., Pieces]:
+def v3(space: str, *, parsed: bool = False) -> Callable[..., Pieces]:
     def truth(turns: Turns, tools: list[Any] | None = None) -> Pieces:
         pieces: Pieces = [("<s>", False)]
         system = turns[0]["content"] + "\n\n" if turns[0]["role"] == "system" else ""
@@ -94,7 +96,9 @@ def v3(space: str) -> Callable[..., Pieces]:
             elif assistant(turn):
                 pieces.append((f"{space}{turn['content']}</s>", True))
             elif turn["role"] == "tool":
-                result = _json({"content": turn["content"], "call_id": turn["tool_call_id"]})
+                content = turn["content"]
+                content = json.loads(content) if parsed and content == '{"sun": true}' else content
+                result = _json({"content": content, "call_id": turn["tool_call_id"]})
                 pieces.append((f"[TOOL_RESULTS]{space}{result}[/TOOL_RESULTS]", False))
         return pieces
 

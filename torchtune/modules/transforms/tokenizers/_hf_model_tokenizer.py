@@ -11,7 +11,7 @@ from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
 from torchtune.modules.transforms.tokenizers._files import read_json, read_text
 from torchtune.modules.transforms.tokenizers._guard import GuardedEncoder, TextGuard
 from torchtune.modules.transforms.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
-from torchtune.modules.transforms.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens
+from torchtune.modules.transforms.tokenizers._protocols import MessagesWithToolsTransform, ModelTokenizer, end_tokens
 from torchtune.modules.transforms.tokenizers._turns import Span, TurnFinder, first_special, learn_stops
 from torchtune.utils import get_logger, log_once
 
@@ -19,7 +19,7 @@ from torchtune.utils import get_logger, log_once
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
+class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
     """Tokenizes conversations with the Jinja chat template of a checkpoint.
 
     The whole conversation is rendered once and tokenized once, so the ids are those of ``apply_chat_template`` in
@@ -153,14 +153,6 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
                 raise DataError("neither the chat template nor the tokenizer's config names a token that ends a turn")
             tokens, mask = [*tokens, eos_id], [*mask, False]
         return truncate_row(tokens, mask, max_seq_len or self.max_seq_len, self.truncation_type, eos_id)
-
-    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """Replace ``messages`` (and ``tools``, if there are any) by ``tokens`` and ``mask``."""
-        sample = dict(sample)
-        tokens, mask = self.tokenize_messages(
-            sample.pop("messages"), add_end_tokens=not inference, tools=sample.pop("tools", None)
-        )
-        return {**sample, "tokens": tokens, "mask": mask}
 
     def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
