@@ -33,6 +33,27 @@ def write_ranks(path: Path) -> str:
     return str(path)
 
 
+def write_tekken(
+    path: Path, control: list[str], version: str = "v3", *, pattern: str, names_control: bool = True
+) -> str:
+    """Write a ``tekken.json`` of the same tokens; ``control`` come first in its ids."""
+    ranks = [line.split() for line in Path(write_ranks(path.with_suffix(".ranks"))).read_text().splitlines()]
+    vocab = [{"rank": int(rank), "token_bytes": token, "token_str": None} for token, rank in ranks]
+    beyond = {"rank": len(vocab), "token_bytes": base64.b64encode(b"beyond the model").decode(), "token_str": None}
+    config = {
+        "pattern": pattern,
+        "num_vocab_tokens": len(vocab) + 1,
+        "default_vocab_size": len(vocab) + len(control),
+        "default_num_special_tokens": len(control),
+        "version": version,
+    }
+    content = {"config": config, "vocab": [*vocab, beyond]}
+    if names_control:
+        content["special_tokens"] = [{"rank": i, "token_str": t, "is_control": True} for i, t in enumerate(control)]
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
 def write_sentencepiece(path: Path, **settings: Any) -> str:
     """Train a small SentencePiece model, with ids of its special tokens like Llama 2's, unless ``settings`` differ."""
     import sentencepiece

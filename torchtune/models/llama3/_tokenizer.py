@@ -1,6 +1,5 @@
 """Llama 3's tokenizer, of all its versions."""
 
-import re
 from collections.abc import Mapping
 
 from torchtune.data import DataError, Message, PromptTemplateInterface
@@ -33,8 +32,6 @@ RESERVED_TOKENS = {
 LLAMA3_SPECIAL_TOKENS = {**SPECIAL_TOKENS, **RESERVED_TOKENS}
 
 _REQUIRED = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag")
-_HEADER = re.compile(r"<\|start_header_id\|>.*?<\|end_header_id\|>\n\n", re.DOTALL)
-_SPECIAL = re.compile(r"<\|.*?\|>")
 
 
 class Llama3Tokenizer(MessageTransform, ModelTokenizer):
@@ -72,6 +69,7 @@ class Llama3Tokenizer(MessageTransform, ModelTokenizer):
             self.eot_id,
             self.python_tag,
         ) = (self.special_tokens[f"<|{name}|>"] for name in _REQUIRED)
+        self._special_ids = frozenset(self.special_tokens.values())
         self.pad_id = self.special_tokens.get("<|finetune_right_pad_id|>", self.eos_id)
         self.step_id = self.special_tokens.get("<|step_id|>")
         self.image_id = self.special_tokens.get("<|image|>")
@@ -114,8 +112,23 @@ class Llama3Tokenizer(MessageTransform, ModelTokenizer):
             truncate_at_eos: stop at the first ``<|end_of_text|>``.
             skip_special_tokens: leave out headers (``<|start_header_id|>user<|end_header_id|>``) and special tokens.
         """
-        text = self.tt_model.decode(token_ids, truncate_at_eos=truncate_at_eos)
-        return _SPECIAL.sub("", _HEADER.sub("", text)) if skip_special_tokens else text
+        token_ids = list(token_ids)
+        if truncate_at_eos and self.eos_id in token_ids:
+            token_ids = token_ids[: token_ids.index(self.eos_id)]
+        if not skip_special_tokens:
+            return self.tt_model.decode(token_ids, truncate_at_eos=False)
+        texts: list[list[int]] = [[]]
+        headers = set()  # texts that follow a header
+        inside = False
+        for token_id in token_ids:
+            if token_id in self._special_ids:
+                inside = token_id == self.start_header_id
+                texts.append([])
+                headers |= {len(texts) - 1} if token_id == self.end_header_id else set()
+            elif not inside:
+                texts[-1].append(token_id)
+        decoded = [self.tt_model.decode(text, truncate_at_eos=False) for text in texts]
+        return "".join(text.removeprefix("\n\n") if i in headers else text for i, text in enumerate(decoded))
 
     def _body(self, message: Message) -> list[int]:
         ids = [self.python_tag] if message.ipython else []

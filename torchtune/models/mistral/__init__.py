@@ -11,6 +11,8 @@ __getattr__, __dir__, __all__ = attach(
         **dict.fromkeys(("mistral", "lora_mistral"), "_component_builders"),
         "MistralTokenizer": "_tokenizer",
         "mistral_tokenizer": "_tokenizer",
+        "MistralInstructTokenizer": "_instruct_tokenizer",
+        "mistral_instruct_tokenizer": "_instruct_tokenizer",
         "MistralChatTemplate": "_prompt_template",
     },
 )

@@ -9,6 +9,7 @@ from torchtune.data._prompt_templates import TemplateType, get_prompt_template
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers import ModelTokenizer, parse_hf_tokenizer_json
 from torchtune.modules.transforms.tokenizers._byte_level_bpe import ByteLevelBPE
+from torchtune.modules.transforms.tokenizers._guard import TextGuard
 from torchtune.modules.transforms.tokenizers._protocols import MessageTransform, end_tokens, text_only
 
 PRETOKENIZE_REGEX = (
@@ -25,6 +26,9 @@ DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE = 152064
 class Qwen2Tokenizer(MessageTransform, ModelTokenizer):
     """Byte-level BPE with Qwen 2's layout of conversations.
 
+    Control tokens (``<|…|>``) that the text of a turn spells are plain text, unless ``parse_special_tokens`` asks for
+    them; marks that are written in texts, such as ``<think>``, are always read.
+
     Args:
         path: ``vocab.json``.
         merges_file: ``merges.txt``.
@@ -38,6 +42,7 @@ class Qwen2Tokenizer(MessageTransform, ModelTokenizer):
         pad_token: special token of padding.
         bpe_cache_size: accepted for compatibility.
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+        parse_special_tokens: control tokens in the text of a turn become their ids.
 
     Raises:
         DataError: a file is missing or broken, or ``special_tokens`` lacks one that is named.
@@ -58,6 +63,7 @@ class Qwen2Tokenizer(MessageTransform, ModelTokenizer):
         pad_token: str | None = ENDOFTEXT,
         bpe_cache_size: int = DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
         truncation_type: str = "right",
+        parse_special_tokens: bool = False,
     ) -> None:
         if isinstance(prompt_template, ChatMLTemplate):
             raise DataError("prompt_template: Qwen's tokenizer writes ChatML itself, leave ChatMLTemplate out.")
@@ -68,6 +74,7 @@ class Qwen2Tokenizer(MessageTransform, ModelTokenizer):
         self._bpe = ByteLevelBPE(
             path, merges_file, pattern=PRETOKENIZE_REGEX, special_tokens=self.special_tokens, nfc=True
         )
+        self._guard = TextGuard([] if parse_special_tokens else [t for t in self.special_tokens if t.startswith("<|")])
         self.bos_id = None if bos_token is None else self.special_tokens[bos_token]
         self.eos_id = self.special_tokens[eos_token]
         self.pad_id = self.special_tokens[pad_token] if pad_token is not None else self.eos_id
@@ -84,7 +91,7 @@ class Qwen2Tokenizer(MessageTransform, ModelTokenizer):
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens in it become their ids."""
-        ids = self._bpe.encode(text)
+        ids = self._bpe.encode(text, change=self._guard.show)
         if add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         return [*ids, self.eos_id] if add_eos else ids
@@ -93,13 +100,17 @@ class Qwen2Tokenizer(MessageTransform, ModelTokenizer):
         """Text of token ids."""
         return self._bpe.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def _turn(self, messages: list[Message], index: int) -> str:
-        """The text of a turn; the assistant's last one stays open."""
+    def _turn(self, messages: list[Message], index: int, begun: str = "") -> str:
+        """The text of a turn, ``begun`` before its own; the assistant's last one stays open."""
         message = messages[index]
         body = text_only(message, type(self).__name__)
         if message.role == "ipython":
             return body
-        return self._block(message.role, body, is_open=self._stays_open(messages, index))
+        return self._block(message.role, begun + body, is_open=self._stays_open(messages, index))
+
+    def _prepare(self, messages: list[Message], closed: bool) -> tuple[list[Message], list[str]]:
+        """The turns as the layout shows them, and what it puts before the text of each."""
+        return messages, [""] * len(messages)
 
     @staticmethod
     def _stays_open(messages: list[Message], index: int) -> bool:
@@ -126,12 +137,14 @@ class Qwen2Tokenizer(MessageTransform, ModelTokenizer):
             DataError: the content has no place in the layout.
         """
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = [self._guard.hide_message(message) for message in messages]
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
+        messages, begun = self._prepare(messages, closed)
         tokens: list[int] = []
         mask: list[bool] = []
         for i, message in enumerate(messages):
-            ids = self.encode(self._turn(messages, i), add_bos=i == 0, add_eos=False)
+            ids = self.encode(self._turn(messages, i, begun[i]), add_bos=i == 0, add_eos=False)
             tokens += ids
             mask += [message.masked] * len(ids)
             if self.truncation_type == "right" and self.max_seq_len and len(tokens) > self.max_seq_len:

@@ -61,6 +61,7 @@ class Qwen2_5Tokenizer(Qwen2Tokenizer):
         pad_token: str | None = ENDOFTEXT,
         bpe_cache_size: int = DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
         truncation_type: str = "right",
+        parse_special_tokens: bool = False,
     ) -> None:
         super().__init__(
             path,
@@ -75,9 +76,10 @@ class Qwen2_5Tokenizer(Qwen2Tokenizer):
             pad_token=pad_token,
             bpe_cache_size=bpe_cache_size,
             truncation_type=truncation_type,
+            parse_special_tokens=parse_special_tokens,
         )
 
-    def _turn(self, messages: list[Message], index: int) -> str:
+    def _turn(self, messages: list[Message], index: int, begun: str = "") -> str:
         message = messages[index]
         body = text_only(message, type(self).__name__)
         if message.role == "ipython":
@@ -88,7 +90,7 @@ class Qwen2_5Tokenizer(Qwen2Tokenizer):
             return f"{before}<tool_response>\n{body}\n</tool_response>{after}"
         if message.role == "assistant" and message.ipython:
             body = f"<tool_call>\n{body}\n</tool_call>"
-        return self._block(message.role, body, is_open=self._stays_open(messages, index))
+        return self._block(message.role, begun + body, is_open=self._stays_open(messages, index))
 
 
 def qwen2_5_tokenizer(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune.data import PromptTemplateInterface
+from torchtune.data import Message, PromptTemplateInterface
 from torchtune.data._prompt_templates import TemplateType
 from torchtune.models.qwen2._tokenizer import (
     DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
@@ -12,6 +12,7 @@ from torchtune.models.qwen2._tokenizer import (
     tokenizer_arguments,
 )
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS, Qwen2_5Tokenizer
+from torchtune.modules.transforms.tokenizers._protocols import text_only
 
 QWEN3_SPECIAL_TOKENS = {
     **QWEN2_5_SPECIAL_TOKENS,
@@ -23,9 +24,13 @@ QWEN3_SPECIAL_TOKENS = {
 
 
 class Qwen3Tokenizer(Qwen2_5Tokenizer):
-    """Byte-level BPE with Qwen 3's special tokens and Qwen 2.5's layout; no reasoning is added or taken away.
+    """Byte-level BPE with Qwen 3's special tokens and Qwen 2.5's layout.
 
-    Takes the arguments of :class:`torchtune.models.qwen2.Qwen2Tokenizer`.
+    Takes the arguments of :class:`torchtune.models.qwen2.Qwen2Tokenizer`, and ``thinking``: with ``None`` no
+    reasoning is added or taken away; ``True`` and ``False`` write it as Qwen 3's chat template does, which shows the
+    reasoning (``<think>`` in the text, or the field ``reasoning_content``) after the last question only and gives the
+    last turn an empty block where it has none. ``False`` begins the model's turn with such a block, so that a
+    generated answer has no reasoning.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class Qwen3Tokenizer(Qwen2_5Tokenizer):
         pad_token: str | None = ENDOFTEXT,
         bpe_cache_size: int = DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
         truncation_type: str = "right",
+        parse_special_tokens: bool = False,
+        thinking: bool | None = None,
     ) -> None:
         super().__init__(
             path,
@@ -57,7 +64,43 @@ class Qwen3Tokenizer(Qwen2_5Tokenizer):
             pad_token=pad_token,
             bpe_cache_size=bpe_cache_size,
             truncation_type=truncation_type,
+            parse_special_tokens=parse_special_tokens,
         )
+        self.thinking = thinking
+
+    def _prepare(self, messages: list[Message], closed: bool) -> tuple[list[Message], list[str]]:
+        if self.thinking is None:
+            return messages, [""] * len(messages)
+        last = len(messages) - 1
+        question = max((i for i, message in enumerate(messages) if _asks(message)), default=last)
+        shown, begun = list(messages), [""] * len(messages)
+        for i, message in enumerate(messages):
+            if message.role == "assistant" and (closed or i < last):
+                reasoning, text = _reasoning(message, text_only(message, type(self).__name__))
+                if i > question and (i == last or reasoning):
+                    begun[i], text = f"<think>\n{reasoning.strip(chr(10))}\n</think>\n\n", text.lstrip("\n")
+                shown[i] = Message("assistant", text, message.masked, message.ipython, message.eot, message.extra)
+        is_open = not closed and messages and messages[-1].role == "assistant" and not messages[-1].text_content
+        if is_open and self.thinking is False:
+            begun[-1] = "<think>\n\n</think>\n\n"
+        return shown, begun
+
+
+def _asks(message: Message) -> bool:
+    """Whether a user asks here, rather than that a tool answers in a user's turn."""
+    text = message.text_content
+    return message.role == "user" and not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
+
+
+def _reasoning(message: Message, text: str) -> tuple[str, str]:
+    """The reasoning of a turn, from its field or its text, and the rest of the text."""
+    given = message.extra.get("reasoning_content")
+    if isinstance(given, str):
+        return given, text
+    if "</think>" not in text:
+        return "", text
+    before, after = text.split("</think>")[0], text.split("</think>")[-1]
+    return before.rstrip("\n").split("<think>")[-1].lstrip("\n"), after.lstrip("\n")
 
 
 def qwen3_tokenizer(

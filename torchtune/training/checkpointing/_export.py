@@ -30,7 +30,15 @@ _LEFT_BEHIND = (".pt", ".pth", ".bin", ".safetensors", ".gguf", ".ckpt", ".index
 _WRITTEN_ANEW = ("config.json", "torchtune_config.yaml")
 _OWN_FOLDERS = ("epoch_", "step_", "recipe_state")
 _FOLDERS_OF_A_CHECKPOINT = ("state", "adapter", "logs", "__pycache__")
-_TOKENIZER_FILES = ("tokenizer", "generation_config", "chat_template", "special_tokens_map", "vocab.", "merges.txt")
+_TOKENIZER_FILES = (
+    "tokenizer",
+    "tekken",
+    "generation_config",
+    "chat_template",
+    "special_tokens_map",
+    "vocab.",
+    "merges.txt",
+)
 _MAX_CARRIED_BYTES = 100 * 2**20
 
 

@@ -1,60 +1,7 @@
 # ruff: noqa: E501, RUF001  (templates stand as checkpoints have them: long lines, full-width bars)
-"""Chat templates in the layouts that released checkpoints have, each with its truth written out in Python.
+"""Chat templates without tools, in the layouts that released checkpoints have, each with its truth."""
 
-A truth maps a conversation to (text, is trained) pieces: what the template must render, and what of it the model
-writes, the end-of-turn token included.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
-Pieces = list[tuple[str, bool]]
-Turns = list[dict[str, Any]]
-
-
-@dataclass
-class Case:
-    name: str
-    template: str
-    truth: Callable[[Turns], Pieces]
-    special: list[str]
-    eos: str
-    bos: str | None = None
-    system: bool = True
-    tool: bool = False
-    closes: bool = True  # every assistant turn ends with a special token of its own
-    plain: list[str] = field(default_factory=list)  # added tokens that are not special
-
-
-def assistant(turn: dict[str, Any]) -> bool:
-    return turn["role"] == "assistant"
-
-
-def blocks(before: str, between: str, after: str, rest: str = "\n", strip: bool = False) -> Callable[[Turns], Pieces]:
-    """``{before}{role}{between}{text}{after}{rest}`` for every turn."""
-
-    def truth(turns: Turns) -> Pieces:
-        pieces: Pieces = []
-        for turn in turns:
-            text = turn["content"].strip() if strip else turn["content"]
-            pieces += [(f"{before}{turn['role']}{between}", False), (text + after, assistant(turn)), (rest, False)]
-        return pieces
-
-    return truth
-
-
-def with_default(system: str, truth: Callable[[Turns], Pieces]) -> Callable[[Turns], Pieces]:
-    def defaulted(turns: Turns) -> Pieces:
-        first = [] if turns[0]["role"] == "system" else [{"role": "system", "content": system}]
-        return truth(first + turns)
-
-    return defaulted
-
-
-def prefixed(prefix: str, truth: Callable[[Turns], Pieces]) -> Callable[[Turns], Pieces]:
-    return lambda turns: [(prefix, False), *truth(turns)]
-
+from tests.torchtune.modules.transforms.chat_case import Pieces, Turns, assistant, blocks
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
@@ -96,162 +43,6 @@ def llama3_dated(turns: Turns) -> Pieces:
         role = "ipython" if turn["role"] == "tool" else turn["role"]
         text = turn["content"] if role == "ipython" else turn["content"].strip()
         pieces += [(f"<|start_header_id|>{role}<|end_header_id|>\n\n", False), (f"{text}<|eot_id|>", assistant(turn))]
-    return pieces
-
-
-QWEN2_5 = """{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
-{%- else %}
-    {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-    {%- elif message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role }}
-        {%- if message.content %}
-            {{- '\n' + message.content }}
-        {%- endif %}
-        {%- for tool_call in message.tool_calls %}
-            {%- if tool_call.function is defined %}
-                {%- set tool_call = tool_call.function %}
-            {%- endif %}
-            {{- '\n<tool_call>\n{"name": "' }}
-            {{- tool_call.name }}
-            {{- '", "arguments": ' }}
-            {{- tool_call.arguments | tojson }}
-            {{- '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\n<tool_response>\n' }}
-        {{- message.content }}
-        {{- '\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
-            {{- '<|im_end|>\n' }}
-        {%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
-
-# The reasoning of turns before the last question is dropped; later turns get a reasoning block, empty or not.
-QWEN3 = """{%- if messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
-{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
-        {%- set ns.multi_step_tool = false %}
-        {%- set ns.last_query_index = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- set reasoning_content = '' %}
-        {%- if message.reasoning_content is string %}
-            {%- set reasoning_content = message.reasoning_content %}
-        {%- elif '</think>' in content %}
-            {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last_query_index %}
-            {%- if loop.last or (not loop.last and reasoning_content) %}
-                {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
-            {%- else %}
-                {{- '<|im_start|>' + message.role + '\n' + content }}
-            {%- endif %}
-        {%- else %}
-            {{- '<|im_start|>' + message.role + '\n' + content }}
-        {%- endif %}
-        {%- if message.tool_calls %}
-            {%- for tool_call in message.tool_calls %}
-                {%- if (loop.first and content) or (not loop.first) %}
-                    {{- '\n' }}
-                {%- endif %}
-                {%- if tool_call.function %}
-                    {%- set tool_call = tool_call.function %}
-                {%- endif %}
-                {{- '<tool_call>\n{"name": "' }}
-                {{- tool_call.name }}
-                {{- '", "arguments": ' }}
-                {{- tool_call.arguments | tojson }}
-                {{- '}\n</tool_call>' }}
-            {%- endfor %}
-        {%- endif %}
-        {{- '<|im_end|>\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\n<tool_response>\n' }}
-        {{- content }}
-        {{- '\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
-            {{- '<|im_end|>\n' }}
-        {%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\n\n</think>\n\n' }}
-    {%- endif %}
-{%- endif %}"""
-
-
-def tool_response(turn: dict[str, Any]) -> Pieces:
-    return [(f"<|im_start|>user\n<tool_response>\n{turn['content']}\n</tool_response><|im_end|>\n", False)]
-
-
-def calls(turn: dict[str, Any]) -> str:
-    import json
-
-    text = ""
-    for call in turn.get("tool_calls", []):
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        text += f'\n<tool_call>\n{{"name": "{call["function"]["name"]}", "arguments": {arguments}}}\n</tool_call>'
-    return text
-
-
-def qwen2_5(turns: Turns) -> Pieces:
-    pieces: Pieces = []
-    for turn in turns:
-        if turn["role"] == "tool":
-            pieces += tool_response(turn)
-            continue
-        text = turn["content"] + calls(turn) if turn["content"] else calls(turn)[1:]
-        pieces += [(f"<|im_start|>{turn['role']}\n", False), (f"{text}<|im_end|>", assistant(turn)), ("\n", False)]
-    return pieces
-
-
-def qwen3(turns: Turns) -> Pieces:
-    last_query = max(i for i, turn in enumerate(turns) if turn["role"] == "user")
-    pieces: Pieces = []
-    for i, turn in enumerate(turns):
-        if turn["role"] == "tool":
-            pieces += tool_response(turn)
-            continue
-        text = turn["content"]
-        if assistant(turn):
-            reasoning = ""
-            if "</think>" in text:
-                reasoning = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
-                text = text.split("</think>")[-1].lstrip("\n")
-            called = calls(turn) if text else calls(turn)[1:]
-            if i > last_query and (i == len(turns) - 1 or reasoning):
-                text = "<think>\n" + reasoning.strip("\n") + "\n</think>\n\n" + text.lstrip("\n")
-            text += called
-        pieces += [(f"<|im_start|>{turn['role']}\n", False), (f"{text}<|im_end|>", assistant(turn)), ("\n", False)]
     return pieces
 
 
@@ -322,7 +113,8 @@ PHI3 = """{% for message in messages %}{% if message['role'] == 'system' and mes
 
 
 def phi3(turns: Turns) -> Pieces:
-    return [*blocks("<|", "|>\n", "<|end|>")(turns), ("<|endoftext|>", False)]
+    shown = [turn for turn in turns if turn["role"] != "system" or turn["content"]]
+    return [*blocks("<|", "|>\n", "<|end|>")(shown), ("<|endoftext|>", False)]
 
 
 PHI4 = """{% for message in messages %}{% if (message['role'] == 'system') %}{{'<|im_start|>system<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'user') %}{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'assistant') %}{{'<|im_start|>assistant<|im_sep|>' + message['content'] + '<|im_end|>'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
@@ -394,143 +186,36 @@ def command_r(turns: Turns) -> Pieces:
 # The marked part leaves the end-of-turn token out; it is trained on nevertheless.
 MARKED = """{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-QWEN = ["<tool_call>", "</tool_call>"]
-HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"]
-TURNS = [f"<|{name}_TOKEN|>" for name in ("START_OF_TURN", "END_OF_TURN", "SYSTEM", "USER", "CHATBOT")]
-chatml = blocks("<|im_start|>", "\n", "<|im_end|>")
-
-CASES = [
-    Case("chatml", CHATML, chatml, IM, "<|im_end|>", tool=True),
-    Case(
-        "smollm2",
-        SMOLLM2,
-        with_default("You are a helpful AI assistant named SmolLM", chatml),
-        IM,
-        "<|im_end|>",
-        bos="<|im_start|>",
-        tool=True,
-    ),
-    Case(
-        "llama3",
-        LLAMA3,
-        prefixed("<|begin_of_text|>", blocks("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", "", True)),
-        HEADERS,
-        "<|eot_id|>",
-        bos="<|begin_of_text|>",
-        tool=True,
-    ),
-    Case("llama3_dated", LLAMA3_DATED, llama3_dated, HEADERS, "<|end_of_text|>", bos="<|begin_of_text|>", tool=True),
-    Case(
-        "qwen2_5",
-        QWEN2_5,
-        with_default("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", qwen2_5),
-        IM,
-        "<|im_end|>",
-        tool=True,
-        plain=QWEN,
-    ),
-    Case("qwen3", QWEN3, qwen3, IM, "<|im_end|>", tool=True, plain=[*QWEN, "<think>", "</think>"]),
-    Case("mistral", MISTRAL, mistral, ["<s>", "</s>"], "</s>", bos="<s>"),
-    Case("mistral_last", MISTRAL_LAST, mistral_last, ["<s>", "</s>", "[INST]", "[/INST]"], "</s>", bos="<s>"),
-    Case("llama2", LLAMA2, llama2, ["<s>", "</s>"], "</s>", bos="<s>"),
-    Case(
-        "gemma",
-        GEMMA,
-        gemma,
-        ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
-        "<eos>",
-        bos="<bos>",
-        system=False,
-    ),
-    Case("phi3", PHI3, phi3, ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "<|endoftext|>"),
-    Case("phi4", PHI4, blocks("<|im_start|>", "<|im_sep|>", "<|im_end|>", ""), [*IM, "<|im_sep|>"], "<|im_end|>"),
-    Case("zephyr", ZEPHYR, blocks("<|", "|>\n", "</s>"), ["<s>", "</s>"], "</s>", bos="<s>"),
-    Case(
-        "deepseek_r1",
-        DEEPSEEK_R1,
-        deepseek,
-        ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
-        "<｜end▁of▁sentence｜>",
-        bos="<｜begin▁of▁sentence｜>",
-        plain=["<think>", "</think>"],
-    ),
-    Case(
-        "glm4",
-        GLM4,
-        glm4,
-        ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
-        "<|endoftext|>",
-        closes=False,
-    ),
-    Case(
-        "granite",
-        GRANITE,
-        with_default(
-            "You are Granite, developed by IBM.", blocks("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
-        ),
-        ["<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"],
-        "<|end_of_text|>",
-    ),
-    Case("command_r", COMMAND_R, command_r, ["<BOS_TOKEN>", *TURNS], "<|END_OF_TURN_TOKEN|>", bos="<BOS_TOKEN>"),
-    Case("marked", MARKED, chatml, IM, "<|im_end|>", tool=True),
-]
+# The system's text stands in the first user turn.
+GEMMA3 = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}{%- set loop_messages = messages[1:] -%}{%- else -%}{%- set first_user_prefix = "" -%}{%- set loop_messages = messages -%}{%- endif -%}
+{%- for message in loop_messages -%}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}{%- endif -%}
+{%- if (message['role'] == 'assistant') -%}{%- set role = "model" -%}{%- else -%}{%- set role = message['role'] -%}{%- endif -%}
+{{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else "") }}{{ message['content'] | trim }}{{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"""
 
 
-def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
+def gemma3(turns: Turns) -> Pieces:
+    pieces: Pieces = [("<bos>", False)]
+    system = turns[0]["content"] + "\n\n" if turns[0]["role"] == "system" else ""
+    for turn in turns[1:] if turns[0]["role"] == "system" else turns:
+        role = "model" if assistant(turn) else turn["role"]
+        text = f"{turn['content'].strip()}<end_of_turn>"
+        pieces += [(f"<start_of_turn>{role}\n{system}", False), (text, assistant(turn)), ("\n", False)]
+        system = ""
+    return pieces
 
 
-def exchange(*texts: str) -> Turns:
-    """user, assistant, user, assistant …"""
-    return [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
+# The token of the beginning is that of the end.
+OLMO2 = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}{% if not loop.last %}{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}{% else %}{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}{% endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"""
 
 
-SYSTEM = turn("system", "Answer in one word.")
-CONVERSATIONS: dict[str, Turns] = {
-    "one exchange": exchange("What is red?", "A colour."),
-    "three exchanges": exchange("one", "two", "three", "four", "five", "six"),
-    "same texts": exchange("hello", "hello", "hello", "hello"),
-    "system": [SYSTEM, *exchange("What is red?", "Colour")],
-    "system, two exchanges": [SYSTEM, *exchange("cat", "dog", "bird", "fish")],
-    "unicode": exchange("Grüße 🙂 你好", "naïve — 你好 🙂🙂", "Привет", "שלום"),
-    "empty answer": exchange("Say nothing.", ""),
-    "empty answer inside": exchange("Say nothing.", "", "Now speak.", "Well."),
-    "spaces": exchange("  padded  ", "  answer with spaces  ", "again", "tail  "),
-    "newlines": exchange("line\nline\n\n", "\nfirst\n\nsecond\n", "more", "\n\nend"),
-    "reasoning": exchange("2+2?", "<think>\nsum\n</think>\n\n4", "3+3?", "<think>\nagain\n</think>\n\n6"),
-    "code": exchange("Write.", "def f(x):\n    return {'a': x}  # {{ }}\n", "Thanks", "ok"),
-    "names of roles": exchange("user assistant system", "assistant\nuser", "assistant", "user"),
-}
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}}}
-TOOL_CONVERSATIONS: dict[str, Turns] = {
-    "tool": [
-        turn("user", "Weather?"),
-        turn("assistant", "I will look."),
-        turn("tool", '{"sun": true}'),
-        turn("assistant", "Sunny."),
-    ],
-    "tool, then a question": [
-        SYSTEM,
-        turn("user", "Weather?"),
-        turn("assistant", "I will look."),
-        turn("tool", '{"sun": true}'),
-        turn("assistant", "Sunny."),
-        *exchange("Sure?", "Yes."),
-    ],
-}
-CALL_CONVERSATIONS: dict[str, Turns] = {
-    "structured call": [
-        turn("user", "Weather?"),
-        turn("assistant", "", tool_calls=[CALL]),
-        turn("tool", "rain"),
-        turn("assistant", "Rain."),
-    ],
-    "structured calls with text": [
-        turn("user", "Weather?"),
-        turn("assistant", "I will look.", tool_calls=[CALL, CALL]),
-        turn("tool", "rain"),
-        turn("assistant", "Rain."),
-        *exchange("And now?", "Sun."),
-    ],
-}
+def olmo2(turns: Turns) -> Pieces:
+    pieces: Pieces = [("<|endoftext|>", False)]
+    for i, turn in enumerate(turns):
+        end = "<|endoftext|>" if assistant(turn) else "\n"
+        pieces += [(f"<|{turn['role']}|>\n", False), (turn["content"] + end, assistant(turn))]
+        pieces += [("\n", False)] if assistant(turn) and i < len(turns) - 1 else []
+    return pieces

@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = attach(
         "ModelTokenizer": "_protocols",
         "SentencePieceBaseTokenizer": "_sentencepiece",
         "StreamDecoder": "_stream",
+        "TekkenTokenizer": "_tekken",
         "TikTokenBaseTokenizer": "_tiktoken",
         "hf_tokenizer": "_hf_model_tokenizer",
         "parse_hf_tokenizer_json": "_files",

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -75,14 +75,18 @@ class ByteLevelBPE:
         self._special = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self.vocab_size = max([*vocab.values(), *self.special_tokens.values()]) + 1
 
-    def encode(self, text: str, parse_special: bool = True) -> list[int]:
-        """Token ids of ``text``; unless ``parse_special``, special tokens in it are encoded as plain text."""
+    def encode(self, text: str, parse_special: bool = True, change: Callable[[str], str] | None = None) -> list[int]:
+        """Token ids of ``text``; unless ``parse_special``, special tokens in it are encoded as plain text.
+
+        ``change`` is applied to the parts between special tokens, once these have been found.
+        """
         pieces = self._special.split(text) if parse_special and self._special is not None else [text]
         ids: list[int] = []
         for i, piece in enumerate(pieces):
             if i % 2:
                 ids.append(self.special_tokens[piece])
             elif piece:
+                piece = piece if change is None else change(piece)
                 ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
         return ids
 

@@ -56,13 +56,13 @@ class ChatTemplate:
 
     Args:
         source: text of the template.
-        variables: further variables, for example ``bos_token``.
+        variables: further variables, for example ``bos_token``; may be the switches that a template has.
 
     Raises:
         DataError: the template has a syntax error.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         self.variables = dict(variables)
         self.now: datetime | None = None

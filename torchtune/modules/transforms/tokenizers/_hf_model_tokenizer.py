@@ -9,8 +9,9 @@ from torchtune.data import DataError, Message
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
 from torchtune.modules.transforms.tokenizers._files import read_json, read_text
+from torchtune.modules.transforms.tokenizers._guard import GuardedEncoder, TextGuard
 from torchtune.modules.transforms.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
-from torchtune.modules.transforms.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens
+from torchtune.modules.transforms.tokenizers._protocols import MessagesWithToolsTransform, ModelTokenizer, end_tokens
 from torchtune.modules.transforms.tokenizers._turns import Span, TurnFinder, first_special, learn_stops
 from torchtune.utils import get_logger, log_once
 
@@ -18,7 +19,7 @@ from torchtune.utils import get_logger, log_once
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
+class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
     """Tokenizes conversations with the Jinja chat template of a checkpoint.
 
     The whole conversation is rendered once and tokenized once, so the ids are those of ``apply_chat_template`` in
@@ -27,6 +28,10 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
     are honoured where the template has them. A template that ends the last turn with no special token at all gets
     the end-of-sequence token appended, because a model that never sees an end never stops.
 
+    Special tokens that the text of a turn, its tool calls or the tools spell are plain text, which is where the ids
+    differ from those of ``transformers``, unless ``parse_special_tokens`` asks for them. Added tokens that the
+    tokenizer does not call special, such as ``<think>``, are part of texts and always read.
+
     Args:
         tokenizer_json_path: ``tokenizer.json``.
         tokenizer_config_json_path: ``tokenizer_config.json``; by default the one beside it.
@@ -34,6 +39,8 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
         max_seq_len: longest row; ``None`` does not cut.
         chat_template: file or text of a template to use instead of the checkpoint's.
+        chat_template_kwargs: further variables of the template, its switches: ``{"enable_thinking": False}``.
+        parse_special_tokens: special tokens in the text of a turn become their ids.
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.
@@ -48,6 +55,8 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         truncation_type: str = "right",
         max_seq_len: int | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special_tokens: bool = False,
     ) -> None:
         self.base_tokenizer = HuggingFaceBaseTokenizer(
             tokenizer_json_path,
@@ -61,9 +70,11 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self.pad_id, self.vocab_size = self.base_tokenizer.pad_id, self.base_tokenizer.vocab_size
         folder = Path(tokenizer_json_path).expanduser().parent
         self.chat_templates = {
-            name: ChatTemplate(source, self.base_tokenizer.named_tokens)
+            name: ChatTemplate(source, {**self.base_tokenizer.named_tokens, **(chat_template_kwargs or {})})
             for name, source in _template_sources(folder, self.base_tokenizer.config, chat_template).items()
         }
+        self._guard = TextGuard([] if parse_special_tokens else self.special_tokens)
+        self._encoder = GuardedEncoder(self.base_tokenizer.tokenizer, self._guard)
         self._stops: list[str] = []
         if "default" in self.chat_templates:
             plain = self.chat_templates["default"]
@@ -126,13 +137,14 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         if not messages:
             raise DataError("the conversation has no turns")
         closed = end_tokens(add_end_tokens, add_eos)
+        turns, tools = self._guard.hide([_as_turn(message) for message in messages]), self._guard.hide(tools)
         if not closed:
-            text = self._open_text(messages, tools)
+            text = self._open_text(turns, tools)
             spans: list[Span] = []
         else:
-            text, spans = self._finished_text(messages, tools)
-        encoding = self.base_tokenizer.tokenizer.encode(text, add_special_tokens=False)
-        tokens, mask = encoding.ids, _mask(encoding.offsets, spans)
+            text, spans = self._finished_text(turns, [message.masked for message in messages], tools)
+        encoding, moved = self._encoder.encode(text, spans)
+        tokens, mask = encoding.ids, _mask(encoding.offsets, moved)
         eos_id = self.eos_id if closed else None
         is_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
         if is_trained and not text[spans[-1][0] :].rstrip().endswith(tuple(self.special_tokens)):
@@ -141,14 +153,6 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
                 raise DataError("neither the chat template nor the tokenizer's config names a token that ends a turn")
             tokens, mask = [*tokens, eos_id], [*mask, False]
         return truncate_row(tokens, mask, max_seq_len or self.max_seq_len, self.truncation_type, eos_id)
-
-    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """Replace ``messages`` (and ``tools``, if there are any) by ``tokens`` and ``mask``."""
-        sample = dict(sample)
-        tokens, mask = self.tokenize_messages(
-            sample.pop("messages"), add_end_tokens=not inference, tools=sample.pop("tools", None)
-        )
-        return {**sample, "tokens": tokens, "mask": mask}
 
     def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
@@ -159,35 +163,38 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             )
         return self.chat_templates[name]
 
-    def _open_text(self, messages: list[Message], tools: Sequence[Any] | None) -> str:
+    def _open_text(self, turns: list[dict[str, Any]], tools: Sequence[Any] | None) -> str:
         """The text up to where the model goes on."""
-        turns = [_as_turn(message) for message in messages]
-        begun = turns.pop()["content"] if messages[-1].role == "assistant" else ""
+        begun = ""
+        if turns[-1]["role"] == "assistant":
+            turns, begun = turns[:-1], turns[-1]["content"]
         return self._template(tools).render(turns, add_generation_prompt=True, tools=tools)[0] + begun
 
-    def _finished_text(self, messages: list[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+    def _finished_text(
+        self, turns: list[dict[str, Any]], masked: list[bool], tools: Sequence[Any] | None
+    ) -> tuple[str, list[Span]]:
         """The text of a finished conversation, and what of it is trained on."""
         template = self._template(tools)
         template.now = datetime.now()  # every rendering of one conversation sees the same time
-        turns = [_as_turn(message) for message in messages]
         text, generated = template.render(turns, tools=tools)
         finder = TurnFinder(
             lambda part, prompt: template.render(part, add_generation_prompt=prompt, tools=tools)[0],
             turns,
             text,
             self._stops,
+            list(self.special_tokens),
         )
-        assistant = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        assistant = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         marked = template.marks_generation and len(generated) == len(assistant)
         by_turn = dict(zip(assistant, generated, strict=True)) if marked else {}
         spans = []
-        for i, message in enumerate(messages):
-            if message.masked:
+        for i, turn in enumerate(turns):
+            if masked[i]:
                 continue
             if i in by_turn:
                 spans.append(self._with_stop(text, by_turn[i]))
             else:
-                spans.append(finder.assistant(i) if message.role == "assistant" else finder.other(i))
+                spans.append(finder.assistant(i) if turn["role"] == "assistant" else finder.other(i))
         template.now = None
         return text, spans
 
@@ -252,7 +259,12 @@ def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def hf_tokenizer(
-    path: str, max_seq_len: int | None = None, chat_template: str | None = None, truncation_type: str = "right"
+    path: str,
+    max_seq_len: int | None = None,
+    chat_template: str | None = None,
+    truncation_type: str = "right",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    parse_special_tokens: bool = False,
 ) -> HuggingFaceModelTokenizer:
     """The tokenizer of a Hugging Face checkpoint, with its own chat template.
 
@@ -261,6 +273,8 @@ def hf_tokenizer(
         max_seq_len: longest row; ``None`` does not cut.
         chat_template: file or text of a template to use instead of the checkpoint's.
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
+        chat_template_kwargs: further variables of the template, its switches: ``{"enable_thinking": False}``.
+        parse_special_tokens: special tokens in the text of a turn become their ids; by default they are plain text.
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.
@@ -271,4 +285,6 @@ def hf_tokenizer(
         max_seq_len=max_seq_len,
         chat_template=chat_template,
         truncation_type=truncation_type,
+        chat_template_kwargs=chat_template_kwargs,
+        parse_special_tokens=parse_special_tokens,
     )

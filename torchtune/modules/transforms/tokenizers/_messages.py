@@ -13,6 +13,7 @@ def tokenize_messages_no_special_tokens(
     bos_id: int | None = None,
     eos_id: int | None = None,
     truncation_type: str = "right",
+    is_open: bool = False,
 ) -> tuple[list[int], list[bool]]:
     """Tokenize a conversation, text after text.
 
@@ -26,6 +27,7 @@ def tokenize_messages_no_special_tokens(
         bos_id: token of the beginning, if wanted.
         eos_id: token of the end, if wanted.
         truncation_type: which end of a long row is kept.
+        is_open: the last turn does not end, because a model is to go on.
 
     Returns:
         token ids, and for each whether it is masked (not trained on).
@@ -37,7 +39,7 @@ def tokenize_messages_no_special_tokens(
     mask: list[bool] = []
     starts_turn, ends_with_space = True, False
     message = None
-    for message in messages:
+    for i, message in enumerate(messages):
         before = len(tokens)
         if starts_turn and bos_id is not None:
             tokens.append(bos_id)
@@ -50,14 +52,15 @@ def tokenize_messages_no_special_tokens(
                 add_eos=False,
                 trim_leading_whitespace=not starts_turn and not ends_with_space,
             )
-            ends_with_space = item["content"].endswith(" ")
+            ends_with_space = item["content"].endswith(" ") or (ends_with_space and not item["content"])
             starts_turn = False
         if message.role == "assistant":
-            if eos_id is not None:
+            if eos_id is not None and not (is_open and i == len(messages) - 1):
                 tokens.append(eos_id)
             starts_turn = True
         mask += [message.masked] * (len(tokens) - before)
         if truncation_type == "right" and tokenizer.max_seq_len and len(tokens) > tokenizer.max_seq_len:
             break
     masked = message.masked if message is not None else True
-    return truncate_row(tokens, mask, tokenizer.max_seq_len, truncation_type, eos_id, masked)
+    cut_id = None if is_open else eos_id
+    return truncate_row(tokens, mask, tokenizer.max_seq_len, truncation_type, cut_id, masked)

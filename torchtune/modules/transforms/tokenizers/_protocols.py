@@ -48,6 +48,26 @@ class MessageTransform:
         return {**sample, "tokens": tokens, "mask": mask}
 
 
+class MessagesWithToolsTransform(MessageTransform):
+    """The same for tokenizers whose ``tokenize_messages`` takes descriptions of tools."""
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace ``messages`` (and ``tools``, if there are any) by ``tokens`` and ``mask`` (True = not trained on).
+
+        Args:
+            sample: has ``messages``, and may have ``tools``.
+            inference: leave the last turn open, for a model to continue.
+
+        Raises:
+            DataError: the messages do not fit the prompt layout.
+        """
+        sample = dict(sample)
+        tokens, mask = self.tokenize_messages(
+            sample.pop("messages"), add_end_tokens=not inference, tools=sample.pop("tools", None)
+        )
+        return {**sample, "tokens": tokens, "mask": mask}
+
+
 def end_tokens(add_end_tokens: bool, add_eos: bool | None) -> bool:
     """``add_end_tokens``, or its old spelling with a warning."""
     if add_eos is None:

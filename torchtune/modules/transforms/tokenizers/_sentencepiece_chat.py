@@ -85,7 +85,7 @@ class SentencePieceChatTokenizer(MessageTransform, ModelTokenizer):
         Args:
             messages: the conversation.
             add_start_tokens: put the token of the beginning before every exchange.
-            add_end_tokens: put the token of the end after every turn of the assistant.
+            add_end_tokens: put the token of the end after every turn of the assistant, the last one included.
             add_eos: old spelling of ``add_end_tokens``.
 
         Returns:
@@ -104,8 +104,9 @@ class SentencePieceChatTokenizer(MessageTransform, ModelTokenizer):
             self,
             messages,
             bos_id=self.bos_id if add_start_tokens else None,
-            eos_id=self.eos_id if closed else None,
+            eos_id=self.eos_id,
             truncation_type=self.truncation_type,
+            is_open=not closed,
         )
 
     def _without_control(self, message: Message) -> Message:

@@ -39,7 +39,7 @@ def read_ranks(path: str) -> dict[bytes, int]:
     return ranks
 
 
-def _chunks(text: str) -> Iterator[str]:
+def chunks(text: str) -> Iterator[str]:
     """``text`` in pieces that are not too long, cut inside very long runs with or without white space."""
     for start in range(0, len(text), MAX_ENCODE_CHARS):
         part = text[start : start + MAX_ENCODE_CHARS]
@@ -84,7 +84,7 @@ class TikTokenBaseTokenizer(BaseTokenizer):
         if not text:
             return []
         ids = [self.bos_id] if add_bos else []
-        for chunk in _chunks(text):
+        for chunk in chunks(text):
             ids += self.tt_model.encode(chunk, allowed_special=set(), disallowed_special=())
         return [*ids, self.eos_id] if add_eos else ids
 

@@ -59,13 +59,17 @@ class TurnFinder:
         messages: the conversation, as the template sees it.
         text: the whole of it, rendered.
         stops: the special tokens that may end a turn of the assistant.
+        special: all special tokens.
     """
 
-    def __init__(self, render: Render, messages: Sequence[Turn], text: str, stops: Sequence[str]) -> None:
+    def __init__(
+        self, render: Render, messages: Sequence[Turn], text: str, stops: Sequence[str], special: Sequence[str] = ()
+    ) -> None:
         self._render = render
         self.messages = list(messages)
         self.text = text
         self.stops = tuple(stops)
+        self.special = tuple(special)
         number = 0
         while _STAND_IN.format(number) in text:
             number += 1
@@ -134,17 +138,21 @@ class TurnFinder:
         if prompt is not None and self.text.startswith(prompt):
             return len(prompt)
         content = self._content(index)
-        if content is None:
-            raise self._lost(index)
         before = self._content(index - 1) if index else None
         if before is not None:
             prompt = self._try(self._with_stand_in(index - 1)[:index], True) or ""
             header = prompt.rpartition(self._stand_in)[2] if self._stand_in in prompt else None
-            between = self.text[before[1] : content[0]]
-            if header is not None and between.startswith(header):
+            if header is not None and self.text.startswith(header, before[1]):
                 return before[1] + len(header)
-            if header is not None and header.startswith(between):
+            if header is not None and content is not None and header.startswith(self.text[before[1] : content[0]]):
                 return content[0]  # the generation prompt opens more than a finished turn has, such as <think>
+            if header is not None:
+                shared = _common_prefix(header, self.text[before[1] :])
+                marks = max((header.rfind(token) + len(token) for token in self.special if token in header), default=0)
+                if 0 < marks < shared:
+                    return before[1] + shared  # or opens it in another way
+        if content is None:
+            raise self._lost(index)
         header = self._generation_header()
         if header and self.text.endswith(header, 0, content[0]):
             return content[0]
@@ -166,16 +174,25 @@ class TurnFinder:
             return self._stop_after(len(until)) or len(until)
         content = self._content(index)
         following = None if last else self._content(index + 1)
-        if content is None or (following is None and not last):
+        if following is None and not last:
             raise self._lost(index)
-        begin = max(start, content[1])
+        begin = start if content is None else max(start, content[1])
         limit = following[0] if following is not None else len(self.text)
-        found = [
+        return self._first_end(begin, limit)
+
+    def _first_end(self, begin: int, limit: int) -> int:
+        """End of the first end-of-turn token between the two that the assistant does not go on after."""
+        again = self._generation_header().strip()
+        end = begin
+        while found := [
             (position, position + len(stop))
             for stop in self.stops
-            if (position := self.text.find(stop, begin, limit)) >= 0
-        ]
-        return min(found)[1] if found else begin
+            if (position := self.text.find(stop, end, limit)) >= 0
+        ]:
+            end = min(found)[1]
+            if not again or not self.text[end:limit].lstrip().startswith(again):
+                break
+        return end
 
     def _closing(self, start: int, end: int) -> int | None:
         """End of the first of the end-of-turn tokens with which ``text[start:end]`` ends."""

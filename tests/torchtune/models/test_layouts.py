@@ -1,0 +1,109 @@
+"""Layouts of our own against ``apply_chat_template`` of the same tokenizer, row by row."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchtune.models.named_layouts import ROWS, Row
+from tests.torchtune.modules.transforms.chat_case import Turns
+from tests.torchtune.modules.transforms.chat_checks import expected_plain, messages_of, replaced, truth_of
+from tests.torchtune.modules.transforms.chat_conversations import conversations, exchange
+from torchtune.modules.transforms.tokenizers import StreamDecoder
+
+COUNT = 60
+_folders: dict[str, Path] = {}
+
+
+def folder_of(row: Row, tmp: Path) -> Path:
+    if row.case.name not in _folders:
+        folder = tmp / f"layout_{row.case.name}"
+        folder.mkdir()
+        row.write(folder, row.case)
+        _folders[row.case.name] = folder
+    return _folders[row.case.name]
+
+
+def reference(folder: Path) -> Any:
+    """That of ``transformers``, from the same folder."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def turns_for(row: Row, turns: Turns) -> Turns:
+    """The turns as the row's rules leave them."""
+
+    def text(content: str) -> str:
+        content = content.rstrip(" ") if row.rstrip else content
+        return content or ("filled" if row.fill else "")
+
+    return [{**turn, "content": turn["content"] if turn.get("tool_calls") else text(turn["content"])} for turn in turns]
+
+
+def ours_of(row: Row, turns: Turns) -> list[Any]:
+    messages = messages_of(turns)
+    for message in messages:
+        message.role = row.roles.get(message.role, message.role)
+    return messages
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)
+def test_ids_and_mask(row: Row, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = folder_of(row, tmp_path_factory.getbasetemp())
+    ours, theirs = row.ours(folder), reference(folder)
+    parsing = None if row.parses is None else row.parses(folder)
+    spelled = 0
+    for name, given, tools in conversations(row.case, COUNT):
+        turns = turns_for(row, given)
+        text = "".join(piece for piece, _ in truth_of(row.case, turns, tools))
+        assert theirs.apply_chat_template(turns, tools=tools, tokenize=False, **row.case.switches) == text, (
+            f"wrong truth: {turns}"
+        )
+        expected = row.finish(expected_plain(row.case, turns, tools, theirs._tokenizer), ours)
+        shown = {} if tools is None else {"tools": tools}
+        assert ours.tokenize_messages(ours_of(row, turns), **shown) == expected, f"{name}: {turns}"
+        reference_ids = theirs.apply_chat_template(turns, tools=tools, return_dict=False, **row.case.switches)
+        parsed = row.finish((reference_ids, []), ours)[0]
+        if replaced(turns, row.case.special, ["" for _ in row.case.special]) == turns:
+            assert parsed == expected[0], f"{name}: {turns}"
+            continue
+        spelled += 1
+        if parsing is not None:
+            assert parsing.tokenize_messages(ours_of(row, turns))[0] == parsed, f"{name}: {turns}"
+    assert spelled >= 5, "conversations whose texts spell control tokens"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)
+def test_every_turn_trains_its_end(row: Row, tmp_path_factory: pytest.TempPathFactory) -> None:
+    ours = row.ours(folder_of(row, tmp_path_factory.getbasetemp()))
+    tokens, mask = ours.tokenize_messages(ours_of(row, exchange("one", "two", "three", "four", "five", "six")))
+    runs = "".join("-" if masked else "x" for masked in mask).split("-")
+    assert len([run for run in runs if run]) == 3
+    trained = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+    assert sum(token in ours.stop_tokens for token in trained) == 3
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)
+def test_the_prompt_of_inference(row: Row, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = folder_of(row, tmp_path_factory.getbasetemp())
+    ours, theirs = row.ours(folder), reference(folder)
+    for texts in (("one", "two", "three", ""), ("你好", "")):
+        turns = turns_for(row, exchange(*texts))
+        turns[-1]["content"] = ""
+        prompt = ours({"messages": ours_of(row, turns)}, inference=True)["tokens"]
+        expected = theirs.apply_chat_template(
+            turns[:-1], add_generation_prompt=True, return_dict=False, **row.case.switches
+        )
+        assert prompt == expected
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)
+def test_decoding_token_by_token_gives_whole_characters(row: Row, tmp_path_factory: pytest.TempPathFactory) -> None:
+    ours = row.ours(folder_of(row, tmp_path_factory.getbasetemp()))
+    for text in {turn["content"] for _, turns, _ in conversations(row.case, COUNT) for turn in turns}:
+        stream = StreamDecoder(ours)
+        tokens = ours.encode(text, add_bos=False, add_eos=False)
+        parts = [stream.put(token) for token in tokens]
+        assert "".join(parts) + stream.end() == ours.decode(tokens), text
+        assert not any("\ufffd" in part for part in parts), text
