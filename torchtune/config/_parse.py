@@ -18,7 +18,7 @@ from torchtune.config._interpolate import interpolate
 from torchtune.config._reader import Document, read
 from torchtune.config._schema import build_settings, settings_fields, settings_of
 from torchtune.config._values import anything
-from torchtune.utils import UserError, get_logger, log_once
+from torchtune.utils import UserError, get_logger, log_once, note_in_run_log
 
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
 
@@ -130,6 +130,7 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
             shared = isinstance(error, ConfigError) or getattr(error, "told_by_rank_0", False)
             if not shared or os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {error}", file=sys.stderr)
+            note_in_run_log(f"error: {error}")
             sys.exit(2)
         sys.exit(result)
 

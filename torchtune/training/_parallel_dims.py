@@ -1,6 +1,7 @@
 """How the processes of a run are arranged, and what they agree on."""
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ class ParallelDims:
             )
         self._loss_group: dist.ProcessGroup | None = None
         self._host_group: dist.ProcessGroup | None = None
+        self.waited = 0.0  # seconds that sum and any took: mostly for processes that come later
 
     @classmethod
     def start(cls, device: torch.device, **sizes: int) -> "ParallelDims":
@@ -209,8 +211,10 @@ class ParallelDims:
         """
         if self._loss_group is None or self._loss_group.size() == 1:
             return list(numbers)
+        start = time.perf_counter()
         total = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         dist.all_reduce(total, group=self._loss_group)
+        self.waited += time.perf_counter() - start
         pairs = zip(numbers, total.tolist(), strict=True)
         return [round(found) if isinstance(number, int) else found for number, found in pairs]
 
@@ -222,8 +226,10 @@ class ParallelDims:
         """The largest ``number`` of any process; all of them call it."""
         if self.world_size == 1:
             return number
+        start = time.perf_counter()
         found = torch.tensor(number)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group)
+        self.waited += time.perf_counter() - start
         return int(found)
 
     def gather(self, value: Any) -> list[Any]:

@@ -1,58 +1,175 @@
-"""Tokens per second."""
+"""Tokens per second, and where the time goes."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchtune.training._activity import Activity
+from torchtune.training._flops import count_flops, document_lengths, peak_flops
+from torchtune.utils import get_logger, log_once
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from torchtune.training._parallel_dims import ParallelDims
 
 
 class Throughput:
     """Tokens per second over the last steps: all that were processed, and those that carry a label.
 
-    Time inside ``paused`` (saving, validation) does not count.
+    Time inside ``paused`` (saving, validation) does not count. With ``dims`` and ``model`` it also tells which shares
+    of the time are lost, and how much of what the device can do the model makes use of (docs/observability.rst).
 
     Args:
         window: steps that the figures are taken over.
         clock: seconds, monotonic.
+        model: that is trained; with it :attr:`activity` moves with every forward pass, on a device that is known the
+            model's operations are counted (MFU).
+        dims: the processes of the run.
+        device: that the model is trained on.
+        step: optimizer steps that were done before, by a run that goes on.
+
+    Attributes:
+        activity: what the process is doing.
+        processed: tokens so far.
+        trained: labels so far.
     """
 
-    def __init__(self, window: int = 10, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        window: int = 10,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        model: "nn.Module | None" = None,
+        dims: "ParallelDims | None" = None,
+        device: "torch.device | None" = None,
+        step: int = 0,
+    ) -> None:
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}.")
         self._clock = clock
-        self._window: deque[tuple[float, int, int]] = deque(maxlen=window)
-        self._mark = clock()
+        self._window: deque[tuple[float, int, int, float]] = deque(maxlen=window)
+        self._mark = self._logged = clock()
+        self._dims = dims
+        self._waited = self._dims_waited()
+        self._lost: dict[str, float] = {} if dims is None or dims.world_size == 1 else {"waiting": 0.0}
+        self._peak = None if model is None or device is None else _peak(model, device)
+        self._flops = None if self._peak is None else count_flops(model)
+        self._pair_flops = 0.0  # of attention, by token, in the step that is worked on
+        self.activity = Activity(step)
         self.processed = 0
         self.trained = 0
+        if model is not None:
+            model.register_forward_pre_hook(self._seen, with_kwargs=True)
+
+    def _seen(self, model: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = args[0] if args else kwargs.get("tokens")
+        self.activity.shape = getattr(tokens, "shape", None)
+        self.activity.move()
+
+    def _dims_waited(self) -> float:
+        return 0.0 if self._dims is None else self._dims.waited
+
+    def loading(self, loader: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """What ``loader`` yields; the time that it takes counts as lost to data.
+
+        Args:
+            loader: yields the micro-batches of each step.
+        """
+        self._lost.setdefault("data", 0.0)
+        batches = iter(loader)
+        while True:
+            start = self._clock()
+            self.activity.move("loading data")
+            try:
+                loaded = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._lost["data"] += self._clock() - start
+            if self._flops is not None:
+                self._pair_flops = self._attention_by_token(loaded)
+            self.activity.move("training")
+            yield loaded
+
+    def _attention_by_token(self, batches: list[Any]) -> float:
+        lengths = [length for batch in batches if isinstance(batch, Mapping) for length in document_lengths(batch)]
+        return self._flops.attention(lengths) / max(sum(lengths), 1)
 
     def step(self, *, processed: int, trained: int) -> None:
         """Count one optimizer step.
 
         Args:
-            processed: tokens that went through the model.
-            trained: tokens that carry a label.
+            processed: tokens that went through the model, of this process.
+            trained: tokens that carry a label, of all processes.
         """
         now = self._clock()
-        self._window.append((now - self._mark, processed, trained))
+        flops = 0.0
+        if self._flops is not None:
+            labels = trained / (1 if self._dims is None else self._dims.world_size)
+            flops = (self._flops.token + self._pair_flops) * processed + self._flops.label * labels
+        self._window.append((now - self._mark, processed, trained, flops))
         self._mark = now
         self.processed += processed
         self.trained += trained
+        self.activity.step += 1
+        self.activity.move()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time inside the block out."""
-        start = self._clock()
+    def paused(self, phase: str | None = None) -> Iterator[None]:
+        """Leave the time inside the block out.
+
+        Args:
+            phase: what it is lost to, ``"saving"`` or ``"validation"``; without a name it is not in the metrics.
+        """
+        start, waited, before = self._clock(), self._dims_waited(), self.activity.phase
+        self.activity.move(phase)
         try:
             yield
         finally:
-            self._mark += self._clock() - start
+            seconds = self._clock() - start
+            self._mark += seconds
+            if phase is not None:
+                self._lost[phase] = self._lost.get(phase, 0.0) + seconds
+            self._waited += self._dims_waited() - waited  # is part of the phase
+            self.activity.move(before)
 
     def metrics(self) -> dict[str, float]:
-        """``tokens_per_second_per_gpu`` (processed) and ``trained_tokens_per_second`` over the window."""
-        seconds = sum(entry[0] for entry in self._window)
-        if seconds <= 0:
-            return {"tokens_per_second_per_gpu": 0.0, "trained_tokens_per_second": 0.0}
-        return {
-            "tokens_per_second_per_gpu": sum(entry[1] for entry in self._window) / seconds,
-            "trained_tokens_per_second": sum(entry[2] for entry in self._window) / seconds,
-        }
+        """Figures of the window, and shares of the time since this was last called.
+
+        ``tokens_per_second_per_gpu`` (processed), ``trained_tokens_per_second``, ``mfu`` where the device is known,
+        and ``lost_to_data``, ``lost_to_waiting`` (for other processes) and what ``paused`` has named so far.
+        """
+        seconds, processed, trained, flops = (sum(column) for column in zip((0, 0, 0, 0), *self._window, strict=True))
+        seconds = seconds if seconds > 0 else float("inf")
+        found = {"tokens_per_second_per_gpu": processed / seconds, "trained_tokens_per_second": trained / seconds}
+        if self._flops is not None:
+            found["mfu"] = flops / seconds / self._peak
+        return found | self._shares()
+
+    def _shares(self) -> dict[str, float]:
+        now, waited = self._clock(), self._dims_waited()
+        if "waiting" in self._lost:
+            self._lost["waiting"] = waited - self._waited
+        wall = now - self._logged
+        shares = {f"lost_to_{kind}": lost / wall if wall > 0 else 0.0 for kind, lost in self._lost.items()}
+        self._lost = dict.fromkeys(self._lost, 0.0)
+        self._logged, self._waited = now, waited
+        return shares
+
+
+def _peak(model: "nn.Module", device: "torch.device") -> float | None:
+    """What the device can do in the model's type; None on a CPU, in float32, or if it is not known."""
+    import torch
+
+    parameter = next(model.parameters(), None)
+    if device.type != "cuda" or parameter is None or parameter.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = peak_flops(name)
+    if peak is None:
+        log_once(get_logger(), f"There is no MFU: what '{name}' can do at most is not known here.")
+    return peak

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-_FORMAT = "%(levelname)s:%(name)s:%(message)s"
+SCREEN_FORMAT = "%(levelname)s:%(name)s:%(message)s"
 
 
 def get_logger(level: str | None = None) -> logging.Logger:
@@ -22,21 +22,21 @@ def get_logger(level: str | None = None) -> logging.Logger:
     logger = logging.getLogger("torchtune")
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(_FORMAT))
+        handler.setFormatter(logging.Formatter(SCREEN_FORMAT))
         logger.addHandler(handler)
     if level is not None:
         logger.setLevel(level.upper())
     return logger
 
 
-def _rank() -> int:
+def get_rank() -> int:
     """This process's rank, without importing torch where torch has not been needed yet."""
     return int(os.environ.get("RANK", "0"))
 
 
 def log_rank_zero(logger: logging.Logger, msg: str, level: int = logging.INFO) -> None:
     """Log ``msg`` on rank 0 only."""
-    if _rank() == 0:
+    if get_rank() == 0:
         logger.log(level, msg, stacklevel=2)
 
 

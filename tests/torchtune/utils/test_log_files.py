@@ -1,0 +1,148 @@
+"""Files of what each process says, and what still reaches the screen."""
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtune.utils import (
+    close_run_logger,
+    dump_stacks,
+    dump_stacks_after,
+    get_run_logger,
+    note_in_run_log,
+    run_log_path,
+)
+
+# A rank of a run on its own, as torchrun starts it.
+RANK = """if True:
+    import os, sys, warnings
+    from torchtune import config, utils
+    log = utils.get_run_logger(sys.argv[1], "INFO")
+    log.info("loading")
+    log.debug("never")
+    log.error("bad luck")
+    warnings.warn("mind the gap")
+    def recipe_main(settings):
+        raise utils.UserError("the model is too large: choose another")
+    {end}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_run_logger()
+
+
+def in_process(rank: int, folder: Path, end: str) -> tuple[int, str, str]:
+    """(exit code, screen, file) of a process of its own."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(write, 2)
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        code = RANK.format(end=end)
+        os.execv(sys.executable, [sys.executable, "-c", code, str(folder)])
+    os.close(write)
+    with os.fdopen(read) as screen:
+        said = screen.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status, said, (folder / "logs" / f"rank_{rank}.log").read_text()
+
+
+def test_rank_0_is_on_the_screen_and_in_its_file(tmp_path: Path) -> None:
+    status, screen, file = in_process(0, tmp_path, "1 / 0")
+    assert status == 1
+    for text in (screen, file):
+        assert re.search("loading.*bad luck.*UserWarning: mind the gap.*ZeroDivisionError", text, re.DOTALL)
+        assert "never" not in text
+    first, second, *_ = file.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO Rank 0 of 2 starts: process \d+ on \S+\.", first)
+    assert second.endswith("INFO loading")
+
+
+def test_other_ranks_show_errors_alone(tmp_path: Path) -> None:
+    end = "from torchtune.config import _parse; _parse.load_and_check = lambda *_: None\n"
+    end += "    sys.argv = ['recipe', '--config', 'x']; config.parse(recipe_main)()"
+    status, screen, file = in_process(1, tmp_path, end)
+    assert status == 2
+    assert screen.splitlines() == [
+        "ERROR:torchtune:bad luck",
+        "error: the model is too large: choose another",
+    ]
+    for text in ("INFO loading", "ERROR bad luck", "mind the gap", "ERROR error: the model is too large"):
+        assert text in file
+
+
+def test_a_crash_leaves_its_stack(tmp_path: Path) -> None:
+    status, screen, file = in_process(1, tmp_path, "os.abort()")
+    assert status == -6
+    assert "Fatal Python error: Aborted" in file
+    assert "Aborted" not in screen
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    for word in ("one", "two"):
+        get_run_logger(tmp_path).info(word)
+    lines = (tmp_path / "logs" / "rank_0.log").read_text().splitlines()
+    assert [line.split(" INFO ")[1].split()[0] for line in lines] == ["Rank", "one", "Rank", "two"]
+    assert run_log_path(3) == tmp_path / "logs" / "rank_3.log"
+
+
+def test_nothing_is_made_before_there_is_something_to_say(tmp_path: Path) -> None:
+    get_run_logger(tmp_path / "new")
+    note_in_run_log("this output_dir was refused")
+    assert not (tmp_path / "new").exists()
+    get_run_logger(tmp_path)
+    note_in_run_log("rank 1 could not start")
+    assert "ERROR rank 1 could not start" in (tmp_path / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
+    log = get_run_logger(tmp_path)
+    log.info("one")
+    log.info("two")
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said.endswith("rank_0.log cannot be written (No space left on device): the run goes on without it.")
+
+
+def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "logs").write_text("a file")
+    log = get_run_logger(tmp_path)
+    log.info("one")
+    log.info("two")
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+def test_warnings_and_errors_go_where_they_went_before(tmp_path: Path) -> None:
+    before = warnings.showwarning, sys.excepthook
+    get_run_logger(tmp_path)
+    get_run_logger(tmp_path)
+    close_run_logger()
+    close_run_logger()
+    assert (warnings.showwarning, sys.excepthook) == before
+    note_in_run_log("nobody listens")
+    assert run_log_path(0) is None
+
+
+def test_stacks(tmp_path: Path) -> None:
+    get_run_logger(tmp_path).info("one")
+    dump_stacks("It stands still.")
+    dump_stacks_after(0.01)
+    file = tmp_path / "logs" / "rank_0.log"
+    while "Timeout" not in file.read_text():
+        pass
+    dump_stacks_after(3600)
+    dump_stacks_after(None)
+    now, later = file.read_text().split("Timeout")
+    assert "ERROR It stands still." in now
+    assert "in test_stacks" in now
+    assert "in test_stacks" in later
