@@ -163,12 +163,12 @@ class LoRAFinetuneRecipeDistributed:
             cp=cfg.context_parallel_dim,
             tp=cfg.tensor_parallel_dim,
         )
-        self.log = utils.get_logger(cfg.log_level if self.dims.is_main else "ERROR")
-        self.log.info(f"{self.dims}.")
+        self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)
+        self.log.info(f"{self.dims}.")
         self.resume_point = self.checkpointer.find_resume_point() if resume else None
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
@@ -267,7 +267,7 @@ class LoRAFinetuneRecipeDistributed:
         cfg = self.cfg
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        throughput = training.Throughput()
+        throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
         training.reset_memory_stats(self.device)
         control = training.RunControl(self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes)
         with (
@@ -276,7 +276,7 @@ class LoRAFinetuneRecipeDistributed:
             self.profiler as profiler,
         ):
             while (epoch := self.loader.epoch) < cfg.epochs and not control.stopping:
-                for batches in self.loader:
+                for batches in throughput.loading(self.loader):
                     # The mean is over all labels of the step, so that its gradient does not depend on the split.
                     counts = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
                     num_tokens = sum(batch["tokens"].numel() for batch in batches)
@@ -309,20 +309,21 @@ class LoRAFinetuneRecipeDistributed:
                         progress.update_metrics(metrics)
                     progress.advance(self.global_step)
 
-                    with throughput.paused():
-                        if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                    if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                        with throughput.paused("validation"):
                             metrics = {"val_loss": self.validate()}
-                            self.metric_logger.log_dict(metrics, step=self.global_step)
-                            progress.update_metrics(metrics)
-                        control.after_step(self.global_step)
-                        if control.save_due and self.global_step < self.total_steps:
+                        self.metric_logger.log_dict(metrics, step=self.global_step)
+                        progress.update_metrics(metrics)
+                    control.after_step(self.global_step)
+                    if control.save_due and self.global_step < self.total_steps:
+                        with throughput.paused("saving"):
                             self.save_checkpoint(f"step_{self.global_step}", optional=not control.stopping)
                     if control.stopping and self.global_step < self.total_steps:
                         break
                 else:
                     finished = self.loader.epoch == cfg.epochs
                     if cfg.save_every_n_steps is None or finished:
-                        with throughput.paused():
+                        with throughput.paused("saving"):
                             name = f"epoch_{epoch}" if cfg.save_every_n_steps is None else f"step_{self.global_step}"
                             self.save_checkpoint(name, optional=not finished)
         self.checkpointer.close()

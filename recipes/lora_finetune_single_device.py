@@ -140,7 +140,7 @@ class LoRAFinetuneRecipeSingleDevice:
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
-        self.log = utils.get_logger(cfg.log_level)
+        self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.device = utils.get_device(cfg.device)
         self.dims = training.ParallelDims()
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
@@ -235,7 +235,7 @@ class LoRAFinetuneRecipeSingleDevice:
         cfg = self.cfg
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        throughput = training.Throughput()
+        throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
         training.reset_memory_stats(self.device)
         control = training.RunControl(self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes)
         with (
@@ -244,7 +244,7 @@ class LoRAFinetuneRecipeSingleDevice:
             self.profiler as profiler,
         ):
             while (epoch := self.loader.epoch) < cfg.epochs and not control.stopping:
-                for batches in self.loader:
+                for batches in throughput.loading(self.loader):
                     # The mean is over all labels of the step, so that its gradient does not depend on the split.
                     counts = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
                     num_tokens = sum(batch["tokens"].numel() for batch in batches)
@@ -277,20 +277,21 @@ class LoRAFinetuneRecipeSingleDevice:
                         progress.update_metrics(metrics)
                     progress.advance(self.global_step)
 
-                    with throughput.paused():
-                        if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                    if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                        with throughput.paused("validation"):
                             metrics = {"val_loss": self.validate()}
-                            self.metric_logger.log_dict(metrics, step=self.global_step)
-                            progress.update_metrics(metrics)
-                        control.after_step(self.global_step)
-                        if control.save_due and self.global_step < self.total_steps:
+                        self.metric_logger.log_dict(metrics, step=self.global_step)
+                        progress.update_metrics(metrics)
+                    control.after_step(self.global_step)
+                    if control.save_due and self.global_step < self.total_steps:
+                        with throughput.paused("saving"):
                             self.save_checkpoint(f"step_{self.global_step}", optional=not control.stopping)
                     if control.stopping and self.global_step < self.total_steps:
                         break
                 else:
                     finished = self.loader.epoch == cfg.epochs
                     if cfg.save_every_n_steps is None or finished:
-                        with throughput.paused():
+                        with throughput.paused("saving"):
                             name = f"epoch_{epoch}" if cfg.save_every_n_steps is None else f"step_{self.global_step}"
                             self.save_checkpoint(name, optional=not finished)
         self.checkpointer.close()
