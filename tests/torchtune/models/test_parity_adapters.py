@@ -19,6 +19,7 @@ pytestmark = [
     # peft asks transformers under an older name.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
+PARTS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 TOKENS = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(1))
 
 
@@ -26,7 +27,7 @@ def adaptable(model: TransformerDecoder) -> list[str]:
     """The layers whose adapters the family can save, by path: attention and MLP."""
     found = []
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and path.startswith("layers."):
+        if isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] in PARTS:
             try:
                 model.spec.check_adapters([path], model.description)
             except ModelError:
