@@ -76,13 +76,14 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         self._guard = TextGuard([] if parse_special_tokens else self.special_tokens)
         self._encoder = GuardedEncoder(self.base_tokenizer.tokenizer, self._guard)
         self._stops: list[str] = []
+        final: list[str] = []
         if "default" in self.chat_templates:
             plain = self.chat_templates["default"]
             special = list(self.special_tokens)
-            self._stops = learn_stops(
+            final, self._stops = learn_stops(
                 lambda turns, prompt: plain.render(turns, add_generation_prompt=prompt)[0], special
             )
-        learned = [self.special_tokens[stop] for stop in self._stops]
+        learned = [self.special_tokens[stop] for stop in final]
         self.stop_tokens = list(dict.fromkeys([*learned, *self.base_tokenizer.stop_tokens]))
         text_of = {token_id: text for text, token_id in self.special_tokens.items()}
         self._stops += [text_of[i] for i in self.stop_tokens if i in text_of and text_of[i] not in self._stops]
