@@ -15,6 +15,8 @@ from torchtune.modules.transforms.tokenizers._protocols import MessagesWithTools
 from torchtune.modules.transforms.tokenizers._turns import Span, TurnFinder, first_special, learn_stops
 from torchtune.utils import get_logger, log_once
 
+# Files of a checkpoint that other tokenizers read.
+_OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
 # Names under which a turn's reasoning is found; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -281,6 +283,10 @@ def hf_tokenizer(
         DataError: a file is missing or broken, or the template has an error.
     """
     folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        others = sorted(name for name in _OTHER_FILES if (folder / name).is_file())
+        has = f", but {', '.join(others)}: read that with the family's own tokenizer" if others else ""
+        raise DataError(f"There is no tokenizer file {folder / 'tokenizer.json'}{has or ': download it'}.")
     return HuggingFaceModelTokenizer(
         str(folder / "tokenizer.json" if folder.is_dir() else folder),
         max_seq_len=max_seq_len,
