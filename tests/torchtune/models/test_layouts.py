@@ -38,6 +38,8 @@ def turns_for(row: Row, turns: Turns) -> Turns:
         content = content.rstrip(" ") if row.rstrip else content
         return content or ("filled" if row.fill else "")
 
+    if row.one_call:
+        turns = [{**turn, "tool_calls": turn["tool_calls"][:1]} if turn.get("tool_calls") else turn for turn in turns]
     return [{**turn, "content": turn["content"] if turn.get("tool_calls") else text(turn["content"])} for turn in turns]
 
 
@@ -81,7 +83,8 @@ def test_every_turn_trains_its_end(row: Row, tmp_path_factory: pytest.TempPathFa
     runs = "".join("-" if masked else "x" for masked in mask).split("-")
     assert len([run for run in runs if run]) == 3
     trained = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-    assert sum(token in ours.stop_tokens for token in trained) == 3
+    ends = {*ours.stop_tokens, *(ours.special_tokens[end] for end in row.case.ends)}
+    assert sum(token in ends for token in trained) == 3
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case.name)

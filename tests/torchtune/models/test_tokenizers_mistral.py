@@ -96,7 +96,7 @@ def test_tekken_files(folder: Path, tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "red 你好 [INST]</s>"
     assert max(tokenizer.encode("beyond the model", False, False)) < tokenizer.vocab_size
     bad = tmp_path / "tokenizer.json"
-    bad.write_text(json.dumps({"model": {"vocab": {}}}))
+    bad.write_text(json.dumps({"tekken": {}}))
     with pytest.raises(DataError, match=r"is not a tekken.json \(KeyError: 'config'\)"):
         mistral_instruct_tokenizer(str(bad))
     with pytest.raises(DataError, match="There is no tokenizer file"):
@@ -107,5 +107,5 @@ def test_tekken_files(folder: Path, tmp_path: Path) -> None:
         mistral_instruct_tokenizer(str(folder / "third.model"), version=7)
     with pytest.raises(DataError, match="is of version 'vx': set version"):
         mistral_instruct_tokenizer(str(folder / "vx.json"))
-    with pytest.raises(DataError, match="is not a SentencePiece model"):
+    with pytest.raises(DataError, match="is a file of tiktoken's ranks, not a SentencePiece model"):
         mistral_instruct_tokenizer(write_ranks(tmp_path / "tokenizer.model"))

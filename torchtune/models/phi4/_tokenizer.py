@@ -9,6 +9,7 @@ from torchtune.modules.transforms.tokenizers._byte_level_bpe import ByteLevelBPE
 from torchtune.modules.transforms.tokenizers._marked_turns import MarkedTurnsTokenizer, required_ids
 from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
 
+# The named ids are those of tiktoken's cl100k_base, of which the vocabulary is made; hence the pattern too.
 _NAMED = {
     100257: "<|endoftext|>",
     100258: "<|fim_prefix|>",

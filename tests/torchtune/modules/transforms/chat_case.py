@@ -29,6 +29,7 @@ class Case:
     plain: list[str] = field(default_factory=list)  # added tokens that are not special
     takes_spaces: list[str] = field(default_factory=list)  # special tokens that take the white space behind them
     stops: list[str] = field(default_factory=list)  # what generation_config.json names
+    ends: list[str] = field(default_factory=list)  # of turns that another follows, where generation does not stop
     switches: dict[str, Any] = field(default_factory=dict)
 
 

@@ -220,6 +220,7 @@ CASES = [
         calls=True,
         shows_tools=True,
         reasoning="thinking",
+        ends=["<|end|>"],
         stops=["<|return|>", "<|endoftext|>", "<|call|>"],
         switches={"current_date": "2025-06-28", "reasoning_effort": "low"},
     ),

@@ -45,7 +45,6 @@ HARMONY = """{{- "<|start|>system<|message|>You are ChatGPT, a large language mo
 {%- set last_tool_call = namespace(name=none) %}
 {%- for message in loop_messages -%}
 {%- if message.role == "assistant" -%}
-{%- if message.content is string and "<|channel|>" in message.content %}{{- raise_exception("write the text of the channels without their markers") }}{%- endif %}
 {%- if "tool_calls" in message %}
 {%- set future_final_message = namespace(found=false) %}
 {%- for later in loop_messages[loop.index:] %}

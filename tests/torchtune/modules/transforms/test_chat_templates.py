@@ -140,7 +140,9 @@ def test_every_turn_trains_its_end(case: Case, tmp_path_factory: pytest.TempPath
     tokens, mask = ours.tokenize_messages(messages_of(exchange("one", "two", "three", "four", "five", "six")))
     ends = [i for i in range(len(tokens)) if not mask[i] and (i + 1 == len(tokens) or mask[i + 1])]
     assert len(ends) == 3
-    assert all(tokens[i] in ours.stop_tokens for i in ends)
+    allowed = [*ours.stop_tokens, *(ours.special_tokens[end] for end in case.ends)]
+    assert all(tokens[i] in allowed for i in ends)
+    assert not {ours.special_tokens[end] for end in case.ends} & set(ours.stop_tokens)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from torchtune.data import DataError
-from torchtune.modules.transforms.tokenizers._files import read_json, read_text
+from torchtune.modules.transforms.tokenizers._files import broken_file, read_json, read_text
 
 
 @functools.lru_cache
@@ -27,7 +27,8 @@ def _read_merges(path: str) -> list[tuple[str, str]]:
             continue
         pair = line.rstrip("\r").split(" ")
         if len(pair) != 2:
-            raise DataError(f"merges file {path} is broken at line {number}: two parts are expected, not {line!r}.")
+            message = f"merges file {path} is broken at line {number}: two parts are expected, not {line[:40]!r}."
+            raise broken_file(path, "a merges.txt", message)
         merges.append((pair[0], pair[1]))
     return merges
 
@@ -51,7 +52,8 @@ class ByteLevelBPE:
     ) -> None:
         vocab: Any = read_json(vocab_path, "vocabulary file")
         if not isinstance(vocab, dict) or not all(isinstance(token_id, int) for token_id in vocab.values()):
-            raise DataError(f"vocabulary file {vocab_path} is not a mapping token -> id.")
+            message = f"vocabulary file {vocab_path} is not a mapping token -> id."
+            raise broken_file(vocab_path, "a vocab.json", message)
         merges = _read_merges(merges_path)
         for left, right in merges:
             if not {left, right, left + right} <= vocab.keys():

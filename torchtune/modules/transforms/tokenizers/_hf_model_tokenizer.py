@@ -15,6 +15,8 @@ from torchtune.modules.transforms.tokenizers._protocols import MessagesWithTools
 from torchtune.modules.transforms.tokenizers._turns import Span, TurnFinder, first_special, learn_stops
 from torchtune.utils import get_logger, log_once
 
+# Files of a checkpoint that other tokenizers read.
+_OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
 # Names under which a turn's reasoning is found; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -76,13 +78,14 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         self._guard = TextGuard([] if parse_special_tokens else self.special_tokens)
         self._encoder = GuardedEncoder(self.base_tokenizer.tokenizer, self._guard)
         self._stops: list[str] = []
+        final: list[str] = []
         if "default" in self.chat_templates:
             plain = self.chat_templates["default"]
             special = list(self.special_tokens)
-            self._stops = learn_stops(
+            final, self._stops = learn_stops(
                 lambda turns, prompt: plain.render(turns, add_generation_prompt=prompt)[0], special
             )
-        learned = [self.special_tokens[stop] for stop in self._stops]
+        learned = [self.special_tokens[stop] for stop in final]
         self.stop_tokens = list(dict.fromkeys([*learned, *self.base_tokenizer.stop_tokens]))
         text_of = {token_id: text for text, token_id in self.special_tokens.items()}
         self._stops += [text_of[i] for i in self.stop_tokens if i in text_of and text_of[i] not in self._stops]
@@ -280,6 +283,10 @@ def hf_tokenizer(
         DataError: a file is missing or broken, or the template has an error.
     """
     folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        others = sorted(name for name in _OTHER_FILES if (folder / name).is_file())
+        has = f", but {', '.join(others)}: read that with the family's own tokenizer" if others else ""
+        raise DataError(f"There is no tokenizer file {folder / 'tokenizer.json'}{has or ': download it'}.")
     return HuggingFaceModelTokenizer(
         str(folder / "tokenizer.json" if folder.is_dir() else folder),
         max_seq_len=max_seq_len,

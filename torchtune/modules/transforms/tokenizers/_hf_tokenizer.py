@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from torchtune.data import DataError
-from torchtune.modules.transforms.tokenizers._files import read_json, read_text
+from torchtune.modules.transforms.tokenizers._files import broken_file, read_json, read_text
 from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
 
 # Names under which tokenizer_config.json gives special tokens.
@@ -35,11 +35,11 @@ def _load(path: str | Path) -> Tokenizer:
         json.loads(text)
         tokenizer = Tokenizer.from_str(text)
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"tokenizer file {path} is broken at line {error.lineno} ({error.msg}): download it again."
-        ) from error
+        message = f"tokenizer file {path} is broken at line {error.lineno} ({error.msg}): download it again."
+        raise broken_file(path, "a tokenizer.json", message) from error
     except Exception as error:  # the tokenizers package raises nothing more precise
-        raise DataError(f"tokenizer file {path} is not one that the tokenizers package reads: {error}.") from error
+        message = f"tokenizer file {path} is not one that the tokenizers package reads: {error}."
+        raise broken_file(path, "a tokenizer.json", message) from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

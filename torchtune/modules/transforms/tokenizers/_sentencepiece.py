@@ -2,8 +2,7 @@
 
 from sentencepiece import SentencePieceProcessor
 
-from torchtune.data import DataError
-from torchtune.modules.transforms.tokenizers._files import existing_file
+from torchtune.modules.transforms.tokenizers._files import broken_file, existing_file
 from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
 
 WHITESPACE_CHARS = [" ", "\n", "\t", "\r", "\v"]
@@ -25,7 +24,8 @@ class SentencePieceBaseTokenizer(BaseTokenizer):
         try:
             self.spm_model.Load(str(file))
         except (OSError, RuntimeError, TypeError) as error:
-            raise DataError(f"tokenizer file {path} is not a SentencePiece model: download it again.") from error
+            message = f"tokenizer file {path} is not a SentencePiece model: download it again."
+            raise broken_file(path, "a SentencePiece model", message) from error
         self.vocab_size: int = self.spm_model.vocab_size()
         self.bos_id: int = self.spm_model.bos_id()
         self.eos_id: int = self.spm_model.eos_id()

@@ -6,8 +6,7 @@ from typing import Any
 
 from tiktoken import Encoding
 
-from torchtune.data import DataError
-from torchtune.modules.transforms.tokenizers._files import read_json
+from torchtune.modules.transforms.tokenizers._files import broken_file, read_json
 from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
 from torchtune.modules.transforms.tokenizers._tiktoken import chunks
 
@@ -42,10 +41,8 @@ class TekkenTokenizer(BaseTokenizer):
             self.special_tokens = {entry["token_str"]: int(entry["rank"]) for entry in listed}
             pattern = config["pattern"]
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            raise DataError(
-                f"tokenizer file {path} is not a tekken.json ({type(error).__name__}: {error}): take it from one of "
-                "Mistral's checkpoints since Nemo, or read a tokenizer.json with hf_tokenizer."
-            ) from error
+            message = f"tokenizer file {path} is not a tekken.json ({type(error).__name__}: {error})."
+            raise broken_file(path, "a tekken.json", message) from error
         # The file lists more tokens than the model has.
         ranks = {token: rank for token, rank in ranks.items() if rank < self.vocab_size - self.num_control}
         self._encoding = Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from tiktoken import Encoding
 
-from torchtune.data import DataError
-from torchtune.modules.transforms.tokenizers._files import existing_file
+from torchtune.modules.transforms.tokenizers._files import broken_file, existing_file
 from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
 
 # The package's matching takes quadratic time or overflows its stack beyond these.
@@ -32,10 +31,11 @@ def read_ranks(path: str) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except (ValueError, binascii.Error) as error:
-                raise DataError(
+                message = (
                     f"tokenizer file {path} is broken at line {number}: a token in base64 and its rank are expected; "
-                    "download it again, and mind that it must be Meta's tokenizer.model, not a tokenizer.json."
-                ) from error
+                    "download it again."
+                )
+                raise broken_file(path, "a file of tiktoken's ranks", message) from error
     return ranks
 
 

@@ -32,10 +32,13 @@ def first_special(text: str, special: Sequence[str]) -> str | None:
     return max((token for token in special if text.startswith(token)), key=len, default=None)
 
 
-def learn_stops(render: Render, special: Sequence[str]) -> list[str]:
-    """The special tokens with which a template ends the assistant's turn: at the end and before another turn.
+def learn_stops(render: Render, special: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The special tokens with which a template ends the assistant's turn.
 
     Found by rendering a small conversation; a template that refuses it gives none.
+
+    Returns:
+        those at which generation stops: at the end, or before another turn where the end has none; and all of them.
     """
     stand_in = _STAND_IN.format(0)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": stand_in}]
@@ -48,7 +51,7 @@ def learn_stops(render: Render, special: Sequence[str]) -> list[str]:
         token = first_special(text.partition(stand_in)[2], special)
         if token is not None and token not in stops:
             stops.append(token)
-    return stops
+    return stops[:1], stops
 
 
 class TurnFinder:

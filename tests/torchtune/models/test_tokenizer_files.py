@@ -1,0 +1,104 @@
+"""Every tokenizer is built from its own kind of file, and says what another kind is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import write_tokenizer
+from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write_sentencepiece, write_tekken
+from tests.torchtune.modules.transforms.chat_templates_mistral import CONTROL
+from torchtune.data import DataError, Message
+from torchtune.models.gemma import gemma_tokenizer
+from torchtune.models.gpt_oss import gpt_oss_tokenizer
+from torchtune.models.llama2 import llama2_tokenizer
+from torchtune.models.llama3 import llama3_tokenizer
+from torchtune.models.mistral import mistral_instruct_tokenizer, mistral_tokenizer
+from torchtune.models.phi3 import phi3_mini_tokenizer
+from torchtune.models.phi4 import phi4_tokenizer
+from torchtune.models.qwen2 import qwen2_tokenizer
+from torchtune.models.qwen2_5 import qwen2_5_tokenizer
+from torchtune.models.qwen3 import qwen3_tokenizer
+from torchtune.modules.transforms.tokenizers import hf_tokenizer
+from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
+
+# Kind of file -> its name in the folder.
+KINDS = {
+    "pieces": "tokenizer.model",
+    "ranks": "ranks.model",
+    "tekken.json": "tekken.json",
+    "tokenizer.json": "tokenizer.json",
+    "vocab.json": "vocab.json",
+    "merges": "merges.txt",
+    "pointer": "pointer.model",
+}
+# What the error says of each.
+SAID = {
+    "pieces": "a SentencePiece model",
+    "ranks": "a file of tiktoken's ranks",
+    "tekken.json": "a tekken.json",
+    "tokenizer.json": "a tokenizer.json",
+    "vocab.json": "a vocab.json",
+    "merges": "a merges.txt",
+    "pointer": "a pointer of Git LFS",
+}
+# Builder -> (kinds that it reads, how it is called with the folder and a file).
+BUILDERS: dict[Callable[..., Any], tuple[tuple[str, ...], Callable[[Any, Path, str], Any]]] = {
+    **dict.fromkeys(
+        (llama2_tokenizer, mistral_tokenizer, gemma_tokenizer, phi3_mini_tokenizer),
+        (("pieces",), lambda builder, folder, file: builder(file)),
+    ),
+    llama3_tokenizer: (("ranks",), lambda builder, folder, file: builder(file)),
+    gpt_oss_tokenizer: (("ranks",), lambda builder, folder, file: builder(file)),
+    mistral_instruct_tokenizer: (("pieces", "tekken.json"), lambda builder, folder, file: builder(file)),
+    hf_tokenizer: (("tokenizer.json",), lambda builder, folder, file: builder(file)),
+    **dict.fromkeys(
+        (qwen2_tokenizer, qwen2_5_tokenizer, qwen3_tokenizer, phi4_tokenizer),
+        (("vocab.json",), lambda builder, folder, file: builder(file, str(folder / "merges.txt"))),
+    ),
+}
+CHAT = [Message("user", "red?", masked=True), Message("assistant", "blue")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kinds")
+    write_tekken(folder / "tekken.json", CONTROL, pattern=CL100K_PATTERN)
+    write_ranks(folder / "ranks.model")
+    write_bpe(folder)
+    write_sentencepiece(folder / "tokenizer.model", control_symbols=CONTROL[3:10])
+    write_tokenizer(folder)
+    (folder / "pointer.model").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 2183982\n")
+    return folder
+
+
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.__name__)
+def test_kinds_of_files(builder: Callable[..., Any], folder: Path) -> None:
+    reads, call = BUILDERS[builder]
+    for kind, name in KINDS.items():
+        if builder is gpt_oss_tokenizer and kind == "tokenizer.json":
+            continue  # reads it too, with the layout's tokens in it: see the table of layouts
+        if kind in reads:
+            tokens, mask = call(builder, folder, str(folder / name)).tokenize_messages(CHAT)
+            assert len(tokens) == len(mask) > mask.count(False) > 0
+        else:
+            with pytest.raises(DataError, match=f" is {SAID[kind]}, not (a|JSON|text).*: ") as error:
+                call(builder, folder, str(folder / name))
+            assert str(error.value).count("\n") == 0
+
+
+def test_a_merges_file_of_another_kind(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"is a tokenizer\.json, not a merges\.txt: "):
+        phi4_tokenizer(str(folder / "vocab.json"), str(folder / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"is a vocab\.json, not a tokenizer\.json: "):
+        qwen2_tokenizer(str(folder / "vocab.json"), special_tokens_path=str(folder / "vocab.json"))
+
+
+def test_a_folder_without_tokenizer_json(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"There is no tokenizer file .*tokenizer.json: download it\.$"):
+        hf_tokenizer(str(tmp_path))
+    for name in ("tokenizer.model", "tekken.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with pytest.raises(DataError, match=r"tokenizer.json, but tekken.json, tokenizer.model: read that with the fam"):
+        hf_tokenizer(str(tmp_path))
