@@ -81,6 +81,7 @@ _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen2": ("torchtune.models.qwen2", ("Qwen2ForCausalLM",)),
     "qwen2_5": ("torchtune.models.qwen2_5", ()),
     "qwen3": ("torchtune.models.qwen3", ("Qwen3ForCausalLM",)),
+    "qwen3_moe": ("torchtune.models.qwen3_moe", ("Qwen3MoeForCausalLM",)),
     "smol": ("torchtune.models.smol", ()),
     "smol3": ("torchtune.models.smol3", ("SmolLM3ForCausalLM",)),
 }

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, get_args
 from torch import Tensor, nn
 
 from torchtune.modules.conversion import ConversionError, ConversionReport, Phase, nearest_module_names
+from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
     MLP_MODULES,
@@ -111,6 +112,11 @@ class LoRA:
         output = getattr(model, "output", None)
         if asked == "output" and output is not None and not isinstance(output, nn.Module):
             raise ConversionError(_TIED.format("output"))
+        if asked.startswith("mlp") and any(isinstance(module, GroupedExperts) for module in model.modules()):
+            raise ConversionError(
+                "LoRA: the feed-forwards of this model are experts, which take no adapter: leave them out "
+                "(apply_to_mlp or apply_lora_to_mlp: False)."
+            )
         raise ConversionError(
             f"LoRA: no linear layer of the model matches '{asked}', the nearest names are "
             f"{', '.join(nearest_module_names(asked, paths)) or 'none: it has no linear layer'}."
