@@ -1,6 +1,13 @@
 """Mixtures of experts."""
 
-from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.moe.moe import MoE, TokenChoiceTopKRouter
+from torchtune._lazy import attach
 
-__all__ = ["GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "GroupedExperts": "experts",
+        "LoRAGroupedExperts": "lora_experts",
+        "MoE": "moe",
+        "TokenChoiceTopKRouter": "moe",
+    },
+)

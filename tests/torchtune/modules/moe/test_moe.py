@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchtune.models import Description, build
+from torchtune.models import Description, ModelError, build
 from torchtune.models.qwen3_moe import SPEC
 from torchtune.modules import FeedForward
 from torchtune.modules.conversion import ConversionError
@@ -128,10 +128,12 @@ def test_frozen_experts_get_no_gradient_and_a_compiled_layer_is_one_graph() -> N
     assert moe.experts.gate_proj.grad is None
 
 
-def test_a_feed_forward_of_experts_refuses_an_adapter_in_its_own_words() -> None:
+def test_adapters_that_experts_do_not_have() -> None:
     sizes = {"vocab_size": 20, "num_layers": 1, "embed_dim": 16, "intermediate_dim": 8, "max_seq_len": 8}
     experts = {"num_experts": 2, "experts_per_token": 1, "expert_dim": 8}
     with torch.device("meta"):
         model = build(Description(**sizes, num_heads=2, num_kv_heads=2, **experts), SPEC)
-    with pytest.raises(ConversionError, match="experts, which take no adapter"):
-        LoRA(apply_to_mlp=True).convert(model)
+    with pytest.raises(ConversionError, match=r"experts of 'layers.0.mlp.experts' have no adapter with magnitudes"):
+        LoRA(apply_to_mlp=True, use_dora=True).convert(model)
+    with pytest.raises(ModelError, match=r"'layers.0.mlp.router.gate' is a router"):
+        LoRA(target_modules=["gate"]).convert(model)
