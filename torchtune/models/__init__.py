@@ -39,6 +39,7 @@ __getattr__, __dir__, __all__ = attach(
         "qwen2",
         "qwen2_5",
         "qwen3",
+        "qwen3_moe",
         "smol",
         "smol3",
     ),

@@ -9,6 +9,7 @@ from torchtune.models._description import Description, Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.feed_forward import FeedForward
+from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, ScaledRotaryPositionalEmbeddings
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.tied_linear import CappedLinear, TiedLinear
@@ -101,20 +102,39 @@ def _layer(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> Tr
         softcap=d.attn_softcap,
         window=d.window if windowed else None,
     )
-    mlp = FeedForward(
-        gate_proj=nn.Linear(d.embed_dim, d.intermediate_dim, bias=d.mlp_bias),
-        down_proj=nn.Linear(d.intermediate_dim, d.embed_dim, bias=d.mlp_bias),
-        up_proj=nn.Linear(d.embed_dim, d.intermediate_dim, bias=d.mlp_bias),
-        activation=_ACTIVATIONS[d.activation](),
-    )
     return TransformerSelfAttentionLayer(
         attn,
-        mlp,
+        _mixture(d) if index in d.expert_layers else _feed_forward(d),
         sa_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
         mlp_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
         sa_scale=_added(d),
         mlp_scale=_added(d),
     )
+
+
+def _feed_forward(d: Description) -> FeedForward:
+    return FeedForward(
+        gate_proj=nn.Linear(d.embed_dim, d.intermediate_dim, bias=d.mlp_bias),
+        down_proj=nn.Linear(d.intermediate_dim, d.embed_dim, bias=d.mlp_bias),
+        up_proj=nn.Linear(d.embed_dim, d.intermediate_dim, bias=d.mlp_bias),
+        activation=_ACTIVATIONS[d.activation](),
+    )
+
+
+def _mixture(d: Description) -> MoE:
+    router = TokenChoiceTopKRouter(
+        gate=nn.Linear(d.embed_dim, d.num_experts, bias=d.router_bias),
+        dim=d.embed_dim,
+        num_experts=d.num_experts,
+        experts_per_token=d.experts_per_token,
+        score_function=d.router_scores,
+        normalize=d.router_normalize,
+        scale=d.router_scale,
+        selection_bias=d.router_selection_bias,
+    )
+    activation = _ACTIVATIONS[d.activation]()
+    experts = GroupedExperts(dim=d.embed_dim, hidden_dim=d.expert_dim, num_experts=d.num_experts, activation=activation)
+    return MoE(experts=experts, router=router)
 
 
 def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:

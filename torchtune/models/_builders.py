@@ -186,4 +186,4 @@ def _size_of(name: str) -> str:
     if found is None:  # "phi3_mini" -> "mini"
         return name.rpartition("_")[2]
     number, unit, rest = found.groups()
-    return f"{number.replace('_', '.')}{unit.upper()}" + (f" {rest}" if rest else "")
+    return f"{number.replace('_', '.')}{unit.upper()}" + (f" {rest.replace('_', ' ')}" if rest else "")

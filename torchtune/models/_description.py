@@ -84,6 +84,18 @@ class Description:
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     mlp_bias: bool = False
 
+    # Mixture of experts
+    num_experts: int = 0  # of a layer; 0: every layer has one feed-forward
+    experts_per_token: int = 0
+    expert_dim: int = 0  # width of an expert, as intermediate_dim is that of a feed-forward
+    expertless_layers: tuple[int, ...] = ()  # layers that have one feed-forward all the same
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each
+    router_normalize: bool = False  # scores of the chosen experts sum to one
+    router_scale: float = 1.0  # of the scores
+    router_bias: bool = False
+    router_selection_bias: bool = False  # added to scores while choosing, and learnt outside of the loss
+    router_balance: float = 0.0  # weight of the loss that evens out experts, where training asks for that loss
+
     # Norms
     norm_eps: float = 1e-5
     norm_order: Literal["pre", "post", "both"] = "pre"  # before and/or after attention and feed-forward
@@ -114,6 +126,7 @@ class Description:
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
         self._check_positions()
+        self._check_experts()
         if self.norm_order != "pre" and self.residual_scale != 1.0:
             raise ModelError(f"residual_scale is for layers whose norm_order is 'pre', got '{self.norm_order}'.")
         if not 0.0 <= self.attn_dropout <= 1.0:
@@ -130,6 +143,36 @@ class Description:
             )
         if self.attn_dropout and (self.window or self.attn_softcap):
             raise ModelError("attn_dropout must be 0 in a model with an attention window or soft cap.")
+
+    def _check_experts(self) -> None:
+        if bool(self.num_experts) != bool(self.expert_dim) or not 0 <= self.experts_per_token <= self.num_experts:
+            raise ModelError(
+                f"num_experts (got {self.num_experts}), expert_dim ({self.expert_dim}) and experts_per_token "
+                f"({self.experts_per_token}) go together, and a token chooses among the experts that there are."
+            )
+        if self.num_experts and not self.experts_per_token:
+            raise ModelError(f"experts_per_token must be at least 1 with num_experts = {self.num_experts}.")
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers with a mixture of experts."""
+        return tuple(i for i in range(self.num_layers if self.num_experts else 0) if i not in self.expertless_layers)
+
+    @property
+    def mlp_layers(self) -> tuple[int, ...]:
+        """Layers with one feed-forward for all tokens."""
+        expert_layers = set(self.expert_layers)
+        return tuple(i for i in range(self.num_layers) if i not in expert_layers)
+
+    @property
+    def mlp_bias_layers(self) -> tuple[int, ...]:
+        """Those of ``mlp_layers``, if their projections have biases."""
+        return self.mlp_layers if self.mlp_bias else ()
+
+    @property
+    def router_bias_layers(self) -> tuple[int, ...]:
+        """Those of ``expert_layers``, if their routers have biases."""
+        return self.expert_layers if self.router_bias else ()
 
     @property
     def q_dim(self) -> int:

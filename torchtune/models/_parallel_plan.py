@@ -16,10 +16,20 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
 
     Returns:
         Style by pattern of module names, for ``torch.distributed.tensor.parallel.parallelize_module``.
+
+    Raises:
+        ParallelError: the model has experts.
     """
+    from torchtune.modules.moe import MoE
     from torchtune.modules.parallel import ByColumns, ByRows, ByVocabulary, GatherInput, ReplicatedNorm
+    from torchtune.modules.parallel._styles import ParallelError
 
     layer = model.layers[0]
+    if any(isinstance(module, MoE) for module in model.modules()):
+        raise ParallelError(
+            "tensor_parallel_dim: a model with experts is not split like that; set it to 1, and "
+            "data_parallel_shard_dim to -1 to shard the experts' weights."
+        )
     block: dict[str, ParallelStyle] = {
         "sa_norm": ReplicatedNorm(),
         "attn": GatherInput(),

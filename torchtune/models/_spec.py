@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtune.models._description import Description, ModelError
 from torchtune.models._parallel_plan import decoder_plan
-from torchtune.models._weight_map import WeightMap, WeightMapError
+from torchtune.models._weight_map import WeightMap
 
 ENTRY_POINT_GROUP = "torchtune.models"
 
@@ -53,14 +53,17 @@ class ModelSpec:
         Raises:
             ModelError: a module of ``paths`` is a part of one in checkpoints.
         """
-        for path in paths if "hf" in self.weight_maps else ():
-            try:
-                self.weight_maps["hf"].external_module(path, description)
-            except WeightMapError as error:
+        if "hf" not in self.weight_maps:
+            return
+        known = self.weight_maps["hf"].adapted_modules(description)
+        for path in paths:
+            if path.endswith(".router.gate"):
+                raise ModelError(f"LoRA: '{path}' is a router, of which peft knows no adapter: leave it out.")
+            if path not in known:
                 raise ModelError(
                     f"LoRA: '{path}' is a part of a fused projection in checkpoints of {self.name}, and an adapter of "
                     "it could not be saved for peft: choose others, such as output_proj."
-                ) from error
+                )
 
 
 # The families of this library: name -> (module that holds SPEC, architectures that it answers for).
@@ -81,6 +84,7 @@ _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen2": ("torchtune.models.qwen2", ("Qwen2ForCausalLM",)),
     "qwen2_5": ("torchtune.models.qwen2_5", ()),
     "qwen3": ("torchtune.models.qwen3", ("Qwen3ForCausalLM",)),
+    "qwen3_moe": ("torchtune.models.qwen3_moe", ("Qwen3MoeForCausalLM",)),
     "smol": ("torchtune.models.smol", ()),
     "smol3": ("torchtune.models.smol3", ("SmolLM3ForCausalLM",)),
 }

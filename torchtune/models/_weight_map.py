@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from torchtune.models._description import Description
-from torchtune.models._weight_ops import Box, Identity, Op, Piece
+from torchtune.models._weight_ops import Box, Identity, Op, Piece, Stack
 from torchtune.utils import UserError
 
 # Placeholder in a template -> attribute of the description that counts it.
@@ -235,6 +235,10 @@ class WeightMap:
         """
         return _derive_peft(self)
 
+    def adapted_modules(self, description: Description) -> frozenset[str]:
+        """Our names of the modules whose adapters have names in PEFT's files."""
+        return frozenset(name.partition(".lora_")[0] for name in _expand(self.peft(), description).by_tune)
+
     def _group_of_external(self, name: str, description: Description) -> Group | None:
         table = _expand(self, description)
         group = table.by_external.get(name)
@@ -331,6 +335,9 @@ def _derive_peft(weight_map: WeightMap) -> WeightMap:
     rows = []
     for row in weight_map.rows:
         external, tune = _templates(row.external), _templates(row.tune)
+        if isinstance(row.op, Stack):
+            rows += _peft_rows_of_experts(row, external[0], tune[0])
+            continue
         single = len(external) == len(tune) == 1 and "{expert}" not in external[0] + tune[0]
         if not (single and row.op.rowwise and external[0].endswith(".weight") and tune[0].endswith(".weight")):
             continue
@@ -341,3 +348,10 @@ def _derive_peft(weight_map: WeightMap) -> WeightMap:
             Row(f"{theirs}.lora_magnitude_vector", f"{ours}.magnitude", row.op, row.when),
         ]
     return WeightMap(tuple(rows))
+
+
+def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
+    """Adapters of stacked experts ``X.gate_proj`` are ``X.lora_gate_a`` and ``X.lora_gate_b``, stacked likewise."""
+    theirs, (path, _, name) = _PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
+    ours = f"{path}.lora_{name.removesuffix('_proj')}"
+    return [Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, row.when) for side in "AB"]

@@ -1,9 +1,10 @@
 """Weight names that families share: Hugging Face's Llama shape, Meta's files, llama.cpp's GGUF."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torchtune.models._weight_map import Row, Tied, WeightMap
-from torchtune.models._weight_ops import Identity, InterleaveRope, Op, Split
+from torchtune.models._weight_ops import Identity, InterleaveRope, Op, Split, Stack
 
 # Our module inside a layer -> its name in each format, and the description's attribute for its bias and for itself.
 _LINEARS = (
@@ -12,9 +13,9 @@ _LINEARS = (
     ("attn.k_proj", "self_attn.k_proj", "attention.wk", "attn_k", "k_bias"),
     ("attn.v_proj", "self_attn.v_proj", "attention.wv", "attn_v", "v_bias"),
     ("attn.output_proj", "self_attn.o_proj", "attention.wo", "attn_output", "attn_output_bias"),
-    ("mlp.w1", "mlp.gate_proj", "feed_forward.w1", "ffn_gate", "mlp_bias"),
-    ("mlp.w2", "mlp.down_proj", "feed_forward.w2", "ffn_down", "mlp_bias"),
-    ("mlp.w3", "mlp.up_proj", "feed_forward.w3", "ffn_up", "mlp_bias"),
+    ("mlp.w1", "mlp.gate_proj", "feed_forward.w1", "ffn_gate", "mlp_bias_layers"),
+    ("mlp.w2", "mlp.down_proj", "feed_forward.w2", "ffn_down", "mlp_bias_layers"),
+    ("mlp.w3", "mlp.up_proj", "feed_forward.w3", "ffn_up", "mlp_bias_layers"),
 )
 _NORMS = (
     # ours, Hugging Face, Meta, GGUF, when
@@ -49,7 +50,8 @@ def _rows(column: int, qk: Op) -> tuple[Row, ...]:
     for row in _LINEARS:
         op = qk if row[0] in ("attn.q_proj", "attn.k_proj") else Identity()
         external, ours = _LAYER[column] + row[column], "layers.{layer}." + row[0]
-        rows.append(Row(f"{external}.weight", f"{ours}.weight", op))
+        when = "mlp_layers" if row[0].startswith("mlp.") else None
+        rows.append(Row(f"{external}.weight", f"{ours}.weight", op, when))
         rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=row[4]))
     for row in _NORMS:
         op = qk if row[4] == "has_qk_norm" else Identity()
@@ -89,6 +91,27 @@ def hf_names(qk: Op, norms: Mapping[str, str] | None = None, *, fused: tuple[str
             "score.bias",
         ),
     )
+
+
+def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) -> WeightMap:
+    """A map with mixtures of experts, each matrix of each expert a tensor of its own.
+
+    Args:
+        weight_map: Hugging Face's, of the rest.
+        block: their name of the mixture in a layer, which holds ``gate`` and ``experts``.
+        gate: their name of an expert's ``gate_proj``.
+        up: their name of its ``up_proj``.
+        down: their name of its ``down_proj``.
+    """
+    theirs, ours = f"{_LAYER[_HF]}{block}.", "layers.{layer}.mlp."
+    rows = [
+        Row(f"{theirs}gate.weight", f"{ours}router.gate.weight", when="expert_layers"),
+        Row(f"{theirs}gate.bias", f"{ours}router.gate.bias", when="router_bias_layers"),
+    ]
+    for name, matrix in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        external = f"{theirs}experts.{{expert}}.{matrix}.weight"
+        rows.append(Row(external, f"{ours}experts.{name}", Stack(transpose=True), "expert_layers"))
+    return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 
 def _when_norm(ours: str) -> str:

@@ -84,6 +84,8 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, int]:
     """(elements of one layer, width, layers) from the shapes of the first layer."""
+    from torchtune.modules.moe import MoE
+
     decoder = getattr(model, "decoder", model)
     layers = list(getattr(decoder, "layers", []))
     if not layers:
@@ -91,7 +93,12 @@ def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, in
     attention = layers[0].attn
     q, width = attention.q_proj.weight.shape
     kv = attention.k_proj.weight.shape[0]
-    inner = max((p.shape[0] for p in layers[0].mlp.parameters() if p.dim() == 2), default=0)
+    mlp = layers[0].mlp
+    if isinstance(mlp, MoE):  # the tokens once more for every chosen expert, before and after it
+        copies = mlp.router.experts_per_token
+        inner = copies * (mlp.experts.hidden_dim + width // 2)
+    else:
+        inner = max((p.shape[0] for p in mlp.parameters() if p.dim() == 2), default=0)
     return 5 * width + 3 * q + 4 * kv + 4 * inner, width, len(layers)
 
 

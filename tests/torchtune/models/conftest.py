@@ -1,7 +1,7 @@
 """The table of families that are compared with transformers: a new family adds a row."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }
 
@@ -132,6 +143,22 @@ def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tens
     config = model.spec.to_hf_config(model.description)
     (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 0}))
     return weights
+
+
+def on_disk(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tensors of a model of transformers under the names of its files, which hold experts one by one."""
+    found = {}
+    for name, tensor in tensors:
+        if name.endswith(".experts.gate_up_proj"):
+            path = name.removesuffix(".gate_up_proj")
+            for expert, matrix in enumerate(tensor):
+                found[f"{path}.{expert}.gate_proj.weight"], found[f"{path}.{expert}.up_proj.weight"] = matrix.chunk(2)
+        elif name.endswith(".experts.down_proj"):
+            path = name.removesuffix(".down_proj")
+            found |= {f"{path}.{expert}.down_proj.weight": matrix for expert, matrix in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
 
 
 def make_hf_model(name: str) -> torch.nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.torchtune.models.conftest import on_disk
 from torchtune.data import Documents
 from torchtune.generation import generate
 from torchtune.modules import local_kv_cache
@@ -38,7 +39,7 @@ def test_gradients_of_every_parameter_equal(pair: Any) -> None:
     pair.hf.zero_grad()
     (pair.model(TOKENS) * weights).sum().backward()
     (pair.hf(TOKENS).logits * weights).sum().backward()
-    theirs = {name: parameter.grad for name, parameter in pair.hf.named_parameters()}
+    theirs = on_disk((name, parameter.grad) for name, parameter in pair.hf.named_parameters())
     grads = ((name, parameter.grad) for name, parameter in pair.model.named_parameters())
     ours = dict(pair.model.spec.weight_map("hf").to_external(grads, pair.model.description))
     assert ours.keys() == theirs.keys()

@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.torchtune.models.conftest import on_disk
 from torchtune.models import ModelError
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
@@ -71,6 +72,9 @@ SIZES = [
     ("qwen3", "qwen3_14b_base", 14_768_307_200, 10485760),
     ("qwen3", "qwen3_14b_instruct", 14_768_307_200, 10485760),
     ("qwen3", "qwen3_32b", 32_762_123_264, 19922944),
+    ("qwen3_moe", "qwen3_30b_a3b_base", 30_532_122_624, None),
+    ("qwen3_moe", "qwen3_30b_a3b_instruct", 30_532_122_624, None),
+    ("qwen3_moe", "qwen3_235b_a22b", 235_093_634_560, None),
     ("smol", "smollm2_135m", 134_515_008, None),
     ("smol", "smollm2_360m", 361_821_120, None),
     ("smol", "smollm2_1_7b", 1_711_376_384, None),
@@ -111,7 +115,7 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
                 ),
             )(**config)
         )
-    expected = {key: value.shape for key, value in theirs.named_parameters()}
+    expected = {key: value.shape for key, value in on_disk(theirs.named_parameters()).items()}
     ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
     assert {key: value.shape for key, value in ours} == expected
     assert model.spec.from_hf_config(config) == model.description

@@ -140,14 +140,6 @@ def test_module_names() -> None:
         weight_map.external_module("layers.1.attn", description)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Mixture(Description):
-    """A description with experts in some layers, as an outside family might have it."""
-
-    num_experts: int = 3
-    expert_layers: tuple[int, ...] = (1,)
-
-
 _FUSED = WeightMap(
     (
         Row("h.{layer}.qkv", tuple(f"layers.{{layer}}.{x}" for x in "qkv"), Split(("q_dim", "kv_dim", "kv_dim"))),
@@ -159,7 +151,8 @@ _FUSED = WeightMap(
 
 
 def test_fused_and_stacked_tensors_stream_group_by_group() -> None:
-    description = _Mixture(**dataclasses.asdict(_description(head_dim=4)))
+    mixture = {"num_experts": 3, "experts_per_token": 1, "expert_dim": 20, "expertless_layers": (0,)}
+    description = dataclasses.replace(_description(head_dim=4), **mixture)
     torch.manual_seed(0)
     external = {f"h.{layer}.qkv": torch.randn(16 + 8 + 8, 12) for layer in range(2)}
     external |= {f"h.1.experts.{expert}.up": torch.randn(20, 12) for expert in range(3)}

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, get_args
 from torch import Tensor, nn
 
 from torchtune.modules.conversion import ConversionError, ConversionReport, Phase, nearest_module_names
+from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.moe.lora_experts import LoRAGroupedExperts
 from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
     MLP_MODULES,
@@ -33,7 +35,7 @@ class LoRA:
         alpha: the update is scaled by alpha / rank.
         dropout: dropout on the adapters' input, in training.
         attn_modules: projections of attention, out of q_proj, k_proj, v_proj, output_proj; ``None`` means all four.
-        apply_to_mlp: also adapt w1, w2, w3 of every MLP.
+        apply_to_mlp: also adapt w1, w2, w3 of every MLP, or its experts.
         apply_to_output: also adapt the output projection; it must not be tied to the embedding.
         target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
             ``layers.[01].attn.*``.
@@ -86,25 +88,41 @@ class LoRA:
             return {pattern: (pattern, f"*.{pattern}") for pattern in self.target_modules}
         targets = {name: (f"attn.{name}", f"*.attn.{name}") for name in self.attn_modules}
         if self.apply_to_mlp:
-            targets["mlp.w1/w2/w3"] = tuple(f"{start}mlp.{name}" for name in MLP_MODULES for start in ("", "*."))
+            names = (*MLP_MODULES, "experts", *(f"shared_expert.{name}" for name in MLP_MODULES))
+            targets["mlp.w1/w2/w3"] = tuple(f"{start}mlp.{name}" for name in names for start in ("", "*."))
         if self.apply_to_output:
             targets["output"] = ("output", "*.output")
         return targets
 
-    def _select(self, model: nn.Module) -> dict[str, nn.Linear]:
-        """Linear layers to adapt, by path."""
-        linears = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-        chosen: dict[str, nn.Linear] = {}
+    def _select(self, model: nn.Module) -> dict[str, nn.Linear | GroupedExperts]:
+        """Linear layers and experts to adapt, by path."""
+        kinds = (nn.Linear, GroupedExperts)
+        linears = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
+        chosen: dict[str, nn.Linear | GroupedExperts] = {}
         for asked, patterns in self._targets().items():
             matching = [path for path in linears if any(fnmatchcase(path, pattern) for pattern in patterns)]
             if not matching:
                 self._refuse(model, asked, list(linears))
             chosen |= {path: linears[path] for path in matching}
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        for path, linear in chosen.items():
-            if id(linear.weight) in embeddings:
+        for path, layer in chosen.items():
+            if isinstance(layer, GroupedExperts):
+                self._check_experts(path, layer)
+            elif id(layer.weight) in embeddings:
                 raise ConversionError(_TIED.format(path))
         return {path: module for path, module in linears.items() if path in chosen}
+
+    def _check_experts(self, path: str, experts: GroupedExperts) -> None:
+        if self.use_dora:
+            raise ConversionError(
+                f"LoRA: the experts of '{path}' have no adapter with magnitudes: leave them out (apply_to_mlp or "
+                "apply_lora_to_mlp: False), or set use_dora to False."
+            )
+        if type(experts) is not GroupedExperts:
+            raise ConversionError(
+                f"LoRA: the experts of '{path}' take no adapter, leave them out (apply_to_mlp or apply_lora_to_mlp: "
+                "False)."
+            )
 
     @staticmethod
     def _refuse(model: nn.Module, asked: str, paths: list[str]) -> None:
@@ -126,10 +144,11 @@ class LoRA:
         chosen = self._select(model)
         if (spec := getattr(model, "spec", None)) is not None:
             spec.check_adapters(chosen, model.description)
-        layer = DoRALinear if self.use_dora else LoRALinear
-        for path, linear in chosen.items():
+        linear_kind = DoRALinear if self.use_dora else LoRALinear
+        for path, layer in chosen.items():
             parent, _, name = path.rpartition(".")
-            new = layer.from_linear(linear, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+            make = LoRAGroupedExperts.from_experts if isinstance(layer, GroupedExperts) else linear_kind.from_linear
+            new = make(layer, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
             setattr(model.get_submodule(parent), name, new)
         adapter = get_adapter_params(model)
         set_trainable_params(model, adapter)
@@ -146,7 +165,7 @@ class LoRA:
 
     def adapted_paths(self, model: nn.Module) -> list[str]:
         """Paths of the layers that carry an adapter."""
-        return [path for path, module in model.named_modules() if isinstance(module, LoRALinear)]
+        return [path for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAGroupedExperts)]
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
         """The weight called ``name`` with the adapter merged in; other tensors come back as they are.
@@ -157,9 +176,11 @@ class LoRA:
             model: the converted model.
         """
         path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, LoRAGroupedExperts):
+            return module.merged_weight(leaf, weight)
         if leaf != "weight":
             return weight
-        module = model.get_submodule(path)
         return module.merged_weight(weight) if isinstance(module, LoRALinear) else weight
 
     def peft_config(self, model: nn.Module) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.models import Description, WeightMap, WeightMapError
+from torchtune.models import Description, Group, WeightMap, WeightMapError
 from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_part
@@ -111,8 +111,10 @@ def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, 
     weight_map = spec.weight_map("hf").peft()
     try:
         tensors = [pair for pair in tensors if not _is_of_base(model, *pair, file)]
+        ours = {name: weight_map.tune_name(name, description) for name, _ in tensors}
+        groups = {group.tune[0]: group for group in weight_map.groups(description)}
         for name, tensor in tensors:
-            _check_rank(model, weight_map.tune_name(name, description), name, tensor, file)
+            _check_rank(model, groups[ours[name]], name, tensor, file)
         return list(weight_map.to_tune(tensors, description, partial=True))
     except WeightMapError as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
@@ -139,12 +141,14 @@ def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -
     return True
 
 
-def _check_rank(model: nn.Module, ours: str, name: str, tensor: torch.Tensor, file: Path) -> None:
+def _check_rank(model: nn.Module, group: Group, name: str, tensor: torch.Tensor, file: Path) -> None:
     """Refuse a shape that does not fit, before rows are put into another order."""
     try:
-        wanted = parameter_at(model, ours).shape
+        shape = parameter_at(model, group.tune[0]).shape
     except AttributeError:
         return  # not adapted here: refused with the list of layers
+    outline = group.to_external([torch.empty(shape, device="meta")])
+    wanted = outline[group.external.index(name)].shape
     if tensor.shape != wanted:
         raise CheckpointError(
             f"{file}: the tensor '{name}' has the shape {list(tensor.shape)} where the model needs {list(wanted)}: the "
@@ -195,18 +199,19 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
     parameters = {name: parameter for name, parameter in model.named_parameters() if own(name)}
     if not parameters:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
-    modules = {name.partition(".lora_")[0].removesuffix(".magnitude"): None for name in parameters}
     groups = {group.tune[0]: group for group in weight_map.peft().groups(description)}
     if unknown := [name for name in parameters if name not in groups]:
         raise CheckpointError(
             f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
         )
-    try:
-        names = [weight_map.external_module(module, description) for module in modules]
-    except WeightMapError as error:
-        raise CheckpointError(f"The adapter cannot be saved for peft: {error}") from error
+    external = dict.fromkeys(module for name in parameters for module in map(_adapted, groups[name].external))
     parts = [group_part(groups[name], parameters, ranks, turn) for turn, name in enumerate(parameters)]
-    return parts, adapter_settings(base_name, _settings(model), _shortest(names, weight_map, description))
+    return parts, adapter_settings(base_name, _settings(model), _shortest(list(external), weight_map, description))
+
+
+def _adapted(name: str) -> str:
+    """Module of the base that a tensor in PEFT's files adapts."""
+    return name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0]
 
 
 def adapter_settings(base_name: str, settings: dict[str, Any], target_modules: list[str]) -> dict[str, Any]:

@@ -81,6 +81,33 @@ def test_with_peft_both_ways(shape: str, targets: str, dora: bool, tmp_path: Pat
     assert torch.equal(logits(again), expected)
 
 
+# peft itself writes these patterns for parameters of experts, applies them, and looks for them among modules only.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+def test_adapters_of_experts_load_in_peft_and_merge(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", "qwen3_moe")
+    conversion = LoRA(rank=4, alpha=6, attn_modules=["q_proj"], apply_to_mlp=True)
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    model = build(source, conversion)
+    checkpointer.load_model(model)
+    base = logits(hf_model("qwen3_moe"))
+    torch.testing.assert_close(logits(model.eval()), base, atol=1e-4, rtol=1e-4)
+    randomize_adapter(model)
+    expected = logits(model)
+    assert (expected - base).abs().max() > 0.1
+
+    saved = checkpointer.save("epoch_0", model, adapter_only=True)
+    settings = read(saved / "adapter_config.json")
+    assert sorted(settings["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    in_peft = PeftModel.from_pretrained(hf_model("qwen3_moe"), saved)
+    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+
+    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, merge=True))
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    shutil.copytree(saved, source, dirs_exist_ok=True)
+    again = load(source, conversion)
+    assert same_bits(adapters(again), adapters(model))
+
+
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen3"])
 def test_peft_made_it(shape: str, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", shape)

@@ -1,0 +1,139 @@
+"""Mixtures of experts against the sum that defines them, and what they cost."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from torchtune.models import Description, ModelError, build
+from torchtune.models.qwen3_moe import SPEC
+from torchtune.modules import FeedForward
+from torchtune.modules.conversion import ConversionError
+from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtune.modules.moe._grouped import grouped_mm
+from torchtune.modules.peft import LoRA
+
+DIM, HIDDEN, EXPERTS = 16, 24, 6
+
+
+def make(k: int = 2, shared: bool = False, **router: object) -> MoE:
+    torch.manual_seed(0)
+    gate = torch.nn.Linear(DIM, EXPERTS, bias=False)
+    linears = {"gate_proj": (DIM, HIDDEN), "down_proj": (HIDDEN, DIM), "up_proj": (DIM, HIDDEN)}
+    shared_expert = FeedForward(**{name: torch.nn.Linear(*size) for name, size in linears.items()})
+    return MoE(
+        experts=GroupedExperts(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS),
+        router=TokenChoiceTopKRouter(gate=gate, dim=DIM, num_experts=EXPERTS, experts_per_token=k, **router),
+        shared_expert=shared_expert if shared else None,
+    )
+
+
+def dense(moe: MoE, x: torch.Tensor, scores: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+    """Every expert on every token, weighted by a matrix of scores that is mostly zero."""
+    weights = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, selected, scores.to(x.dtype))
+    e = moe.experts
+    gate, up = (torch.einsum("td,edh->teh", x, w) for w in (e.gate_proj, e.up_proj))
+    return torch.einsum("teh,ehd,te->td", F.silu(gate) * up, e.down_proj, weights)
+
+
+@pytest.mark.parametrize("k", [1, 2, 6])
+@pytest.mark.parametrize("shared", [False, True])
+def test_equals_all_experts_weighted(k: int, shared: bool) -> None:
+    moe = make(k, shared, normalize=True).double()
+    x = torch.randn(2, 9, DIM, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 9, DIM, dtype=torch.float64)
+    leaves = [x, *moe.parameters()]
+    out = moe(x)
+    found = torch.autograd.grad((out * weights).sum(), leaves)
+    scores, selected, _ = moe.router(x.flatten(0, 1))
+    wanted = dense(moe, x.flatten(0, 1), scores, selected).view_as(x)
+    if shared:
+        wanted = wanted + moe.shared_expert(x)
+    assert torch.allclose(out, wanted, rtol=1e-6)
+    for ours, theirs in zip(found, torch.autograd.grad((wanted * weights).sum(), leaves), strict=True):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+def test_scores() -> None:
+    x = torch.randn(50, DIM)
+    moe = make(3)
+    logits = moe.router.gate(x)
+    scores, selected, counts = moe.router(x)
+    assert torch.equal(selected, logits.topk(3).indices)
+    assert torch.allclose(scores, logits.softmax(-1).gather(1, selected))
+    assert torch.equal(counts, selected.flatten().bincount(minlength=EXPERTS))
+    scores, _, _ = make(3, normalize=True, scale=2.5).router(x)
+    assert torch.allclose(scores, 2.5 * logits.topk(3).values.softmax(-1))
+    scores, selected, _ = make(3, score_function="sigmoid").router(x)
+    assert torch.allclose(scores, logits.topk(3).values.sigmoid())
+    assert make(3).bfloat16().router(x.bfloat16())[0].dtype == torch.float32
+
+
+def test_a_selection_bias_changes_who_is_chosen_and_not_the_scores() -> None:
+    x = torch.randn(50, DIM)
+    router = make(2, score_function="sigmoid", selection_bias=True).router
+    before, chosen, _ = router(x)
+    router.selection_bias.data[4] = 10.0
+    scores, selected, counts = router(x)
+    assert counts[4] == 50
+    assert torch.allclose(scores, router.gate(x).sigmoid().gather(1, selected))
+    kept = selected == chosen
+    assert torch.equal(scores[kept], before[kept])
+    assert not router.selection_bias.requires_grad
+    assert router.bfloat16().selection_bias.dtype == torch.bfloat16  # as any parameter, if somebody asks for it
+
+
+def test_more_experts_than_there_are() -> None:
+    with pytest.raises(ValueError, match="experts_per_token is 7, with 6 experts"):
+        make(7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_grouped_kernel_and_the_loop_are_equal(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    counts = torch.tensor([5, 0, 8, 3, 0])
+    x, weight = torch.randn(16, DIM, dtype=dtype), torch.randn(5, DIM, HIDDEN, dtype=dtype)
+    grad = torch.randn(16, HIDDEN, dtype=dtype)
+    results = []
+    for kernel in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        out = grouped_mm(*leaves, counts, kernel=kernel)
+        results.append((out, *torch.autograd.grad(out, leaves, grad)))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert not results[0][2][[1, 4]].any()
+
+
+def test_experts_that_no_token_chose_cost_nothing() -> None:
+    moe = make(2).requires_grad_(False)
+    x = torch.randn(1, 64, DIM)
+    moe.experts.gate_proj[5] = float("nan")  # and would show if they were computed
+    moe.router.gate.weight[5] = 0.0
+    moe.router.gate.bias = torch.nn.Parameter(torch.tensor([0.0] * 5 + [-1e9]), requires_grad=False)
+    with torch.profiler.profile(with_flops=True) as profile:
+        out = moe(x)
+    assert out.isfinite().all()
+    products = [event for event in profile.events() if event.name == "aten::mm"]
+    assert sum(event.flops for event in products) == 2 * 64 * 2 * 3 * DIM * HIDDEN
+    assert len(products) <= 3 * 5
+
+
+def test_frozen_experts_get_no_gradient_and_a_compiled_layer_is_one_graph() -> None:
+    moe = make(2)
+    moe.experts.requires_grad_(False)
+    x = torch.randn(1, 20, DIM, requires_grad=True)
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    (wanted,) = torch.autograd.grad(moe(x).square().sum(), x)
+    (found,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert moe.experts.gate_proj.grad is None
+
+
+def test_adapters_that_experts_do_not_have() -> None:
+    sizes = {"vocab_size": 20, "num_layers": 1, "embed_dim": 16, "intermediate_dim": 8, "max_seq_len": 8}
+    experts = {"num_experts": 2, "experts_per_token": 1, "expert_dim": 8}
+    with torch.device("meta"):
+        model = build(Description(**sizes, num_heads=2, num_kv_heads=2, **experts), SPEC)
+    with pytest.raises(ConversionError, match=r"experts of 'layers.0.mlp.experts' have no adapter with magnitudes"):
+        LoRA(apply_to_mlp=True, use_dora=True).convert(model)
+    with pytest.raises(ModelError, match=r"'layers.0.mlp.router.gate' is a router"):
+        LoRA(target_modules=["gate"]).convert(model)

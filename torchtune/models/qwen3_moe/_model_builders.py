@@ -1,0 +1,88 @@
+"""Qwen 3's mixtures of experts: its dense layers but for feed-forwards, of which a token uses 8 among 128."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import Fields, HFFormat
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import HF_HALF, experts
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    num_layers = fields.take("num_hidden_layers")
+    number = "num_experts" if fields.has("num_experts") else "num_local_experts"  # transformers 4 and 5
+    sparse_step = fields.take("decoder_sparse_step", 1)
+    dense = {*fields.take("mlp_only_layers", ()), *(i for i in range(num_layers) if (i + 1) % sparse_step)}
+    return {
+        "num_experts": fields.take(number, 128),
+        "experts_per_token": fields.take("num_experts_per_tok", 8),
+        "expert_dim": fields.take("moe_intermediate_size", 768),
+        "expertless_layers": tuple(i for i in range(num_layers) if i in dense),
+        "router_normalize": bool(fields.take("norm_topk_prob", False)),
+        "router_balance": float(fields.take("router_aux_loss_coef", 0.001)),
+    }
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {
+        "num_experts": d.num_experts,
+        "num_experts_per_tok": d.experts_per_token,
+        "moe_intermediate_size": d.expert_dim,
+        "mlp_only_layers": list(d.expertless_layers),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": d.router_normalize,
+        "router_aux_loss_coef": d.router_balance,
+    }
+
+
+_FORMAT = HFFormat(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    "half",
+    biases="attention_bias",
+    qk_norm="before_rope",
+    windows="use_sliding_window",
+    read_more=_read,
+    write_more=_write,
+    defaults=(("num_key_value_heads", 4), ("max_position_embeddings", 32_768)),
+)
+SPEC = ModelSpec(
+    name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+    weight_maps={"hf": experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")},
+    capabilities=frozenset({"documents", "kv_cache", "lora"}),
+)
+
+_30B = Description(
+    vocab_size=151_936,
+    num_layers=48,
+    embed_dim=2048,
+    intermediate_dim=6144,
+    max_seq_len=32_768,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    qk_norm="before_rope",
+    rope_base=1_000_000.0,
+    rope_layout="half",
+    num_experts=128,
+    experts_per_token=8,
+    expert_dim=768,
+    router_normalize=True,
+    router_balance=0.001,
+    norm_eps=1e-6,
+)
+_235B = replace(_30B, num_layers=94, embed_dim=4096, intermediate_dim=12_288, num_heads=64, expert_dim=1536)
+_LONG = 40_960  # context of the instruct models
+
+SIZES = {
+    "qwen3_30b_a3b_base": _30B,
+    "qwen3_30b_a3b_instruct": replace(_30B, max_seq_len=_LONG),
+    "qwen3_235b_a22b": replace(_235B, max_seq_len=_LONG),
+}
+BUILDERS = model_builders(__name__, "Qwen3 MoE", SPEC, SIZES, qlora=False)
+globals().update(BUILDERS)

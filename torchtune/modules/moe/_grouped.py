@@ -1,0 +1,88 @@
+"""Products of rows with one of several matrices: rows are sorted by matrix, and no matrix without rows is read."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
+    """(matrix, its rows) of every matrix that has rows."""
+    sizes = counts.tolist()
+    for index, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        if size:
+            yield index, slice(end - size, end)
+
+
+@torch.library.custom_op("torchtune::grouped_rows", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    for index, rows in _groups(counts):
+        torch.mm(x[rows], weight[index], out=out[rows])
+    return out
+
+
+@torch.library.custom_op("torchtune::grouped_weights", mutates_args=())
+def _weight_gradient(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    out = x.new_zeros(counts.shape[0], x.shape[1], grad.shape[1])
+    for index, rows in _groups(counts):
+        torch.mm(x[rows].t(), grad[rows], out=out[index])
+    return out
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@_weight_gradient.register_fake
+def _(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
+
+
+def _setup_context(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, counts = ctx.saved_tensors
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    grad_x = _forward(grad, weight.transpose(1, 2), counts) if needs_x else None
+    grad_weight = _weight_gradient(x, grad, counts) if needs_weight else None
+    return grad_x, grad_weight, None
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch multiplies all groups in one kernel here: bfloat16 on CUDA from compute capability 8.0, with rows
+    of whole 16 bytes."""
+    return (
+        x.is_cuda
+        and x.dtype == weight.dtype == torch.bfloat16
+        and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and weight.shape[1] % 8 == 0
+        and weight.shape[2] % 8 == 0
+    )
+
+
+def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None = None) -> Tensor:
+    """Multiply the first ``counts[0]`` rows with ``weight[0]``, the next ``counts[1]`` with ``weight[1]``, and so on.
+
+    Args:
+        x: rows ``[t, i]``, sorted by matrix.
+        weight: ``[e, i, o]``; matrices without rows cost nothing, and get a gradient of zero.
+        counts: int64 ``[e]``, rows of each matrix; they sum to t.
+        kernel: whether torch's grouped kernel does it, or a loop over the matrices that have rows; by default as
+            :func:`has_grouped_kernel` says.
+
+    Returns:
+        Tensor ``[t, o]``.
+    """
+    if has_grouped_kernel(x, weight) if kernel is None else kernel:
+        return F.grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
+    return _forward(x, weight, counts)

@@ -1,0 +1,62 @@
+"""The experts of a mixture: feed-forward layers of one shape, their weights stacked."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.modules.feed_forward import swiglu
+from torchtune.modules.moe._grouped import grouped_mm
+
+
+class GroupedExperts(nn.Module):
+    """``down(activation(gate(x)) * up(x))`` with matrices of its own for every expert.
+
+    Parameters are ``gate_proj`` and ``up_proj`` ``[e, dim, hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``:
+    whoever holds some of the experts holds some of the first dimension.
+
+    Args:
+        dim: d, width of input and output.
+        hidden_dim: width in between.
+        num_experts: e.
+        activation: elementwise, applied to the gate.
+    """
+
+    def __init__(
+        self, *, dim: int, hidden_dim: int, num_experts: int = 1, activation: Callable[[Tensor], Tensor] = F.silu
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.hidden_dim = hidden_dim
+        self.num_experts = num_experts
+        self.activation = activation
+        self.gate_proj = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.up_proj = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weights as ``nn.Linear`` does; a checkpoint replaces them."""
+        for parameter in self.parameters():
+            if not parameter.is_meta:
+                bound = parameter.shape[1] ** -0.5
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Multiply rows ``[t, i]``, sorted by expert, with the parameter called ``name``, ``[e, i, o]``."""
+        return grouped_mm(x, getattr(self, name), num_tokens_per_expert)
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Rows ``[t, d]`` sorted by expert, and how many each expert has, int64 ``[e]``, to ``[t, d]``."""
+        gate = self.project("gate_proj", x, num_tokens_per_expert)
+        up = self.project("up_proj", x, num_tokens_per_expert)
+        if self.activation is F.silu or type(self.activation) is nn.SiLU:
+            hidden = swiglu(gate, up)
+        else:
+            hidden = self.activation(gate) * up
+        return self.project("down_proj", hidden, num_tokens_per_expert)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"{self.num_experts} experts, {self.dim} -> {self.hidden_dim} -> {self.dim}"

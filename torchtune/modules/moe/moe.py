@@ -1,0 +1,127 @@
+"""Mixtures of experts: every token goes through a few of many feed-forward layers."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class TokenChoiceTopKRouter(nn.Module):
+    """Every token chooses the experts that score highest (Shazeer et al. 2017, arXiv:1701.06538).
+
+    Args:
+        gate: projection ``d -> e``; its outputs become scores in float32.
+        dim: d, width of the tokens.
+        num_experts: e.
+        experts_per_token: k.
+        score_function: softmax over all experts, or the sigmoid of each.
+        normalize: the scores of the chosen experts are divided by their sum.
+        scale: of the scores, in the end.
+        selection_bias: learn, outside of the loss, what to add to scores when experts are chosen, and only then (Wang
+            et al. 2024, arXiv:2408.15664): a parameter ``selection_bias``, float32 ``[e]``, that gets no gradient.
+
+    Raises:
+        ValueError: more experts are to be chosen than there are.
+    """
+
+    def __init__(
+        self,
+        *,
+        gate: nn.Module,
+        dim: int,
+        num_experts: int,
+        experts_per_token: int,
+        score_function: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = False,
+        scale: float = 1.0,
+        selection_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if not 1 <= experts_per_token <= num_experts:
+            raise ValueError(f"experts_per_token is {experts_per_token}, with {num_experts} experts to choose from.")
+        self.gate = gate
+        self.dim = dim
+        self.num_experts = num_experts
+        self.experts_per_token = experts_per_token
+        self.score_function = score_function
+        self.normalize = normalize
+        self.scale = scale
+        bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
+        self.selection_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose.
+
+        Args:
+            x: tokens ``[t, d]``.
+
+        Returns:
+            scores of the chosen experts, float32 ``[t, k]``; their numbers, int64 ``[t, k]``; tokens of every expert,
+            int64 ``[e]``.
+        """
+        logits = self.gate(x).float()
+        scores = logits.sigmoid() if self.score_function == "sigmoid" else logits.softmax(-1)
+        if self.selection_bias is None:
+            chosen, selected = scores.topk(self.experts_per_token, dim=-1)
+        else:
+            selected = (scores + self.selection_bias).topk(self.experts_per_token, dim=-1).indices
+            chosen = scores.gather(-1, selected)
+        if self.normalize:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        if self.scale != 1.0:
+            chosen = chosen * self.scale
+        ones = torch.ones_like(selected).flatten()
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
+        return chosen, selected, counts.scatter_add_(0, selected.flatten(), ones)
+
+
+class _Rows(torch.autograd.Function):
+    """``x[take // copies]``; ``take`` is a permutation and ``back`` its inverse: its gradient needs no atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, copies: int) -> Tensor:
+        """Rows ``[t, d]`` to ``[t * copies, d]``."""
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x[take if copies == 1 else take // copies]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Every row's copies, summed."""
+        (back,) = ctx.saved_tensors
+        grad = grad[back]
+        return grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of which every token uses a few experts, ``Σ score · expert(x)``.
+
+    Tokens are sorted by expert: an expert that no token chose costs nothing.
+
+    Args:
+        experts: rows sorted by expert, and how many each has -> rows.
+        router: tokens -> scores, chosen experts, tokens of every expert.
+        shared_expert: a feed-forward layer ``[…, d] -> […, d]`` that sees every token, and whose result is added.
+    """
+
+    def __init__(self, *, experts: nn.Module, router: nn.Module, shared_expert: nn.Module | None = None) -> None:
+        super().__init__()
+        self.experts = experts
+        self.router = router
+        self.shared_expert = shared_expert
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b, s, d]`` to ``[b, s, d]``."""
+        tokens = x.flatten(0, -2)
+        scores, selected, counts = self.router(tokens)
+        copies = selected.shape[1]
+        order = selected.flatten().argsort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        rows = self.experts(_Rows.apply(tokens, order, inverse, copies), counts)
+        by_token = _Rows.apply(rows, inverse, order, 1).unflatten(0, (-1, copies))
+        out = (by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
+        if self.shared_expert is not None:
+            out = out + self.shared_expert(tokens)
+        return out.view_as(x)
