@@ -16,8 +16,9 @@ from torchtune.utils import UserError
 
 _USAGE = "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [key=value ...] [~key ...]"
 
-# What a worker ends with after it has said why: a mistake of the user, or a signal after which everything was saved.
-_OWN_EXIT_CODES = (2, 75, 130)
+# What a worker ends with after it has said why: a mistake of the user, a run that stood still, or a signal after which
+# everything was saved.
+_OWN_EXIT_CODES = (2, 75, 76, 130)
 
 
 @dataclass

@@ -29,4 +29,11 @@ class Activity:
         self.moved = time.monotonic()
 
     def __str__(self) -> str:
-        return f"step {self.step + 1}, {self.phase}"
+        return place(self.step, self.phase)
+
+
+def place(step: int, phase: str) -> str:
+    """Where in the loop ``phase`` is, when ``step`` steps are done: "in step 8", "saving after step 7" …"""
+    if phase == "training":
+        return f"in step {step + 1}"
+    return f"{phase} for step {step + 1}" if phase == "loading data" else f"{phase} after step {step}"

@@ -54,7 +54,9 @@ class LogFile(logging.Handler):
             faulthandler.enable(self.descriptor)
         size = os.environ.get("WORLD_SIZE", "1")
         text = f"Rank {get_rank()} of {size} starts: process {os.getpid()} on {platform.node()}."
-        self._write(self.format(logging.LogRecord(record.name, logging.INFO, "", 0, text, None, None)))
+        first = logging.LogRecord(record.name, logging.INFO, "", 0, text, None, None)
+        first.created, first.msecs = record.created, record.msecs
+        self._write(self.format(first))
 
     def _write(self, line: str) -> None:
         data = (("\n" if self._torn else "") + line + "\n").encode(errors="backslashreplace")

@@ -199,7 +199,7 @@ def test_activity_moves_with_all_that_a_loop_does() -> None:
     model = tiny()
     throughput = training.Throughput(model=model, step=6)
     activity = throughput.activity
-    assert str(activity) == "step 7, training"
+    assert str(activity) == "in step 7"
     moves = activity.moves
     for _ in throughput.loading(iter([[1], [2]])):
         assert activity.moves > moves
@@ -207,7 +207,7 @@ def test_activity_moves_with_all_that_a_loop_does() -> None:
         model(torch.zeros(2, 8, dtype=torch.int64))
         assert (activity.moves, tuple(activity.shape)) == (moves + 1, (2, 8))
         with throughput.paused("saving"):
-            assert str(activity).endswith("saving")
+            assert str(activity) == f"saving after step {activity.step}"
         throughput.step(processed=1, trained=1)
         assert activity.phase == "training"
     assert activity.step == 8
