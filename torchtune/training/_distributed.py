@@ -14,7 +14,10 @@ def is_distributed() -> bool:
 
 
 def is_restart() -> bool:
-    """Whether torchrun started this process again, because one of the group had died."""
+    """Whether torchrun started this process again, after one of its group had died: the run then goes on by itself.
+
+    Machines that join or leave (``--nnodes 1:4``) start the processes anew without being counted as a restart.
+    """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
