@@ -87,6 +87,10 @@ def run(args: argparse.Namespace) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run as torchrun
 
+    if args.max_restarts > 0 or len(set(args.nnodes.split(":"))) > 1:
+        # torchrun hands the store of one life of the workers on to the next; where a rank reads the old address of
+        # another before that one has written its new one, they cannot connect. This gives each life a store of its own.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun(args)
     except SignalException as error:  # the workers were told, and have saved
