@@ -88,8 +88,7 @@ def run(args: argparse.Namespace) -> None:
     from torch.distributed.run import run as torchrun
 
     if args.max_restarts > 0 or len(set(args.nnodes.split(":"))) > 1:
-        # torchrun hands the store of one life of the workers on to the next; where a rank reads the old address of
-        # another before that one has written its new one, they cannot connect. This gives each life a store of its own.
+        # A store for each life of the workers, instead of one that still says where those before them could be reached.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun(args)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,9 +17,11 @@ from torchtune._cli.run import split
 from torchtune.utils import UserError
 
 RECIPE = """
-import os, signal, sys, time
+import os, sys, time
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 from torchtune import config, training
 
 
@@ -34,8 +37,14 @@ def recipe_main(cfg: Settings) -> int:
     if cfg.todo.isdigit():
         return int(cfg.todo)
     if cfg.todo == "again":
-        Path(f"{rank}_{training.is_restart()}").touch()
-        return 0 if training.is_restart() else int(rank)
+        life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if rank == "0":
+            time.sleep(int(life))  # the other may read what this rank wrote in the life before
+        dims = training.ParallelDims.start(torch.device("cpu"), dp_shard=-1)
+        if rank == "1":
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # as on a machine where nobody had died
+        Path(f"{rank}_{life}_{training.is_restart()}_{dims.sum(1)}").touch()
+        os._exit(life == "0" and rank == "1")
     with training.StopSignal() as stop:
         Path(f"started_{rank}").write_text(str(os.getpid()))
         while not stop.requested:
@@ -180,8 +189,14 @@ def test_exit_codes_are_those_of_the_workers(command: list[str], tmp_path: Path,
     assert subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=60).returncode == expected
 
 
-def test_a_worker_that_died_is_started_again_and_knows(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_a_worker_that_died_is_started_again_and_knows(command: list[str], tmp_path: Path, rendezvous: str) -> None:
+    if rendezvous == "static":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            command += ["--master-port", str(free.getsockname()[1])]
     line = [*command, "--max-restarts", "1", "own.py", "--config", "own.yaml", "todo=again"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.glob("[01]_*")} == {"0_False", "1_False", "0_True", "1_True"}
+    found = {path.name for path in tmp_path.glob("[01]_*")}
+    assert found == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}
