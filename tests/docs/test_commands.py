@@ -27,6 +27,7 @@ from torchtune._recipe_registry import find_config
 NOT_RUN = {
     "tune run --nproc-per-node 8 --config llama3_1/8B_full": "eight GPUs",
     "tune run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 --config llama3_3/70B_full": "two machines",
+    "sbatch --nodes 2 examples/launch/slurm.sh llama3_3/70B_full output_dir=/shared/run": "needs Slurm",
     "pip install torchtune": "needs the package registry",
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": "needs the hub",
     "tune download meta-llama/Llama-3.2-1B-Instruct --hf-token $HF_TOKEN": "needs the hub",

@@ -1,12 +1,14 @@
 """Run recipes in forked children of a process that has imported everything, so that each starts at once.
 
-Reads one job a line from standard input, ``{"recipe": path, "argv": [...], "output": file}``; prints the child's pid,
-then, when it ends, its wait status. The parent runs no tensor operation, so that a fork is safe.
+Reads one job a line from standard input, ``{"recipe": path, "argv": [...], "output": file, "ranks": number}``; prints
+the children's pids, then, when they have ended, their exit codes. Several ranks find each other as those that torchrun
+starts do. The parent runs no tensor operation, so that a fork is safe.
 """
 
 import json
 import os
 import runpy
+import socket
 import sys
 import traceback
 
@@ -36,16 +38,32 @@ def child(recipe: str, argv: list[str], output: str) -> None:
     os._exit(status)
 
 
+def environments(ranks: int) -> list[dict[str, str]]:
+    """What torchrun would tell each of them; nothing if there is one."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
 def main() -> None:
     """Serve jobs until standard input closes."""
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            child(**job)
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        pids = []
+        for environment in environments(job.pop("ranks")):
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(environment)
+                child(**job)
+            pids.append(pid)
+        print(json.dumps(pids), flush=True)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Runs that are killed, for real, at any moment: nothing is lost, and the rest of the run is the same bits."""
 
-import json
 import os
 import random
 import signal
@@ -12,88 +11,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes import killing
+from tests.recipes.killing import SETTINGS, Forker, losses, said, steps_logged
 from tests.recipes.runs import RECIPES, TRAINING, read_log, write_config
 
-SETTINGS = {
-    "epochs": 4,
-    "batch_size": 2,
-    "save_every_n_steps": 2,
-    "dtype": "bf16",
-    "checkpointer__keep_last_n_checkpoints": 2,
-}
+ALONE = [name for name in TRAINING if name.endswith("single_device")]
+SEVERAL = [name for name in TRAINING if name.endswith("distributed")]
 STEPS = 48
-
-
-class Forker:
-    """Talks to ``forker.py``."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.recipes.forker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=RECIPES.parent,
-            env=environment,
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def start(self, name: str, config: Path, *overrides: str) -> int:
-        """Start a recipe; return its pid."""
-        recipe, output = str(RECIPES / f"{name}.py"), str(config.with_suffix(".out"))
-        job = {"recipe": recipe, "argv": ["--config", str(config), *overrides], "output": output}
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
-
-    def wait(self) -> int:
-        """Exit code of the recipe started last; minus the signal that ended it."""
-        return int(self.process.stdout.readline())
-
-    def run(self, name: str, config: Path, *overrides: str, kill_when: Callable[[], bool] | None = None) -> int:
-        """Run a recipe, killed with SIGKILL as soon as ``kill_when`` holds."""
-        pid = self.start(name, config, *overrides)
-        if kill_when is not None:
-            deadline = time.monotonic() + 60
-            while not kill_when() and time.monotonic() < deadline and Path(f"/proc/{pid}").exists():
-                time.sleep(0.0005)
-            os.kill(pid, signal.SIGKILL)
-        return self.wait()
 
 
 @pytest.fixture(scope="module")
 def forker() -> Iterator[Forker]:
     forker = Forker()
     yield forker
-    forker.process.stdin.close()
-    forker.process.wait(timeout=10)
-    forker.process.stdout.close()
+    forker.close()
 
 
-def steps_logged(output_dir: Path) -> int:
-    log = output_dir / "logs" / "log.jsonl"
-    return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
-def losses(output_dir: Path) -> dict[int, float]:
-    """Step -> loss; a step that ran twice, before a kill and after a resume, must have given the same bits."""
-    found: dict[int, float] = {}
-    for record in read_log(output_dir):
-        if "loss" in record:
-            assert found.setdefault(record["step"], record["loss"]) == record["loss"], f"step {record['step']}"
-    return found
-
-
-def fail_with_output(config: Path) -> str:
-    return config.with_suffix(".out").read_text()[-2000:]
-
-
-@pytest.fixture(scope="module", params=TRAINING)
+@pytest.fixture(scope="module", params=ALONE)
 def whole(request: pytest.FixtureRequest, forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """An uninterrupted run: recipe, folder of its inputs, losses."""
     folder = tmp_path_factory.mktemp("whole")
     config = write_config(request.param, folder, folder / "whole", **SETTINGS)
-    assert forker.run(request.param, config) == 0, fail_with_output(config)
+    assert forker.run(request.param, config) == 0, said(config)
     assert list(losses(folder / "whole")) == list(range(1, STEPS + 1))
     return request.param, folder, losses(folder / "whole")
 
@@ -106,12 +45,12 @@ def kill_and_resume(forker: Forker, whole: tuple, label: str, kill_when: list[Ca
     hits = 0
     for condition in kill_when:
         code = forker.run(name, config, "resume_from_checkpoint=True", kill_when=lambda c=condition: c(output_dir))
-        assert code in (0, -signal.SIGKILL), fail_with_output(config)
+        assert code in (0, -signal.SIGKILL), said(config)
         if code == 0:
             break
         hits += 1
     else:
-        assert forker.run(name, config, "resume_from_checkpoint=True") == 0, fail_with_output(config)
+        assert forker.run(name, config, "resume_from_checkpoint=True") == 0, said(config)
     assert losses(output_dir) == expected
     return hits
 
@@ -156,13 +95,60 @@ def test_asked_to_stop_saves_and_says_how_to_go_on(forker: Forker, whole: tuple,
     name, folder, expected = whole
     output_dir = folder / f"stopped_{number.name}"
     config = write_config(name, folder, output_dir, **{**SETTINGS, "save_every_n_steps": 1000, "log_level": "WARNING"})
-    pid = forker.start(name, config)
+    (pid,) = forker.start(name, config)
     while steps_logged(output_dir) < 5:
         time.sleep(0.001)
     os.kill(pid, number)
-    assert forker.wait() == {signal.SIGTERM: 75, signal.SIGINT: 130}[number], fail_with_output(config)
-    assert "resume_from_checkpoint=True" in fail_with_output(config)
+    assert forker.wait() == [{signal.SIGTERM: 75, signal.SIGINT: 130}[number]], said(config)
+    assert "resume_from_checkpoint=True" in said(config)
     (saved,) = output_dir.glob("step_*")
     assert int(saved.name.split("_")[1]) == max(losses(output_dir)) < STEPS
-    assert forker.run(name, config, "resume_from_checkpoint=True") == 0, fail_with_output(config)
+    assert forker.run(name, config, "resume_from_checkpoint=True") == 0, said(config)
     assert losses(output_dir) == expected
+
+
+@pytest.fixture(scope="module", params=SEVERAL)
+def whole_on_two(request: pytest.FixtureRequest, forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """An uninterrupted run on two ranks: recipe, folder of its inputs, losses."""
+    folder = tmp_path_factory.mktemp("two")
+    expected = killing.uninterrupted(forker, request.param, folder, ranks=2)
+    assert list(expected) == list(range(1, STEPS // 2 + 1))
+    return request.param, folder, expected
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed(forker: Forker, whole_on_two: tuple) -> None:
+    """After some steps, in a save, as it is renamed; one or all. ``tests/recipes/killing.py`` does it more often."""
+    name, folder, expected = whole_on_two
+    ended = killing.kill_and_resume(forker, name, folder, expected, kills=3, seed=SEVERAL.index(name))
+    assert ended.total() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_on_two", SEVERAL[:1], indirect=True)
+def test_a_dead_worker_restarts_the_group_from_the_last_checkpoint(whole_on_two: tuple, tmp_path: Path) -> None:
+    """It dies before there is a checkpoint, and later: the second life begins anew, the third goes on by itself."""
+    name, folder, expected = whole_on_two
+    death = (
+        "import os, signal; dies = [('0', '1', 1), ('1', '0', 8)]; own = os.environ; "
+        "(own['TORCHELASTIC_RESTART_COUNT'], own['RANK'], self.global_step) in dies and os.kill(os.getpid(), 9)"
+    )
+    place = "                    self.global_step += 1\n"
+    source = (RECIPES / f"{name}.py").read_text()
+    assert source.count(place) == 1
+    recipe, output_dir = tmp_path / "mine.py", tmp_path / "output"
+    recipe.write_text(source.replace(place, f"{place}{' ' * 20}{death}\n"))
+    config = write_config(name, folder, output_dir, **SETTINGS)
+    tune = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    done = subprocess.run(
+        [*tune, str(recipe), "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert losses(output_dir) == expected
+    logged = [record["step"] for record in read_log(output_dir) if "loss" in record]
+    lives = [*range(1, 8), *range(7, len(expected) + 1)]
+    assert logged in (lives, [1, *lives])  # the other rank may have logged its first step before it knew

@@ -3,22 +3,18 @@
 import argparse
 import os
 import runpy
-import signal
 import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune._cli._target import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli._torchrun import count_options, count_processes, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.utils import UserError
 
 _USAGE = "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [key=value ...] [~key ...]"
-
-# What a worker ends with after it has said why: a mistake of the user, a run that stood still, or a signal after which
-# everything was saved.
-_OWN_EXIT_CODES = (2, 75, 76, 130)
 
 
 @dataclass
@@ -35,18 +31,6 @@ class Command:
 
 def _is_override(token: str) -> bool:
     return token.startswith("~") or ("=" in token and not token.startswith("-") and not Path(token).exists())
-
-
-def _split_torchrun(tokens: list[str]) -> int:
-    """How many of ``tokens`` are options of torchrun: its own parser knows which of them take a value."""
-    if not tokens or not tokens[0].startswith("-"):
-        return 0
-    from torch.distributed.run import get_args_parser
-
-    parser = get_args_parser()
-    parser.prog, parser.usage = "tune run", _USAGE
-    parsed = parser.parse_args([*tokens, "<end>"])
-    return len(tokens) - len(parsed.training_script_args)
 
 
 def split(tokens: list[str]) -> Command:
@@ -72,7 +56,7 @@ def split(tokens: list[str]) -> Command:
             command.help = True
         else:
             rest.append(token)
-    count = _split_torchrun(rest)
+    count = count_options(rest, _USAGE)
     command.torchrun, rest = rest[:count], rest[count:]
     if rest and not _is_override(rest[0]):
         command.recipe = rest.pop(0)
@@ -85,19 +69,6 @@ def split(tokens: list[str]) -> Command:
             raise UserError(f"{token}: settings are given as key=value, or ~key to remove one.")
     command.overrides = rest
     return command
-
-
-def _processes(torchrun: list[str]) -> int:
-    """How many processes torchrun would start at most; as many as it can tell without looking at the machine."""
-    if not torchrun:
-        return 1
-    from torch.distributed.run import get_args_parser
-
-    args = get_args_parser().parse_args([*torchrun, "<end>"])
-    nodes, each = str(args.nnodes).rpartition(":")[2], str(args.nproc_per_node)
-    if not (nodes.isdigit() and each.isdigit()):
-        raise UserError(f"--dry-run needs to know how many processes there are: give numbers, not '{each}'.")
-    return int(nodes) * int(each)
 
 
 class Run(Subcommand):
@@ -167,7 +138,7 @@ class Run(Subcommand):
         from torchtune.training import plan_run
 
         settings = load_and_check(config, command.overrides, recipe.load_main())
-        print(plan_run(settings, _processes(command.torchrun)))
+        print(plan_run(settings, count_processes(command.torchrun)))
 
     def _run_here(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
         """Run in this process, as ``python recipe.py --config …`` would; the recipe's decorator checks the config."""
@@ -181,34 +152,17 @@ class Run(Subcommand):
 
     def _run_distributed(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Check the config once, then start one process per device with torchrun."""
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.run import get_args_parser, run
-
         from torchtune.config import load_and_check
 
         self._check_distributed(recipe, wanted=True)
         load_and_check(config, command.overrides, recipe.load_main())
-        tokens = ["--config", str(config), *command.overrides]
-        if recipe.path is not None:
-            args = get_args_parser().parse_args([*command.torchrun, str(recipe.path), *tokens])
-        else:
-            args = get_args_parser().parse_args([*command.torchrun, "--module", recipe.module, *tokens])
-        if not args.rdzv_endpoint and args.nnodes in ("1", "1:1") and args.master_port is None:
-            args.standalone = True
+        program = [str(recipe.path)] if recipe.path is not None else ["--module", recipe.module]
+        args = torchrun_arguments(command.torchrun, [*program, "--config", str(config), *command.overrides])
         # Workers import from this directory too, as a run in this process does.
         paths = (os.environ.get("PYTHONPATH", ""), os.getcwd())
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         print("Running with torchrun...", flush=True)
-        try:
-            run(args)
-        except ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            if code not in _OWN_EXIT_CODES:
-                print(error, file=sys.stderr)
-            sys.exit(code if code in _OWN_EXIT_CODES else 1)
-        except SignalException as error:  # the workers were told, and have saved
-            sys.exit({signal.SIGTERM: 75, signal.SIGINT: 130}.get(error.sigval, 1))
+        run(args)
 
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
         if not recipe.registered:

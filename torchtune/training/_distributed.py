@@ -1,6 +1,7 @@
 """Processes and threads."""
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,32 @@ def is_distributed() -> bool:
 
 
 def is_restart() -> bool:
-    """Whether torchrun started this process again, because one of the group had died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether torchrun started a process of this run again, after one had died: the run then goes on by itself.
+
+    All processes call it, and are told the same: torchrun counts restarts machine by machine. Machines that join or
+    leave (``--nnodes 1:4``) are no restart: give ``resume_from_checkpoint=True`` with them.
+    """
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if not (dist.is_available() and dist.is_initialized()):
+        return again
+    group, found = dist.new_group(backend="gloo"), torch.tensor(int(again))
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    dist.destroy_process_group(group)
+    return bool(found)
+
+
+def join_process_group(backend: str, **options: Any) -> None:
+    """``init_process_group`` with what torchrun told this process.
+
+    torchrun hands the store of one life of its workers on to the next. Where a rank finds the address that another had
+    in its last life, the two cannot connect; so each life has keys of its own.
+    """
+    life, told = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ
+    if life != "0" and told.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank, size = int(told["RANK"]), int(told["WORLD_SIZE"])
+        store = dist.TCPStore(told["MASTER_ADDR"], int(told["MASTER_PORT"]), size, is_master=False)
+        options |= {"store": dist.PrefixStore(f"life {life}", store), "rank": rank, "world_size": size}
+    dist.init_process_group(backend, **options)
 
 
 def get_distributed_backend(device_type: str, offload_ops_to_cpu: bool = False) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Documents
-from torchtune.training._distributed import get_distributed_backend, is_distributed
+from torchtune.training._distributed import get_distributed_backend, is_distributed, join_process_group
 from torchtune.utils import UserError
 
 Collate = Callable[[list[Any]], dict[str, Any]]
@@ -112,7 +112,7 @@ class ParallelDims:
             if not dist.is_initialized():
                 backend = get_distributed_backend(device.type, offload_ops_to_cpu=True)
                 own = {"device_id": device} if device.type == "cuda" else {}
-                dist.init_process_group(backend, **own)
+                join_process_group(backend, **own)
             dims.build_mesh(device.type)
         return dims
 

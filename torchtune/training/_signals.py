@@ -1,5 +1,6 @@
 """Stopping a run without losing it."""
 
+import os
 import signal
 from types import FrameType, TracebackType
 
@@ -12,8 +13,9 @@ class StopSignal:
     """Inside the block, the first SIGINT or SIGTERM only sets ``requested``; the second one ends at once.
 
     The loop looks at ``requested`` after every step, saves and leaves. The handlers that were there before come
-    back at the end of the block and after the first signal. Only the main thread can be told of signals; elsewhere
-    ``requested`` stays False.
+    back at the end of the block and after the first signal. A process that torchrun started hears of a signal twice,
+    from the scheduler and from torchrun, which kills it when its time is up: there, a second one does not count. Only
+    the main thread can be told of signals; elsewhere ``requested`` stays False.
     """
 
     def __init__(self) -> None:
@@ -39,11 +41,14 @@ class StopSignal:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.number = signal.Signals(number)
-        self._restore()
-        get_logger().warning(
-            f"{self.number.name}: the run saves and stops after this step; send it again to end at once."
-        )
+        again, self.number = self.requested, self.number or signal.Signals(number)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            hint = ""
+        else:
+            self._restore()
+            hint = "; send it again to end at once"
+        if not again:
+            get_logger().warning(f"{self.number.name}: the run saves and stops after this step{hint}.")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

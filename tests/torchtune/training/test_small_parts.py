@@ -44,6 +44,14 @@ def test_processes(monkeypatch):
     assert training.get_distributed_backend("cuda", offload_ops_to_cpu=True) == "cuda:nccl,cpu:gloo"
 
 
+def test_restarts(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert not training.is_restart()
+    for count, expected in (("0", False), ("1", True)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        assert training.is_restart() is expected
+
+
 def test_threads_are_shared_among_ranks(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")

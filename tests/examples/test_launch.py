@@ -1,0 +1,215 @@
+"""The scripts and manifests under examples/launch: their commands are right, and Slurm's is run on two nodes."""
+
+import ast
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.recipes.runs import RECIPES, read_log, start, write_config
+from torchtune._cli._target import recipe_named_by, resolve_config
+from torchtune._cli._torchrun import torchrun_arguments
+from torchtune._cli.run import split
+from torchtune.config import load_and_check
+
+LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
+SLURM = {
+    "SLURM_JOB_ID": "41237",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_GPUS_ON_NODE": "1",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+}
+SKY = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+SKY |= {"SKYPILOT_TASK_ID": "sky-1", "SKYPILOT_SETUP_NODE_RANK": "0", "HF_TOKEN": "token"}
+# What Kubeflow's controllers tell every pod of the manifests.
+TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "finetune-node-0-0"}
+TRAINER |= {"PET_MASTER_PORT": "29400"}
+OPERATOR = {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "8", "PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "10"}
+OPERATOR |= {"PET_RDZV_ENDPOINT": "finetune-worker-0:23456", "PET_RDZV_ID": "finetune"}
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def shell(script: str, folder: Path, arguments: list[str], environment: dict[str, str]) -> list[list[str]]:
+    """Run a shell script in which ``tune`` notes how it was called; returns the words of each call."""
+    bin = folder / "bin"
+    program(bin / "tune", f'#!/bin/bash\nprintf "%s\\0" "$@" >> {folder}/calls; echo >> {folder}/calls\n')
+    program(bin / "srun", '#!/bin/bash\nshift; "$@"\n')
+    program(bin / "scontrol", '#!/bin/bash\n[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"\n')
+    program(bin / "pip", "#!/bin/bash\n")
+    path = {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script, "script", *arguments], env={**os.environ, **path, **environment}, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    return [line.split("\0")[:-1] for line in (folder / "calls").read_text().splitlines()]
+
+
+def manifest(name: str) -> dict[str, Any]:
+    return yaml.safe_load((LAUNCH / name).read_text())
+
+
+def check(words: list[str], **expected: Any) -> None:
+    """A ``tune run`` command: its config and keys are right, and torchrun is told what is expected."""
+    assert words[0] == "run"
+    command = split(words[1:])
+    config = resolve_config(command.config, command.recipe)
+    settings = load_and_check(config, command.overrides, recipe_named_by(config).load_main())
+    assert settings.resume_from_checkpoint, "what is started again must go on"
+    passed = torchrun_arguments(command.torchrun, ["recipe.py"])
+    assert {name: getattr(passed, name) for name in expected} == expected
+
+
+def test_slurm(tmp_path: Path) -> None:
+    script = (LAUNCH / "slurm.sh").read_text()
+    (words,) = shell(script, tmp_path, ["llama3_3/70B_full", "epochs=2", "output_dir=/a b"], SLURM)
+    assert words[-2:] == ["epochs=2", "output_dir=/a b"]
+    check(words, nnodes="2", rdzv_id="41237", rdzv_endpoint="node1:21237", rdzv_backend="c10d", max_restarts=3)
+    options = [line.split()[1] for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert {"--requeue", "--signal=TERM@600", "--ntasks-per-node=1"} <= set(options)
+    refused = subprocess.run(["bash", LAUNCH / "slurm.sh"], capture_output=True, text=True, env={**os.environ, **SLURM})
+    assert "usage: sbatch slurm.sh CONFIG" in refused.stderr
+
+
+def test_skypilot(tmp_path: Path) -> None:
+    task = manifest("skypilot.yaml")
+    known = "name num_nodes resources volumes file_mounts envs secrets setup run workdir"  # of SkyPilot's task schema
+    assert set(task) <= set(known.split())
+    assert all(isinstance(task[key], str) for key in ("name", "setup", "run"))
+    assert all(isinstance(value, str) for value in task["envs"].values())
+    downloads, words = shell(task["setup"] + task["run"], tmp_path, [], SKY | task["envs"])
+    assert downloads[0] == "download"
+    check(words, nnodes="2", nproc_per_node="8", rdzv_endpoint="10.0.0.1:29500", rdzv_backend="c10d")
+
+
+def test_kubeflow_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = manifest("trainjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert job["metadata"]["name"]
+    spec = job["spec"]
+    assert set(spec) <= {"runtimeRef", "trainer", "initializer", "suspend", "managedBy", "runtimePatches"}
+    assert spec["runtimeRef"] == {"name": "torch-distributed"}
+    trainer = spec["trainer"]
+    assert set(trainer) <= {"image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"}
+    assert [patch["manager"] for patch in spec["runtimePatches"]]
+    for name, value in TRAINER.items():
+        monkeypatch.setenv(name, value)
+    assert (str(trainer["numNodes"]), str(trainer["numProcPerNode"])) == ("2", "8")
+    assert trainer["command"][0] == "tune"
+    check(trainer["command"][1:], nnodes="2", node_rank=1, rdzv_backend="static", standalone=False, max_restarts=3)
+
+
+def test_kubeflow_training_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = manifest("pytorchjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    spec = job["spec"]
+    assert set(spec) <= {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
+    assert isinstance(spec["nprocPerNode"], str)
+    policy = "maxReplicas maxRestarts metrics minReplicas rdzvBackend rdzvConf rdzvHost rdzvId rdzvPort standalone"
+    assert set(spec["elasticPolicy"]) <= set(policy.split())
+    assert set(spec["pytorchReplicaSpecs"]) <= {"Master", "Worker"}
+    worker = spec["pytorchReplicaSpecs"]["Worker"]
+    assert set(worker) == {"replicas", "restartPolicy", "template"}
+    assert spec["elasticPolicy"]["minReplicas"] <= worker["replicas"] <= spec["elasticPolicy"]["maxReplicas"]
+    (container,) = worker["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch", "the operator looks for a container of this name"
+    for name, value in OPERATOR.items():
+        monkeypatch.setenv(name, value)
+    check(container["command"][1:], nnodes="2:4", rdzv_backend="c10d", max_restarts=10, standalone=False)
+
+
+def test_ray_train(tmp_path: Path) -> None:
+    """Ray is not installed here: its worker's function runs without it, the rest is compiled."""
+    source = (LAUNCH / "ray_train.py").read_text()
+    tree = ast.parse(source)
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {"ray.train.torch", "torchtune.config"} <= imported
+    names: dict[str, Any] = {"__name__": "ray_train"}
+    exec(compile(source, "ray_train.py", "exec"), names)
+    name, output_dir = "full_finetune_distributed", tmp_path / "output"
+    config = write_config(name, tmp_path, output_dir)
+    overrides = ["resume_from_checkpoint=True", "max_steps_per_epoch=2"]
+    names["train"]({"recipe": str(RECIPES / f"{name}.py"), "config": str(config), "overrides": overrides})
+    assert (output_dir / "epoch_0" / ".complete").exists()
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str] | str]:
+    """Two network namespaces that a cable connects; or why there are none."""
+    names = [f"tune{os.getpid()}{node}" for node in "ab"]
+    lines = [f"ip netns add {name}" for name in names]
+    lines += [f"ip link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}"]
+    for number, name in enumerate(names, start=1):
+        lines += [f"ip -n {name} addr add 10.77.0.{number}/24 dev eth0"]
+        lines += [f"ip -n {name} link set {device} up" for device in ("lo", "eth0")]
+    try:
+        for line in lines:
+            subprocess.run(shlex.split(line), check=True, capture_output=True, text=True)
+        yield names
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        yield str(getattr(error, "stderr", "") or error).strip()
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def nodes(folder: Path, namespaces: list[str] | str) -> None:
+    """``srun`` and ``scontrol`` for two nodes, each in a network of its own if there are any."""
+    call = f'"$@" > {folder}/node_$node.log 2>&1 & pids="$pids $!"'
+    head = "localhost"
+    if isinstance(namespaces, list):
+        head = "10.77.0.1"
+        own = f"PET_LOCAL_ADDR=10.77.0.$node PET_RDZV_CONF=is_host=$((2 - node)) ip netns exec {namespaces[0][:-1]}"
+        call = f"GLOO_SOCKET_IFNAME=eth0 {own}$(echo ab | cut -c$node) {call}"
+    program(
+        folder / "bin" / "srun",
+        f"#!/bin/bash\nshift\nfor node in 1 2; do {call}; done\nworst=0\n"
+        "for pid in $pids; do wait $pid; code=$?; (( code > worst )) && worst=$code; done; exit $worst\n",
+    )
+    program(folder / "bin" / "scontrol", f'#!/bin/bash\necho "$@" >> {folder}/scontrol.log; echo {head}; echo other\n')
+    program(folder / "bin" / "tune", f'#!/bin/bash\nexec {sys.executable} -m torchtune._cli.tune "$@"\n')
+
+
+@pytest.mark.slow
+def test_two_nodes_train_together_are_stopped_and_queued_again(tmp_path: Path, namespaces: list[str] | str) -> None:
+    """Slurm tells every process to stop before the time is up; the job is queued again and goes on by itself."""
+    name = "full_finetune_distributed"
+    anchor = "                    progress.advance(self.global_step)\n"
+    stop = f"all(os.kill(pid, {int(signal.SIGTERM)}) is None for pid in (os.getpid(), os.getppid()))"
+    text = f"import os; self.global_step == 3 and self.resume_point is None and {stop}\n"
+    source = (RECIPES / f"{name}.py").read_text()
+    assert source.count(anchor) == 1
+    (tmp_path / "mine.py").write_text(source.replace(anchor, anchor + " " * 20 + text))
+    output_dir = tmp_path / "output"
+    config = write_config(name, tmp_path, output_dir, batch_size=2, recipe=str(tmp_path / "mine.py"))
+    nodes(tmp_path, namespaces)
+    environment = {**os.environ, **SLURM, "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    codes = []
+    for _ in range(2):
+        done = subprocess.run(
+            [LAUNCH / "slurm.sh", str(config), "log_level=INFO"], env=environment, capture_output=True, timeout=300
+        )
+        codes.append(done.returncode)
+    said = (tmp_path / "node_1.log").read_text() + (tmp_path / "node_2.log").read_text()
+    assert codes == [75, 0], said[-4000:]
+    assert "2 processes = 1 copies x 2 shards of data" in said
+    calls = (tmp_path / "scontrol.log").read_text().splitlines()
+    assert calls == ["show hostnames node[1-2]", "requeue 41237", "show hostnames node[1-2]"]
+    found = {record["step"]: record["loss"] for record in read_log(output_dir) if "loss" in record}
+    alone = start("full_finetune_single_device", tmp_path, batch_size=4).losses
+    assert list(found) == list(range(1, 7))
+    assert found == pytest.approx(alone, rel=1e-5)
+    if isinstance(namespaces, str):
+        pytest.skip(f"two nodes trained together on one network; two are not permitted here: {namespaces}")

@@ -1,0 +1,204 @@
+"""Start recipes and kill them: what the tests of killed runs share, and by hand as many kills as one likes.
+
+    python -m tests.recipes.killing full_finetune_distributed --kills 50
+
+Every life of the run is killed at a random moment: after some steps, in the middle of a save, as the checkpoint is
+about to be renamed; one rank first, or all at once; half of the saves are written behind training's back. Then the run
+is resumed. In the end it must have lost nothing: each step has given the same bits in each life.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.recipes.runs import RECIPES, read_log, write_config
+
+Condition = Callable[[Path], bool]
+SETTINGS: dict[str, Any] = {
+    "epochs": 4,
+    "batch_size": 2,
+    "save_every_n_steps": 2,
+    "dtype": "bf16",
+    "checkpointer__keep_last_n_checkpoints": 2,
+}
+# When a life ends, in turns.
+MOMENTS = ("steps", "save", "rename", "save")
+# The longest that a rank may take to notice that its neighbour is dead.
+PATIENCE = 60
+
+
+class Forker:
+    """Talks to ``forker.py``."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.recipes.forker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=RECIPES.parent,
+            env=environment,
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def start(self, name: str, config: Path, *overrides: str, ranks: int = 1) -> list[int]:
+        """Start a recipe; return the pids of its ranks."""
+        recipe, output = str(RECIPES / f"{name}.py"), str(config.with_suffix(".out"))
+        job = {"recipe": recipe, "argv": ["--config", str(config), *overrides], "output": output, "ranks": ranks}
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def wait(self) -> list[int]:
+        """Exit codes of the ranks started last; minus the signal that ended one."""
+        return json.loads(self.process.stdout.readline())
+
+    def run(self, name: str, config: Path, *overrides: str, kill_when: Callable[[], bool] | None = None) -> int:
+        """Run a recipe on one rank, killed with SIGKILL as soon as ``kill_when`` holds."""
+        pids = self.start(name, config, *overrides)
+        if kill_when is not None and wait_for(kill_when, pids):
+            os.kill(pids[0], signal.SIGKILL)
+        (code,) = self.wait()
+        return code
+
+    def close(self) -> None:
+        """End the parent of all ranks."""
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+        self.process.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], pids: list[int]) -> bool:
+    """Wait until ``condition`` holds, or one of the processes has ended; returns whether all of them still run."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < deadline and all(map(alive, pids)):
+        time.sleep(0.0005)
+    return all(map(alive, pids))
+
+
+def steps_logged(output_dir: Path) -> int:
+    """How many steps were logged, those before a kill included."""
+    log = output_dir / "logs" / "log.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def losses(output_dir: Path) -> dict[int, float]:
+    """Step -> loss; a step that ran twice, before a kill and after a resume, must have given the same bits."""
+    found: dict[int, float] = {}
+    for record in read_log(output_dir):
+        if "loss" in record:
+            assert found.setdefault(record["step"], record["loss"]) == record["loss"], f"step {record['step']}"
+    return found
+
+
+def said(config: Path) -> str:
+    """The end of what a run has printed."""
+    return config.with_suffix(".out").read_text()[-2000:]
+
+
+def moment(kind: str, rng: random.Random) -> Condition:
+    """A condition on the output folder that holds when a life is to end."""
+    extra, delay, seen = rng.randint(2, 6), rng.uniform(0, 0.03), []
+
+    def after_steps(output: Path) -> bool:
+        seen.append(steps_logged(output))
+        return seen[-1] >= seen[0] + extra
+
+    def in_a_save(output: Path) -> bool:
+        if not after_steps(output) or not any(output.glob(".step_*.tmp")):
+            return False
+        time.sleep(delay)
+        return True
+
+    def before_the_rename(output: Path) -> bool:
+        return after_steps(output) and any(output.glob(".step_*.tmp/.complete"))
+
+    return {"steps": after_steps, "save": in_a_save, "rename": before_the_rename}[kind]
+
+
+def kill(pids: list[int], rng: random.Random, *, all_at_once: bool) -> None:
+    """Kill all ranks, or one: the others must notice, and end."""
+    victims = pids if all_at_once else [rng.choice(pids)]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, "a rank goes on without the one that was killed"
+        time.sleep(0.001)
+
+
+def kill_and_resume(
+    forker: Forker, name: str, folder: Path, expected: dict[int, float], *, kills: int, seed: int
+) -> Counter[str]:
+    """Run and kill until ``kills`` lives on two ranks have ended so; each run that comes to its end must be whole.
+
+    Returns:
+        how many lives ended how.
+    """
+    rng, ended = random.Random(seed), Counter[str]()
+    for run in itertools.count():
+        output_dir = folder / f"killed_{seed}_{run}"
+        config = write_config(name, folder, output_dir, **SETTINGS)
+        while not (output_dir / f"step_{max(expected)}").exists():
+            life = ended.total()
+            kind, behind, together = MOMENTS[life % len(MOMENTS)], life // 2 % 2 == 1, rng.random() < 0.5
+            overrides = ("resume_from_checkpoint=True", f"enable_async_checkpointing={behind}")
+            pids = forker.start(name, config, *overrides, ranks=2)
+            killed = life < kills and wait_for(partial(moment(kind, rng), output_dir), pids)
+            if killed:
+                kill(pids, rng, all_at_once=together)
+                ended[f"{kind}, {'all ranks' if together else 'one rank'}{', async' if behind else ''}"] += 1
+            codes = forker.wait()
+            assert (-signal.SIGKILL in codes) if killed else codes == [0, 0], said(config)
+        assert losses(output_dir) == expected
+        if ended.total() >= kills:
+            return ended
+
+
+def uninterrupted(forker: Forker, name: str, folder: Path, ranks: int) -> dict[int, float]:
+    """Losses of a run that nobody kills."""
+    config = write_config(name, folder, folder / "whole", **SETTINGS)
+    forker.start(name, config, ranks=ranks)
+    assert forker.wait() == [0] * ranks, said(config)
+    return losses(folder / "whole")
+
+
+def main() -> None:
+    """Kill a recipe on two ranks and say what happened."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    forker = Forker()
+    with tempfile.TemporaryDirectory() as folder:
+        expected = uninterrupted(forker, args.recipe, Path(folder), ranks=2)
+        ended = kill_and_resume(forker, args.recipe, Path(folder), expected, kills=args.kills, seed=args.seed)
+    forker.close()
+    print(f"{ended.total()} kills, {len(expected)} steps each bit for bit as in the uninterrupted run:")
+    for kind, count in sorted(ended.items()):
+        print(f"{count:5} {kind}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What tune run hands to torchrun, and how a run that torchrun started ends."""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from torchtune._cli._torchrun import GRACE, count_processes, torchrun_arguments
+from torchtune._cli.run import split
+from torchtune.utils import UserError
+
+RECIPE = """
+import os, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torchtune import config, training
+
+
+@dataclass
+class Settings:
+    # What to do.
+    todo: str
+
+
+@config.parse
+def recipe_main(cfg: Settings) -> int:
+    rank = os.environ["RANK"]
+    if cfg.todo.isdigit():
+        return int(cfg.todo)
+    if cfg.todo == "again":
+        life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if rank == "0":
+            time.sleep(int(life))  # the other may read what this rank wrote in the life before
+        dims = training.ParallelDims.start(torch.device("cpu"), dp_shard=-1)
+        if rank == "1":
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # as on a machine where nobody had died
+        Path(f"{rank}_{life}_{training.is_restart()}_{dims.sum(1)}").touch()
+        os._exit(life == "0" and rank == "1")
+    with training.StopSignal() as stop:
+        Path(f"started_{rank}").write_text(str(os.getpid()))
+        while not stop.requested:
+            time.sleep(0.01)
+        time.sleep(0.5)  # in which the other signal comes
+    Path(f"saved_{rank}").touch()
+    return 75
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
+"""
+# Positional arguments, and what tune run decides: which program torchrun runs, and how.
+DECIDED = {"help", "training_script", "training_script_args", "module", "no_python"}
+
+
+def options() -> list[argparse.Action]:
+    return [action for action in get_args_parser()._actions if action.dest not in DECIDED]
+
+
+def value_of(action: argparse.Action) -> list[str]:
+    """A value of the option, not its default, that looks as much as possible like something else."""
+    if action.nargs == 0:
+        return []
+    if action.choices:
+        return [next(str(choice) for choice in action.choices if choice != action.default)]
+    return ["7"] if action.type in (int, float) else ["a=b,c=d"]
+
+
+def test_torchrun_has_the_options_that_this_file_knows_of() -> None:
+    found = {action.dest for action in get_args_parser()._actions}
+    assert found >= DECIDED
+    assert len(options()) >= 20
+
+
+def ways_to_say(action: argparse.Action) -> list[list[str]]:
+    """An option in all its spellings, with a value apart and joined."""
+    found = []
+    for name in action.option_strings:
+        value = value_of(action)
+        found.append([name, *value])
+        if value:
+            found.append([name + ("=" if name.startswith("--") else "") + value[0]])
+    return found
+
+
+@pytest.mark.parametrize("action", [pytest.param(action, id=action.dest) for action in options()])
+def test_every_option_reaches_torchrun(action: argparse.Action, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun's own parser has is asked of it here, so that an option of a later release is tried as well."""
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    for given in ways_to_say(action):
+        reaches(action, given)
+
+
+def reaches(action: argparse.Action, given: list[str]) -> None:
+    for recipe in (["own.py"], []):
+        command = split([*given, *recipe, "--config", "own.yaml", "a=b", "~c"])
+        assert command.torchrun == given
+        assert (command.recipe, command.config) == (recipe[0] if recipe else None, "own.yaml")
+        assert command.overrides == ["a=b", "~c"]
+    wanted = vars(get_args_parser().parse_args([*given, "own.py"]))[action.dest]
+    passed = torchrun_arguments(command.torchrun, ["own.py", "--config", "own.yaml", "a=b"])
+    assert vars(passed)[action.dest] == wanted
+    assert wanted != action.default
+    assert passed.training_script_args == ["--config", "own.yaml", "a=b"]
+
+
+@pytest.mark.parametrize("option", ["-m", "--module", "--no-python", "--no_python"])
+def test_the_program_is_the_recipe(option: str) -> None:
+    with pytest.raises(UserError, match="leave that option out"):
+        split([option, "own", "--config", "x"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--nproc-per-node 2", {"standalone": True, "rdzv_backend": "static", "shutdown_timeout": GRACE}),
+        ("--nnodes 2 --rdzv-endpoint host:1", {"standalone": False, "rdzv_backend": "c10d", "node_rank": 0}),
+        ("--nnodes 1:4 --rdzv-endpoint host:1", {"rdzv_backend": "c10d", "nnodes": "1:4"}),
+        ("--nnodes 2 --rdzv-endpoint host:1 --node-rank 0", {"rdzv_backend": "static"}),
+        ("--nnodes 2 --rdzv-endpoint host:1 --rdzv-backend static", {"rdzv_backend": "static"}),
+        ("--nnodes 2 --node-rank 1 --master-addr host", {"rdzv_backend": "static", "node_rank": 1}),
+        ("--shutdown-timeout 5", {"shutdown_timeout": 5}),
+    ],
+)
+def test_defaults_fit_the_rest(given: str, expected: dict) -> None:
+    passed = vars(torchrun_arguments(given.split(), ["own.py"]))
+    known = get_args_parser().parse_args(["own.py"])
+    assert {name: passed[name] for name in expected if hasattr(known, name)} == {
+        name: value for name, value in expected.items() if hasattr(known, name)
+    }
+
+
+def test_engines_may_say_it_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubeflow's torch runtime sets PET_… for each of torchrun's options."""
+    told = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    args = torchrun_arguments(["--nproc-per-node", "4"], ["own.py"])
+    assert (args.nnodes, args.node_rank, args.master_addr, args.standalone) == ("2", 0, "host", False)
+    assert args.rdzv_backend == "static"
+    assert count_processes(["--nproc-per-node", "4"]) == 8
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "host:29500")
+    monkeypatch.delenv("PET_NODE_RANK")
+    assert torchrun_arguments([], ["own.py"]).rdzv_backend == "c10d"
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    (tmp_path / "own.py").write_text(RECIPE)
+    (tmp_path / "own.yaml").write_text("todo: wait\n")
+    return [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize("how", ["to all of them", "Ctrl-C"])
+def test_asked_to_stop_workers_save_once(command: list[str], tmp_path: Path, how: str) -> None:
+    """Slurm tells every process of a step, and torchrun tells its workers again."""
+    process = subprocess.Popen(
+        [*command, "own.py", "--config", "own.yaml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    pids = [tmp_path / f"started_{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in pids):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for pid in [int(path.read_text()) for path in pids] if how == "to all of them" else []:
+        os.kill(pid, signal.SIGTERM)
+    process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (130 if how == "Ctrl-C" else 75), errors
+    assert (tmp_path / "saved_0").exists()
+    assert (tmp_path / "saved_1").exists()
+    assert errors.count("the run saves and stops after this step") == 2
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("code", "expected"), [(75, 75), (3, 1)])
+def test_exit_codes_are_those_of_the_workers(command: list[str], tmp_path: Path, code: int, expected: int) -> None:
+    line = [*command, "own.py", "--config", "own.yaml", f"todo='{code}'"]
+    assert subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=60).returncode == expected
+
+
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_a_worker_that_died_is_started_again_and_knows(command: list[str], tmp_path: Path, rendezvous: str) -> None:
+    if rendezvous == "static":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            command += ["--master-port", str(free.getsockname()[1])]
+    line = [*command, "--max-restarts", "1", "own.py", "--config", "own.yaml", "todo=again"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = {path.name for path in tmp_path.glob("[01]_*")}
+    assert found == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}
