@@ -108,6 +108,8 @@ class Settings:
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
+    # End the run, and name the process that the others wait for, when nothing has moved for so long; null waits on.
+    hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
 
@@ -227,6 +229,7 @@ class FullFinetuneRecipeSingleDevice:
         control = training.RunControl(self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes)
         with (
             control,
+            training.watch_run(cfg, self.dims, throughput, cfg.hang_timeout_minutes),
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):

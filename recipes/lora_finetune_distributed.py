@@ -25,7 +25,7 @@ from torchtune.modules.conversion import (
     run_post_optimizer_hooks,
     run_pre_optimizer_hooks,
 )
-from torchtune.modules.peft import get_adapter_params
+from torchtune.modules.peft import require_adapters
 
 
 @dataclass(kw_only=True)
@@ -126,6 +126,8 @@ class Settings:
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
+    # End the run, and name the process that the others wait for, when nothing has moved for so long; null waits on.
+    hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
 
@@ -217,11 +219,7 @@ class LoRAFinetuneRecipeDistributed:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
-        if not get_adapter_params(model):
-            raise utils.UserError(
-                "model: it has no adapters to train: use a lora_* builder or add torchtune.modules.peft.LoRA to "
-                "model_converters."
-            )
+        require_adapters(model)
         training.parallelize(
             model,
             self.dims,
@@ -272,6 +270,7 @@ class LoRAFinetuneRecipeDistributed:
         control = training.RunControl(self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes)
         with (
             control,
+            training.watch_run(cfg, self.dims, throughput, cfg.hang_timeout_minutes),
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):

@@ -11,18 +11,21 @@ from torchtune.training._watchdog import Watchdog
 
 
 @contextmanager
-def watch_run(cfg: Any, dims: ParallelDims, throughput: Throughput) -> Iterator[None]:
+def watch_run(
+    cfg: Any, dims: ParallelDims, throughput: Throughput, hang_timeout_minutes: float | None
+) -> Iterator[None]:
     """Inside the block a run that stands still is ended, and one that lacks memory says which settings need less.
 
     Args:
-        cfg: settings of the recipe; ``hang_timeout_minutes`` None does not look for standing still.
+        cfg: settings of the recipe, for the advice.
         dims: the processes of the run.
         throughput: knows what this process is doing.
+        hang_timeout_minutes: after which a run stands still, see :class:`Watchdog`; None does not look.
 
     Raises:
         OutOfMemoryError: see :func:`explain_out_of_memory`.
     """
-    minutes = cfg.hang_timeout_minutes
+    minutes = hang_timeout_minutes
     with (
         Watchdog(throughput.activity, dims, None if minutes is None else 60 * minutes),
         explain_out_of_memory(cfg, throughput.activity, dims),

@@ -144,7 +144,7 @@ def test_one_line_of_a_recipe(tmp_path: Path) -> None:
     throughput = training.Throughput()
     with (
         pytest.raises(training.OutOfMemoryError),
-        training.watch_run(cfg, training.ParallelDims(), throughput),
+        training.watch_run(cfg, training.ParallelDims(), throughput, cfg.hang_timeout_minutes),
     ):
         allocate_a_tensor()
 

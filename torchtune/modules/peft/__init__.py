@@ -9,6 +9,7 @@ from torchtune.modules.peft._utils import (
     get_adapter_state_dict,
     get_lora_module_names,
     get_merged_lora_ckpt,
+    require_adapters,
     set_trainable_params,
     validate_missing_and_unexpected_for_lora,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "get_adapter_state_dict",
     "get_lora_module_names",
     "get_merged_lora_ckpt",
+    "require_adapters",
     "set_trainable_params",
     "validate_missing_and_unexpected_for_lora",
 ]

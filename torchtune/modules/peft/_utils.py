@@ -43,6 +43,19 @@ def get_adapter_params(model: nn.Module) -> dict[str, nn.Parameter]:
     return params
 
 
+def require_adapters(model: nn.Module) -> None:
+    """Check that there is something for LoRA training to train.
+
+    Raises:
+        ConversionError: ``model`` has no adapters.
+    """
+    if not any(isinstance(module, AdapterModule) for module in model.modules()):
+        raise ConversionError(
+            "model: it has no adapters to train: use a lora_* builder or add torchtune.modules.peft.LoRA to "
+            "model_converters."
+        )
+
+
 def set_trainable_params(model: nn.Module, adapter_params: dict[str, Any] | set[str]) -> None:
     """Let gradients flow into the parameters named in ``adapter_params`` and into no other."""
     for name, param in model.named_parameters():
