@@ -18,6 +18,7 @@ from tests.torchtune.modules.transforms import chat_templates_harmony as harmony
 from tests.torchtune.modules.transforms import chat_templates_mistral as mistral
 from tests.torchtune.modules.transforms import chat_templates_tools as tools
 from tests.torchtune.modules.transforms.chat_case import Case, Pieces, Turns, assistant
+from torchtune.models.gemma import gemma_tokenizer
 from torchtune.models.gpt_oss import gpt_oss_tokenizer
 from torchtune.models.llama2 import llama2_tokenizer
 from torchtune.models.llama3 import llama3_tokenizer
@@ -198,7 +199,35 @@ def _mistral(name: str, template: str, truth: Callable[..., Pieces], control: in
     return Case(name, template, truth, special, "</s>", bos="<s>", tool=True, calls=True, shows_tools=True)
 
 
+def gemma_pieces(folder: Path, case: Case) -> None:
+    from transformers import GemmaTokenizerFast
+
+    settings = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "bos_piece": "<bos>", "eos_piece": "<eos>"}
+    settings["user_defined_symbols"] = case.special[2:]
+    write_sentencepiece(folder / "tokenizer.model", add_dummy_prefix=False, **settings)
+    write_fast(folder, case, GemmaTokenizerFast.from_pretrained(folder)._tokenizer)
+
+
+def gemma_turns(turns: Turns) -> Pieces:
+    """Whole turns of the assistant; white space between them is theirs."""
+    pieces = plain.gemma3(turns)
+    found: Pieces = [pieces[0]]
+    for header, text, rest in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+        found.append((header[0] + text[0] + rest[0], text[1]))
+    return found
+
+
+plain_gemma = Case(
+    "gemma", plain.GEMMA3, gemma_turns, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<eos>", bos="<bos>"
+)
 ROWS = [
+    Row(
+        plain_gemma,
+        gemma_pieces,
+        lambda folder: gemma_tokenizer(
+            str(folder / "tokenizer.model"), prompt_template="torchtune.models.gemma.GemmaChatTemplate"
+        ),
+    ),
     Row(
         Case("llama2", INST, exchanges, ["<s>", "</s>"], "</s>", bos="<s>"),
         pieces_of(),
