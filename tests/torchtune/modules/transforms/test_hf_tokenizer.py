@@ -127,6 +127,14 @@ def test_texts_that_spell_special_tokens_are_told_once(
     assert 0 in hf_tokenizer(str(folder), parse_special_tokens=True).tokenize_messages(chat)[0]
 
 
+def test_nothing_in_tools_is_a_control_token(folder: Path) -> None:
+    tokenizer = hf_tokenizer(str(folder), chat_template="{{ tools | tojson }}" + CHATML)
+    tools = [{"<|endoftext|>": ["<|endoftext|>", 1, None]}]
+    tokens = tokenizer.tokenize_messages(CHAT, tools=tools)[0]
+    assert 0 not in tokens
+    assert tokenizer.decode(tokens).startswith(json.dumps(tools))
+
+
 def test_inference(folder: Path) -> None:
     tokenizer = hf_tokenizer(str(folder))
     open_turn = "<|im_start|>user\nred<|im_end|>\n<|im_start|>assistant\n"

@@ -30,13 +30,13 @@ class TextGuard:
         self._spelled = re.compile("|".join(map(re.escape, self.control))) if self.control else None
 
     def hide(self, value: Any) -> Any:
-        """A text, or nested plain data, with stand-ins for control tokens in every text but keys."""
+        """A text, or nested plain data, with stand-ins for control tokens in every text, keys included."""
         if isinstance(value, str):
             if self._spelled is None:
                 return value
             return self._spelled.sub(self._stand_in, value)
         if isinstance(value, Mapping):
-            return {key: self.hide(item) for key, item in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.hide(item) for item in value]
         return value
