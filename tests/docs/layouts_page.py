@@ -13,6 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "layouts.rst"
 BEGIN, END = ".. layouts begin\n", ".. layouts end\n"
 # Row of the table of layouts -> title.
 SHOWN = {
+    "gemma": "``gemma_tokenizer`` with ``prompt_template: torchtune.models.gemma.GemmaChatTemplate``",
     "llama2": "``llama2_tokenizer``",
     "llama3": "``llama3_tokenizer``",
     "mistral": "``mistral_tokenizer``",

@@ -9,5 +9,10 @@ def test_the_page_is_current() -> None:
 
 
 def test_every_layout_is_shown_or_is_one_that_is() -> None:
-    same = {"mistral_v3": "mistral_v3_tekken", "qwen3_no_think": "qwen3", "gpt_oss_ranks": "gpt_oss"}
+    same = {
+        "qwen2_5": "qwen2",
+        "mistral_v3": "mistral_v3_tekken",
+        "qwen3_no_think": "qwen3",
+        "gpt_oss_ranks": "gpt_oss",
+    }
     assert {same.get(row.case.name, row.case.name) for row in ROWS} == SHOWN.keys()

@@ -18,6 +18,7 @@ from tests.torchtune.modules.transforms import chat_templates_harmony as harmony
 from tests.torchtune.modules.transforms import chat_templates_mistral as mistral
 from tests.torchtune.modules.transforms import chat_templates_tools as tools
 from tests.torchtune.modules.transforms.chat_case import Case, Pieces, Turns, assistant
+from torchtune.models.gemma import gemma_tokenizer
 from torchtune.models.gpt_oss import gpt_oss_tokenizer
 from torchtune.models.llama2 import llama2_tokenizer
 from torchtune.models.llama3 import llama3_tokenizer
@@ -26,6 +27,7 @@ from torchtune.models.phi3 import phi3_mini_tokenizer
 from torchtune.models.phi4 import phi4_tokenizer
 from torchtune.models.qwen2 import qwen2_tokenizer
 from torchtune.models.qwen2._tokenizer import PRETOKENIZE_REGEX
+from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen3 import qwen3_tokenizer
 from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN, O200K_PATTERN
 
@@ -39,6 +41,7 @@ class Row:
     ours: Callable[[Path], Any]
     finish: Callable[[Encoded, Any], Encoded] = lambda encoded, ours: encoded  # what ours ends otherwise
     roles: dict[str, str] = field(default_factory=dict)  # role -> its name for ours
+    needs_system: bool = False  # the template adds a system turn of its own, ours does not
     one_call: bool = False  # a turn calls one tool
     fill: bool = False  # a text that is empty has no space in front
     rstrip: bool = False  # spaces at the end of a text are dropped
@@ -112,12 +115,12 @@ def turns_trained(truth: Callable[..., Pieces], opening: str = "") -> Callable[.
     return whole
 
 
-def qwen3_whole(*, thinks: bool) -> Callable[..., Pieces]:
+def qwen_whole(truth: Callable[..., Pieces]) -> Callable[..., Pieces]:
     """Whole turns; answers of tools in a row share one."""
 
     def whole(turns: Turns) -> Pieces:
         pieces, current = [], ""
-        for text, _ in tools.qwen3(thinks=thinks)(turns):
+        for text, _ in truth(turns):
             current += text
             if current.endswith("<|im_end|>\n"):
                 pieces.append((current, current.startswith("<|im_start|>assistant")))
@@ -177,13 +180,14 @@ def qwen_row(name: str, builder: Callable[..., Any], case: Case, **settings: Any
         qwen(builder, **settings),
         finish=without_last,
         roles={"tool": "ipython"},
+        needs_system=name == "qwen2_5",
         parses=qwen(builder, parse_special_tokens=True, **settings),
     )
 
 
 def _qwen3(thinks: bool) -> Case:
     return Case(
-        "qwen3", tools.QWEN3, qwen3_whole(thinks=thinks), IM, "<|im_end|>", tool=True, plain=QWEN,
+        "qwen3", tools.QWEN3, qwen_whole(tools.qwen3(thinks=thinks)), IM, "<|im_end|>", tool=True, plain=QWEN,
         reasoning="reasoning_content", switches={} if thinks else {"enable_thinking": False},
     )  # fmt: skip
 
@@ -198,7 +202,35 @@ def _mistral(name: str, template: str, truth: Callable[..., Pieces], control: in
     return Case(name, template, truth, special, "</s>", bos="<s>", tool=True, calls=True, shows_tools=True)
 
 
+def gemma_pieces(folder: Path, case: Case) -> None:
+    from transformers import GemmaTokenizerFast
+
+    settings = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "bos_piece": "<bos>", "eos_piece": "<eos>"}
+    settings["user_defined_symbols"] = case.special[2:]
+    write_sentencepiece(folder / "tokenizer.model", add_dummy_prefix=False, **settings)
+    write_fast(folder, case, GemmaTokenizerFast.from_pretrained(folder)._tokenizer)
+
+
+def gemma_turns(turns: Turns) -> Pieces:
+    """Whole turns of the assistant; white space between them is theirs."""
+    pieces = plain.gemma3(turns)
+    found: Pieces = [pieces[0]]
+    for header, text, rest in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+        found.append((header[0] + text[0] + rest[0], text[1]))
+    return found
+
+
+plain_gemma = Case(
+    "gemma", plain.GEMMA3, gemma_turns, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<eos>", bos="<bos>"
+)
 ROWS = [
+    Row(
+        plain_gemma,
+        gemma_pieces,
+        lambda folder: gemma_tokenizer(
+            str(folder / "tokenizer.model"), prompt_template="torchtune.models.gemma.GemmaChatTemplate"
+        ),
+    ),
     Row(
         Case("llama2", INST, exchanges, ["<s>", "</s>"], "</s>", bos="<s>"),
         pieces_of(),
@@ -237,6 +269,11 @@ ROWS = [
         ),
     ),
     qwen_row("qwen2", qwen2_tokenizer, Case("", plain.CHATML, turns_trained(_chatml), IM, "<|im_end|>", plain=QWEN)),
+    qwen_row(
+        "qwen2_5",
+        qwen2_5_tokenizer,
+        Case("", tools.QWEN2_5, qwen_whole(tools.qwen2_5), IM, "<|im_end|>", tool=True, plain=QWEN[:2]),
+    ),
     qwen_row("qwen3", qwen3_tokenizer, _qwen3(True), thinking=True),
     qwen_row("qwen3_no_think", qwen3_tokenizer, _qwen3(False), thinking=False),
     Row(

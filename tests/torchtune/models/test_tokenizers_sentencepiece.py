@@ -115,6 +115,26 @@ def test_gemma_layout(gemma_pieces: str, seed: int) -> None:
     )
 
 
+def test_gemma_chat_template(gemma_pieces: str, pieces: str) -> None:
+    """Beside what the table of layouts compares."""
+    path = "torchtune.models.gemma.GemmaChatTemplate"
+    tokenizer = gemma_tokenizer(gemma_pieces, prompt_template=path)
+    (end,) = tokenizer.encode("<end_of_turn>", False, False)
+    assert tokenizer.stop_tokens == [end, 1]
+    begun = tokenizer({"messages": [Message("user", "one"), Message("assistant", " two ")]}, inference=True)["tokens"]
+    assert tokenizer.decode(begun).endswith("<start_of_turn>model\ntwo")
+    forged = [Message("user", " <end_of_turn> "), Message("assistant", "x")]
+    assert tokenizer.tokenize_messages(forged)[0].count(end) == 2
+    for message, what in (
+        (Message("tool", "x"), "a turn of 'tool'"),
+        (Message("user", [{"type": "image"}]), "an image"),
+    ):
+        with pytest.raises(DataError, match=f"no place for {what}"):
+            tokenizer.tokenize_messages([message])
+    with pytest.raises(DataError, match="has no token <end_of_turn>, which its template needs"):
+        gemma_tokenizer(pieces, prompt_template=path)
+
+
 def test_gemma_files(gemma_pieces: str, tmp_path: Path) -> None:
     tokenizer = gemma_tokenizer(gemma_pieces, max_seq_len=5)
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id, tokenizer.stop_tokens) == (0, 1, 2, [1])

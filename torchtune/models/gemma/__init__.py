@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         **dict.fromkeys(BUILDERS, "_model_builders"),
         **dict.fromkeys(("gemma", "lora_gemma"), "_component_builders"),
+        "GemmaChatTemplate": "_prompt_template",
         "GemmaTokenizer": "_tokenizer",
         "gemma_tokenizer": "_tokenizer",
     },

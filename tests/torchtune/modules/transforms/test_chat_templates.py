@@ -178,6 +178,19 @@ def test_training_on_users_too(tmp_path: Path) -> None:
         assert all(word in text for word in ("one", "two", "three", "four")), case.name
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_reasoning_under_any_of_its_names(name: str, tmp_path: Path) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    ours, *_ = three(case, tmp_path)
+    rows = []
+    for field in ("reasoning_content", "thinking", "reasoning"):
+        turns = exchange("one", "two")
+        turns[1][field] = "because"
+        rows.append(ours.tokenize_messages(messages_of(turns)))
+    assert rows[0] == rows[1] == rows[2]
+    assert "because" in ours.decode(rows[0][0])
+
+
 @pytest.mark.parametrize("name", ["mistral", "llama2", "gemma"])
 def test_a_conversation_that_the_template_refuses(name: str, tmp_path: Path) -> None:
     (case,) = (case for case in CASES if case.name == name)

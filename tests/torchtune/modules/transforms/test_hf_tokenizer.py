@@ -16,6 +16,7 @@ from torchtune.modules.transforms.tokenizers import (
     hf_tokenizer,
     parse_hf_tokenizer_json,
 )
+from torchtune.utils import get_logger, log_once
 
 CHAT = [Message("user", "red"), Message("assistant", "blue")]
 mask_messages(CHAT, "train_on_assistant")
@@ -108,6 +109,30 @@ def test_tools_reach_the_template(folder: Path) -> None:
     tokenizer = hf_tokenizer(str(folder), chat_template=template)
     tokens = tokenizer({"messages": CHAT, "tools": [{"name": "größe"}]})["tokens"]
     assert tokenizer.decode(tokens).startswith('[{"name": "größe"}]\n')
+
+
+def test_texts_that_spell_special_tokens_are_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [Message("user", "a<|endoftext|>b", masked=True), Message("assistant", "c")]
+    tokenizer = hf_tokenizer(str(folder))
+    log_once.cache_clear()
+    told = []
+    monkeypatch.setattr(get_logger(), "handle", lambda record: told.append(record.getMessage()))
+    with caplog.at_level("INFO", logger="torchtune"):
+        for _ in range(3):
+            assert 0 not in tokenizer.tokenize_messages(chat)[0]
+    assert len(told) == 1
+    assert told[0].startswith("A text of the data spells '<|endoftext|>': it is read as text.")
+    assert 0 in hf_tokenizer(str(folder), parse_special_tokens=True).tokenize_messages(chat)[0]
+
+
+def test_nothing_in_tools_is_a_control_token(folder: Path) -> None:
+    tokenizer = hf_tokenizer(str(folder), chat_template="{{ tools | tojson }}" + CHATML)
+    tools = [{"<|endoftext|>": ["<|endoftext|>", 1, None]}]
+    tokens = tokenizer.tokenize_messages(CHAT, tools=tools)[0]
+    assert 0 not in tokens
+    assert tokenizer.decode(tokens).startswith(json.dumps(tools))
 
 
 def test_inference(folder: Path) -> None:

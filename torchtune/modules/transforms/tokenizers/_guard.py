@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from torchtune.data import Message
+from torchtune.utils import get_logger, log_once
 
 # Letters and digits only: templates, JSON and regular expressions leave them as they are; no text has them by chance.
 _KEY = f"q{uuid.uuid4().hex}"
@@ -29,16 +30,24 @@ class TextGuard:
         self._spelled = re.compile("|".join(map(re.escape, self.control))) if self.control else None
 
     def hide(self, value: Any) -> Any:
-        """A text, or nested plain data, with stand-ins for control tokens in every text but keys."""
+        """A text, or nested plain data, with stand-ins for control tokens in every text, keys included."""
         if isinstance(value, str):
             if self._spelled is None:
                 return value
-            return self._spelled.sub(lambda match: f"{_KEY}n{self._number[match[0]]}q", value)
+            return self._spelled.sub(self._stand_in, value)
         if isinstance(value, Mapping):
-            return {key: self.hide(item) for key, item in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.hide(item) for item in value]
         return value
+
+    def _stand_in(self, match: re.Match[str]) -> str:
+        log_once(
+            get_logger(),
+            f"A text of the data spells '{match[0]}': it is read as text. Where the control token is meant, set the "
+            "tokenizer's parse_special_tokens to True.",
+        )
+        return f"{_KEY}n{self._number[match[0]]}q"
 
     def hide_message(self, message: Message) -> Message:
         """A copy of a turn with stand-ins in its texts."""

@@ -17,7 +17,7 @@ from torchtune.utils import get_logger, log_once
 
 # Files of a checkpoint that other tokenizers read.
 _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
-# Names under which a turn's reasoning is found; templates read the first.
+# Names under which a turn's reasoning is found; templates read the first or the second, and get both.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -221,7 +221,7 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     role = "tool" if message.role == "ipython" else message.role
     turn = {"role": role, "content": message.text_content, **message.extra}
     reasoning = next((turn[name] for name in _REASONING if turn.get(name) is not None), None)
-    return turn if reasoning is None else {**turn, "reasoning_content": reasoning}
+    return turn if reasoning is None else {**dict.fromkeys(_REASONING[:2], reasoning), **turn}
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ def tokenize_messages_no_special_tokens(
     eos_id: int | None = None,
     truncation_type: str = "right",
     is_open: bool = False,
+    begins_once: bool = False,
 ) -> tuple[list[int], list[bool]]:
     """Tokenize a conversation, text after text.
 
@@ -28,6 +29,7 @@ def tokenize_messages_no_special_tokens(
         eos_id: token of the end, if wanted.
         truncation_type: which end of a long row is kept.
         is_open: the last turn does not end, because a model is to go on.
+        begins_once: no further token of the beginning after turns of the assistant.
 
     Returns:
         token ids, and for each whether it is masked (not trained on).
@@ -41,7 +43,7 @@ def tokenize_messages_no_special_tokens(
     message = None
     for i, message in enumerate(messages):
         before = len(tokens)
-        if starts_turn and bos_id is not None:
+        if starts_turn and bos_id is not None and not (begins_once and tokens):
             tokens.append(bos_id)
         for item in message.content:
             if item["type"] != "text":

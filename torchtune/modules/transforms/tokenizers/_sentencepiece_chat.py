@@ -39,6 +39,13 @@ class SentencePieceChatTokenizer(MessageTransform, ModelTokenizer):
         self.prompt_template = prompt_template
         self.truncation_type = truncation_type
         self.stop_tokens = [self.eos_id]
+        # A template that ends turns itself is the whole layout.
+        self._end_of_turn: str | None = getattr(prompt_template, "end_of_turn", None)
+        if self._end_of_turn is not None:
+            end = self.encode(self._end_of_turn, add_bos=False, add_eos=False, trim_leading_whitespace=True)
+            if len(end) != 1:
+                raise DataError(f"tokenizer file {path} has no token {self._end_of_turn}, which its template needs.")
+            self.stop_tokens = [*end, self.eos_id]
 
     @property
     def eos_id(self) -> int:
@@ -104,9 +111,10 @@ class SentencePieceChatTokenizer(MessageTransform, ModelTokenizer):
             self,
             messages,
             bos_id=self.bos_id if add_start_tokens else None,
-            eos_id=self.eos_id,
+            eos_id=self.eos_id if self._end_of_turn is None else None,
             truncation_type=self.truncation_type,
             is_open=not closed,
+            begins_once=self._end_of_turn is not None,
         )
 
     def _without_control(self, message: Message) -> Message:

@@ -1,0 +1,68 @@
+"""Gemma's layout of conversations."""
+
+from typing import ClassVar
+
+from torchtune.data import DataError, Message, PromptTemplateInterface, Role
+
+
+class GemmaChatTemplate(PromptTemplateInterface):
+    """``<start_of_turn>user\\n{text}<end_of_turn>\\n<start_of_turn>model\\n{text}<end_of_turn>\\n``.
+
+    White space around a text is dropped. The system's text stands before that of the user turn that follows it, as
+    Gemma 3 has it. With this template a conversation begins once, and ends with its last turn.
+    """
+
+    template: ClassVar[dict[Role, tuple[str, str]]] = {
+        "user": ("<start_of_turn>user\n", "<end_of_turn>\n"),
+        "assistant": ("<start_of_turn>model\n", "<end_of_turn>\n"),
+    }
+    end_of_turn: ClassVar[str] = "<end_of_turn>"
+
+    def __call__(self, messages: list[Message], inference: bool = False) -> list[Message]:
+        """The messages with the layout added; system turns are merged into the next user turn.
+
+        With ``inference`` a last turn of the assistant stays open.
+
+        Raises:
+            DataError: a turn is neither the system's nor a user's nor the assistant's, or holds an image.
+        """
+        system: list[str] = []
+        formatted = []
+        for i, message in enumerate(messages):
+            if message.contains_media or message.role not in ("system", *self.template):
+                what = "an image" if message.contains_media else f"a turn of '{message.role}'"
+                raise DataError(f"Gemma's layout has no place for {what}.")
+            texts = [item["content"] for item in message.content]
+            if message.role == "system":
+                system = _joined(texts, ["\n\n"])
+                continue
+            is_open = inference and message.role == "assistant" and i == len(messages) - 1
+            before, after = self.template[message.role]
+            if message.role == "user":
+                texts, system = _joined(system, _stripped(texts)), []
+            else:
+                texts = _stripped(texts)
+            texts = _joined([before], texts, [] if is_open else [after])
+            content = [{"type": "text", "content": text} for text in texts]
+            formatted.append(Message(role=message.role, content=content, masked=message.masked))
+        return formatted
+
+
+def _stripped(texts: list[str]) -> list[str]:
+    """The parts of a text without white space at its beginning and end."""
+    while texts and not texts[0].strip():
+        texts = texts[1:]
+    while texts and not texts[-1].strip():
+        texts = texts[:-1]
+    if not texts:
+        return []
+    texts = [texts[0].lstrip(), *texts[1:]]
+    return [*texts[:-1], texts[-1].rstrip()]
+
+
+def _joined(*lists: list[str]) -> list[str]:
+    """One list of parts, neighbours of two lists in one part: they are one text for the vocabulary."""
+    joined: list[str] = []
+    for parts in lists:
+        joined = [*joined[:-1], joined[-1] + parts[0], *parts[1:]] if joined and parts else [*joined, *parts]
+    return joined
