@@ -62,6 +62,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3_yarn": ("Llama", {"rope_parameters": _YARN}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral_window": ("Mistral", {"sliding_window": 11, "head_dim": 12}),
+    "mistral_nemo": ("Mistral", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "code_llama2": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "gemma": ("Gemma", {"head_dim": 12, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {"head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 9}),
     "gemma2_capped": (
@@ -104,6 +106,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**_YARN, "rope_theta": 500_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+    ),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smol3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "granite": (
         "Granite",
