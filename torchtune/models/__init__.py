@@ -23,6 +23,7 @@ __getattr__, __dir__, __all__ = attach(
         "list_specs": "_spec",
         "register": "_spec",
         "spec_for_architecture": "_spec",
+        "text_config": "_hf_fields",
     },
     (
         "code_llama2",

@@ -71,7 +71,7 @@ _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
     "code_llama2": ("torchtune.models.code_llama2", ()),
     "gemma": ("torchtune.models.gemma", ("GemmaForCausalLM",)),
     "gemma2": ("torchtune.models.gemma2", ("Gemma2ForCausalLM",)),
-    "gemma3": ("torchtune.models.gemma3", ("Gemma3ForCausalLM",)),
+    "gemma3": ("torchtune.models.gemma3", ("Gemma3ForCausalLM", "Gemma3TextForCausalLM")),
     "glm4": ("torchtune.models.glm4", ("Glm4ForCausalLM",)),
     "granite": ("torchtune.models.granite", ("GraniteForCausalLM",)),
     "llama2": ("torchtune.models.llama2", ()),

@@ -151,6 +151,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }
 
+# Rows that are also compared as classifiers: one for each architecture that transformers has them for.
+CLASSIFIERS = list(
+    {architecture: name for name, (architecture, _) in FAMILIES.items() if architecture != "Granite"}.values()
+)
+
 
 @dataclass
 class Pair:
@@ -198,17 +203,18 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tens
     return found
 
 
-def make_hf_model(name: str) -> torch.nn.Module:
-    """A small random model of transformers, with norms and biases that matter."""
+def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn.Module:
+    """A small random model of transformers, with norms and biases that matter; ``more`` goes into its config."""
     import transformers
 
     architecture, options = FAMILIES[name]
     torch.manual_seed(0)
     kind = {"Gemma3": "Gemma3Text"}.get(architecture, architecture)
-    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options})
+    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options, **more})
     if architecture == "Gemma2":
         config._attn_implementation = "eager"  # the only one with soft caps
-    hf = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    of_text = {"Gemma3": "Gemma3Text"}.get(architecture, architecture) if task != "ForCausalLM" else architecture
+    hf = getattr(transformers, f"{of_text}{task}")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in hf.named_parameters():
             if "norm" in parameter_name:
