@@ -84,7 +84,5 @@ def test_text_tower_comes_out_as_a_model_of_its_own(name: str, prefix: str, tmp_
 def test_a_tower_that_no_family_reads_is_refused(tmp_path: Path) -> None:
     config = {"architectures": ["NewForConditionalGeneration"], "text_config": {"model_type": "new_text"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ModelError, match=r"text_config\.model_type = 'new_text' cannot be read; there are: gemma3_text"
-    ):
+    with pytest.raises(ModelError, match="model_type = 'new_text' cannot be read; there are: gemma3_text"):
         from_hf_config(tmp_path)
