@@ -102,6 +102,15 @@ def test_the_committed_configs_are_what_the_templates_make() -> None:
     assert done.returncode == 0, f"run `make configs`:\n{done.stdout}{done.stderr}"
 
 
+def test_the_committed_table_of_models_is_what_the_families_say() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import make_model_table
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    assert (ROOT / "docs" / "model_table.txt").read_text() == make_model_table.page(), "run `make configs`"
+
+
 def test_twin_methods_are_copied(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     shutil.copytree(ROOT / "tools", tmp_path / "tools")

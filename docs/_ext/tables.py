@@ -1,14 +1,10 @@
 """Tables that are made of the code when the documentation is built, so that they are always current.
 
 - ``features-table``: features × recipes, from ``recipes/features.yaml`` and the recipes' settings.
-- ``models-table``: every builder of every family with its size, counted on the meta device.
 """
 
 import ast
-import importlib
-import inspect
 from pathlib import Path
-from typing import Any
 
 import yaml
 from docutils import nodes
@@ -55,64 +51,7 @@ class FeaturesTable(_Table):
         return self.table(["feature", "setting", *(f"``{recipe.stem}``" for recipe in recipes)], rows)
 
 
-def builders_of(family: str) -> dict[str, object]:
-    """The builders of a family that need no argument: name -> function."""
-    module = importlib.import_module(f"torchtune.models.{family}")
-    found = {}
-    for name in getattr(module, "__all__", ()):
-        value = getattr(module, name)
-        if not inspect.isfunction(value) or inspect.signature(value).return_annotation is inspect.Signature.empty:
-            continue
-        if name.startswith(("lora_", "qlora_")) or "tokenizer" in name:
-            continue
-        if all(p.default is not p.empty for p in inspect.signature(value).parameters.values()):
-            found[name] = value
-    return found
-
-
-class ModelsTable(_Table):
-    """Builders with what they build; the parameters are counted on the meta device."""
-
-    def run(self) -> list[nodes.Node]:
-        import torch
-
-        from torchtune import models
-        from torchtune.modules import TransformerDecoder
-
-        found = []
-        for family in models.__all__:
-            rows = []
-            for name, builder in builders_of(family).items() if inspect.ismodule(getattr(models, family)) else ():
-                with torch.device("meta"):
-                    model = builder()
-                if isinstance(model, TransformerDecoder):
-                    rows.append((sum(parameter.numel() for parameter in model.parameters()), family, name, model))
-            if rows:
-                found.append(nodes.rubric(text=f"torchtune.models.{family}"))
-                found += self.table(HEAD, [_row(*row) for row in sorted(rows, key=lambda row: row[0])])
-        return found
-
-
-HEAD = ["builder", "parameters", "layers", "width", "vocabulary", "context", "with adapters"]
-
-
-def _row(count: int, family: str, name: str, model: Any) -> list[str]:
-    description = model.description
-    path = f"torchtune.models.{family}"
-    lora = hasattr(importlib.import_module(path), f"lora_{name}")
-    return [
-        f":func:`{name} <{path}.{name}>`",
-        f"{count:,}",
-        str(description.num_layers),
-        f"{description.embed_dim:,}",
-        f"{description.vocab_size:,}",
-        f"{description.max_seq_len:,}",
-        f":func:`lora_{name} <{path}.lora_{name}>`" if lora else "by conversion",
-    ]
-
-
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
     app.add_directive("features-table", FeaturesTable)
-    app.add_directive("models-table", ModelsTable)
     return {"parallel_read_safe": True}

@@ -68,9 +68,10 @@ class ModelSpec:
 
 # The families of this library: name -> (module that holds SPEC, architectures that it answers for).
 _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "code_llama2": ("torchtune.models.code_llama2", ()),
     "gemma": ("torchtune.models.gemma", ("GemmaForCausalLM",)),
     "gemma2": ("torchtune.models.gemma2", ("Gemma2ForCausalLM",)),
-    "gemma3": ("torchtune.models.gemma3", ("Gemma3ForCausalLM",)),
+    "gemma3": ("torchtune.models.gemma3", ("Gemma3ForCausalLM", "Gemma3TextForCausalLM")),
     "glm4": ("torchtune.models.glm4", ("Glm4ForCausalLM",)),
     "granite": ("torchtune.models.granite", ("GraniteForCausalLM",)),
     "llama2": ("torchtune.models.llama2", ()),
@@ -79,12 +80,14 @@ _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama3_2": ("torchtune.models.llama3_2", ()),
     "mistral": ("torchtune.models.mistral", ("MistralForCausalLM",)),
     "olmo2": ("torchtune.models.olmo2", ("Olmo2ForCausalLM",)),
+    "olmo3": ("torchtune.models.olmo3", ("Olmo3ForCausalLM",)),
     "phi3": ("torchtune.models.phi3", ("Phi3ForCausalLM",)),
     "phi4": ("torchtune.models.phi4", ()),
     "qwen2": ("torchtune.models.qwen2", ("Qwen2ForCausalLM",)),
     "qwen2_5": ("torchtune.models.qwen2_5", ()),
     "qwen3": ("torchtune.models.qwen3", ("Qwen3ForCausalLM",)),
     "qwen3_moe": ("torchtune.models.qwen3_moe", ("Qwen3MoeForCausalLM",)),
+    "seed_oss": ("torchtune.models.seed_oss", ("SeedOssForCausalLM",)),
     "smol": ("torchtune.models.smol", ()),
     "smol3": ("torchtune.models.smol3", ("SmolLM3ForCausalLM",)),
 }

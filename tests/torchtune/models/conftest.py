@@ -34,6 +34,18 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+_LONGROPE = {
+    "hidden_size": 96,
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.05, 1.1, 1.3, 1.9, 2.0],
+        "long_factor": [1.0, 1.2, 2.5, 5.0, 9.0, 30.0],
+    },
+}
 # name -> (architecture of transformers, what its config says beyond the small sizes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 6}),
@@ -46,8 +58,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}},
     ),
     "llama3_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
+    "llama3_dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}}),
+    "llama3_yarn": ("Llama", {"rope_parameters": _YARN}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral_window": ("Mistral", {"sliding_window": 11, "head_dim": 12}),
+    "mistral_nemo": ("Mistral", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "code_llama2": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "gemma": ("Gemma", {"head_dim": 12, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {"head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 9}),
     "gemma2_capped": (
@@ -80,7 +96,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}},
     ),
+    "phi4_mini": ("Phi3", {**_LONGROPE, "tie_word_embeddings": True}),
+    "phi4_mini_long": (
+        "Phi3",
+        {
+            **_LONGROPE,
+            "original_max_position_embeddings": 4,
+            "rope_parameters": {**_LONGROPE["rope_parameters"], "attention_factor": 1.1},
+        },
+    ),
     "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**_YARN, "rope_theta": 500_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+    ),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smol3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "granite": (
         "Granite",
@@ -113,6 +150,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }
+
+# Rows that are also compared as classifiers: one for each architecture that transformers has them for.
+CLASSIFIERS = list(
+    {architecture: name for name, (architecture, _) in FAMILIES.items() if architecture != "Granite"}.values()
+)
 
 
 @dataclass
@@ -161,17 +203,18 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tens
     return found
 
 
-def make_hf_model(name: str) -> torch.nn.Module:
-    """A small random model of transformers, with norms and biases that matter."""
+def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn.Module:
+    """A small random model of transformers, with norms and biases that matter; ``more`` goes into its config."""
     import transformers
 
     architecture, options = FAMILIES[name]
     torch.manual_seed(0)
     kind = {"Gemma3": "Gemma3Text"}.get(architecture, architecture)
-    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options})
+    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options, **more})
     if architecture == "Gemma2":
         config._attn_implementation = "eager"  # the only one with soft caps
-    hf = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    of_text = {"Gemma3": "Gemma3Text"}.get(architecture, architecture) if task != "ForCausalLM" else architecture
+    hf = getattr(transformers, f"{of_text}{task}")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in hf.named_parameters():
             if "norm" in parameter_name:

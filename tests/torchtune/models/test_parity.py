@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.torchtune.models.conftest import on_disk
+from tests.torchtune.models.conftest import CLASSIFIERS, load_model, make_hf_model, on_disk
 from torchtune.data import Documents
 from torchtune.generation import generate
 from torchtune.modules import local_kv_cache
@@ -95,36 +96,25 @@ def test_cached_greedy_generation_gives_the_same_64_tokens(pair: Any) -> None:
     assert torch.equal(uncached, theirs[:, :25])
 
 
-def test_classifier_equals_that_of_transformers(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classifier_equals_that_of_transformers(name: str, tmp_path: Path, save_model: Callable[..., Any]) -> None:
     import transformers
 
-    from tests.torchtune.models.conftest import load_model
-
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        sliding_window=None,
-        num_labels=3,
-        pad_token_id=0,
-    )
-    hf = transformers.MistralForSequenceClassification(config).eval()
+    hf = make_hf_model(name, "ForSequenceClassification", num_labels=3)
     hf.save_pretrained(tmp_path)
     model = load_model(tmp_path)
     assert model.description.num_classes == 3
     tokens = TOKENS[:, :20].clamp(min=1)
     with torch.no_grad():
-        assert (model(tokens)[:, -1] - hf(tokens).logits).abs().max() <= 1e-4
+        expected = hf(tokens).logits
+        assert (model(tokens)[:, -1] - expected).abs().max() <= 1e-4
     again = tmp_path / "again"
     again.mkdir()
     save_model(model, again)
     with torch.no_grad():
         other = transformers.AutoModelForSequenceClassification.from_pretrained(again, dtype=torch.float32).eval()
-        assert torch.equal(other(tokens).logits, hf(tokens).logits)
+        other.config._attn_implementation = hf.config._attn_implementation
+        assert torch.equal(other(tokens).logits, expected)
 
 
 def test_loss_respects_the_bound_of_the_logits() -> None:

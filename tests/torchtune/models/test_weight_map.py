@@ -32,7 +32,7 @@ _MAPS = [(name, kind) for name in list_specs() for kind in get_spec(name).weight
 @pytest.mark.parametrize(("name", "kind"), _MAPS)
 def test_every_parameter_is_mapped_exactly_once_both_ways(name: str, kind: str, changes: dict[str, object]) -> None:
     weight_map = get_spec(name).weight_map(kind)
-    order = {"olmo2": "post", "gemma2": "both", "gemma3": "both", "glm4": "both"}.get(name, "pre")
+    order = {"olmo2": "post", "olmo3": "post", "gemma2": "both", "gemma3": "both", "glm4": "both"}.get(name, "pre")
     description = _description(**changes, norm_order=order)
     torch.manual_seed(0)
     state = build(description).state_dict()

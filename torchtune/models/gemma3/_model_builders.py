@@ -4,8 +4,10 @@ from functools import partial
 from typing import Any
 
 from torchtune.models._builders import model_builders
-from torchtune.models._description import LinearRopeScaling
-from torchtune.models._hf_config import Fields, HFFormat
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._rope_scaling import LinearRopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import hf_names
 from torchtune.models._weight_ops import Identity
@@ -20,6 +22,11 @@ def _read(fields: Fields) -> dict[str, Any]:
     return found | ({} if fields.has("rope_theta") or fields.has("rope_parameters") else {"rope_base": 1_000_000.0})
 
 
+def _write(d: Description) -> dict[str, Any]:
+    more = write_softcaps(d)
+    return more | ({"architectures": ["Gemma3TextForSequenceClassification"]} if d.is_classifier else {})
+
+
 FORMAT = HFFormat(
     "Gemma3ForCausalLM",
     "gemma3_text",
@@ -32,14 +39,16 @@ FORMAT = HFFormat(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed=(("norm_unit_offset", True), ("norm_order", "both")),
     read_more=_read,
-    write_more=write_softcaps,
+    write_more=_write,
     defaults=(
         ("head_dim", 256),
         ("max_position_embeddings", 131_072),
+        ("num_attention_heads", 8),
         ("num_key_value_heads", 4),
         ("rope_local_base_freq", 10_000.0),
         ("sliding_window", 4096),
         ("tie_word_embeddings", True),
+        ("vocab_size", 262_208),
     ),
 )
 SPEC = ModelSpec(

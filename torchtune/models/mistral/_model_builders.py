@@ -1,4 +1,4 @@
-"""The size of Mistral."""
+"""The sizes of Mistral."""
 
 from dataclasses import replace
 
@@ -18,16 +18,37 @@ SPEC = ModelSpec(
     capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
+_7B = Description(
+    vocab_size=32_000,
+    num_layers=32,
+    embed_dim=4096,
+    intermediate_dim=14_336,
+    max_seq_len=32_768,
+    num_heads=32,
+    num_kv_heads=8,
+)
+_NEMO = replace(
+    _7B,
+    vocab_size=131_072,
+    num_layers=40,
+    embed_dim=5120,
+    head_dim=128,
+    max_seq_len=131_072,
+    rope_base=1e6,
+)
+_SMALL = replace(_NEMO, intermediate_dim=32_768, max_seq_len=32_768, rope_base=1e8)
+_22B = replace(
+    _SMALL, vocab_size=32_768, num_layers=56, embed_dim=6144, intermediate_dim=16_384, num_heads=48, rope_base=1e6
+)
+
 SIZES = {
-    "mistral_7b": Description(
-        vocab_size=32_000,
-        num_layers=32,
-        embed_dim=4096,
-        intermediate_dim=14_336,
-        max_seq_len=32_768,
-        num_heads=32,
-        num_kv_heads=8,
-    ),
+    "mistral_7b": _7B,
+    "mistral_7b_v0_3": replace(_7B, vocab_size=32_768, rope_base=1e6),
+    "mistral_nemo_12b": _NEMO,
+    "mistral_small_22b": _22B,
+    "mistral_small_24b": _SMALL,
+    "mistral_small_3_1_24b": replace(_SMALL, max_seq_len=131_072, rope_base=1e9),
+    "ministral_8b": replace(_SMALL, num_layers=36, embed_dim=4096, intermediate_dim=12_288),
 }
 REWARD_SIZES = {"mistral_reward_7b": replace(SIZES["mistral_7b"], num_classes=1)}
 BUILDERS = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune.models import Description, Group, ModelError, ModelSpec
+from torchtune.models import Description, Group, ModelError, ModelSpec, text_config
 from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._load import (
@@ -162,7 +162,7 @@ def config_of(
     """The contents of a ``config.json``; see :func:`config_of_model`."""
     description = replace(description, vocab_size=vocab_size)
     source = None if source_dir is None else source_dir / "config.json"
-    config = read_json(source) if source is not None and source.is_file() else {}
+    config = text_config(read_json(source)) if source is not None and source.is_file() else {}
     if not _says(config, spec, description):
         # What is spelt in two ways must not contradict itself.
         config = {key: value for key, value in config.items() if key not in ("rope_parameters", "torch_dtype")}

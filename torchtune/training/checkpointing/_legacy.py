@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtune.models import Description, ModelSpec, get_spec, spec_for_architecture
+from torchtune.models import Description, ModelSpec, get_spec, spec_for_architecture, text_config
 from torchtune.models.convert_weights import meta_to_tune, tune_to_meta, tune_to_peft_adapter_config
 from torchtune.training.checkpointing._adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_settings
 from torchtune.training.checkpointing._directories import complete_directories, new_directory, prune
@@ -111,7 +111,7 @@ class LegacyInterface:
             if ADAPTER_KEY in state_dict:
                 self._write_adapter(state_dict, folder)
             if (self.checkpoint_dir / "config.json").is_file():
-                write_json(folder / "config.json", read_json(self.checkpoint_dir / "config.json"))
+                write_json(folder / "config.json", text_config(read_json(self.checkpoint_dir / "config.json")))
             carry_files(self.checkpoint_dir, folder)
             if intermediate_checkpoint:
                 rest = {k: v for k, v in state_dict.items() if k not in (MODEL_KEY, ADAPTER_KEY, ADAPTER_CONFIG)}
@@ -167,7 +167,7 @@ class LegacyInterface:
         path = self.checkpoint_dir / "config.json"
         if not path.is_file():
             raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
-        config = read_json(path)
+        config = text_config(read_json(path))
         if self.model_type is not None:
             spec = get_spec(self.model_type.value)
         elif config.get("architectures"):

@@ -9,7 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune.models import Description, ModelError, ModelSpec, WeightMap, WeightMapError, spec_for_architecture
+from torchtune.models import (
+    Description,
+    ModelError,
+    ModelSpec,
+    WeightMap,
+    WeightMapError,
+    spec_for_architecture,
+    text_config,
+)
 from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._ranks import full, local_part
@@ -216,7 +224,10 @@ def check_config(model: nn.Module, config_file: Path) -> None:
     if not config_file.is_file():
         return
     spec, _ = identity(model)
-    config = read_json(config_file)
+    try:
+        config = text_config(read_json(config_file))
+    except ModelError as error:
+        raise CheckpointError(f"{config_file}: {error}") from error
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is not None and architecture not in spec.architectures:
         try:

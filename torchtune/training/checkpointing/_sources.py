@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -305,6 +306,45 @@ def resolve_files(checkpoint_dir: Path, checkpoint_files: Sequence[str] | Mappin
     return [checkpoint_dir / name for name in sorted(checkpoint_files)]
 
 
+class _TextTower:
+    """The tensors of text in a model that also sees or hears, under the names that the text model alone has.
+
+    Args:
+        source: of the whole model.
+    """
+
+    kind = None
+    _NAMES = re.compile(r"(?:(?:model\.language_model|language_model\.model)\.(.+)|(?:language_model\.)?(lm_head\..+))")
+
+    def __init__(self, source: _Shards) -> None:
+        self._source = source
+        self._theirs = {}
+        for name in source.names():
+            if match := self._NAMES.fullmatch(name):
+                self._theirs[match[2] or f"model.{match[1]}"] = name
+
+    @classmethod
+    def is_in(cls, source: _Shards) -> bool:
+        """Whether there is one."""
+        return any(name.startswith(("language_model.", "model.language_model.")) for name in source.names())
+
+    def names(self) -> list[str]:
+        """Names of all its tensors, file by file."""
+        return list(self._theirs)
+
+    def where(self, name: str) -> Path:
+        """File that holds a tensor."""
+        return self._source.where(self._theirs[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._source.shape(self._theirs[name])
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A tensor or a part of it, backed by the file: copy it before changing it."""
+        return self._source.read(self._theirs[name], box)
+
+
 def open_source(paths: Sequence[Path]) -> Source:
     """Open files of weights, all of one format.
 
@@ -313,17 +353,21 @@ def open_source(paths: Sequence[Path]) -> Source:
     """
     suffixes = {path.suffix for path in paths}
     if suffixes == {".safetensors"}:
-        return SafetensorsFiles(paths)
+        return _text_of(SafetensorsFiles(paths))
     if suffixes == {".gguf"}:
         if len(paths) > 1:
             raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
         return GGUFFile(paths[0])
     if suffixes <= set(_TORCH_SUFFIXES):
-        return TorchFiles(paths)
+        return _text_of(TorchFiles(paths))
     raise CheckpointError(
         f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
         "GGUF file, or torch files."
     )
+
+
+def _text_of(source: _Shards) -> Source:
+    return _TextTower(source) if _TextTower.is_in(source) else source
 
 
 def stream(source: Source) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,125 @@
+"""Write docs/model_table.txt, which docs/models.rst includes, from families and configs (`make configs`).
+
+``--check`` writes nothing and fails if the file differs from what would be written.
+"""
+
+import argparse
+import importlib
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import yaml
+
+from torchtune.models import Description, ModelSpec, build, get_spec
+from torchtune.models._spec import _BUILTIN
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "model_table.txt"
+
+
+def parameters(d: Description) -> int:
+    """Parameters of a model, counted on the meta device; of layers that are all alike, on two models of few layers."""
+
+    def count(layers: int) -> int:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in build(replace(d, num_layers=layers)).parameters())
+
+    if d.expertless_layers or d.num_layers < 2:
+        return count(d.num_layers)
+    one = count(1)
+    return one + (d.num_layers - 1) * (count(2) - one)
+
+
+def features(d: Description) -> list[str]:
+    """What sets a family's arithmetic apart, in words."""
+    found = [
+        (d.tie_word_embeddings, "tied output"),
+        (d.q_bias, "biases"),
+        (d.has_qk_norm, "norms of queries and keys"),
+        (d.norm_order != "pre", "norms after"),
+        (d.window is not None and len(d.window_layers) == d.num_layers, "windows"),
+        (d.window is not None and len(d.window_layers) < d.num_layers, "windows in some layers"),
+        (d.rope_scaling is not None, type(d.rope_scaling).__name__.removesuffix("RopeScaling").lower() + " positions"),
+        (d.rope_dim < d.head_dim, "partial rotation"),
+        (bool(d.unrotated_layers), "layers without positions"),
+        (d.logit_softcap is not None, "soft caps"),
+        (d.residual_scale != 1.0, "multipliers"),
+        (bool(d.num_experts), "mixture of experts"),
+    ]
+    return [text for holds, text in found if holds]
+
+
+def _configs() -> dict[str, list[str]]:
+    """Builder's path -> names of the configs that use it, itself or with an adapter."""
+    found: dict[str, list[str]] = defaultdict(list)
+    folder = ROOT / "recipes" / "configs"
+    for path in sorted(folder.rglob("*.yaml")):
+        model = yaml.safe_load(path.read_text())["model"]["_component_"]
+        module, _, builder = model.rpartition(".")
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        found[f"{module}.{builder.removeprefix('q').removeprefix('lora_')}"].append(name)
+    return found
+
+
+def _tokenizers(module: object) -> str:
+    names = [name for name in module.__all__ if name.endswith("_tokenizer")]
+    return ", ".join(f"``{name}``" for name in names) or "``hf_tokenizer``"
+
+
+def family(name: str, spec: ModelSpec, configs: dict[str, list[str]]) -> str:
+    """The section of one family."""
+    module = importlib.import_module(_BUILTIN[name][0])
+    sizes = module._model_builders.SIZES | getattr(module._model_builders, "REWARD_SIZES", {})
+    apart = features(next(iter(sizes.values())))
+    described = (module.__doc__ or name).strip().rstrip(".")
+    lines = [
+        described,
+        "-" * len(described),
+        "",
+        f"``{module.__name__}``, tokenizer {_tokenizers(module)}, architecture "
+        + ", ".join(f"``{architecture}``" for architecture in spec.architectures)
+        + (f"; {', '.join(apart)}." if apart else "."),
+        "",
+        ".. list-table::",
+        "   :header-rows: 1",
+        "",
+        "   * - builder",
+        "     - parameters",
+        "     - context",
+        "     - configs",
+    ]
+    for builder, description in sizes.items():
+        used = configs.get(f"{module.__name__}.{builder}", [])
+        lines += [
+            f"   * - :func:`{builder} <{module.__name__}.{builder}>`",
+            f"     - {parameters(description):,}",
+            f"     - {description.max_seq_len:,}",
+            f"     - {', '.join(f'``{config}``' for config in used) or '-'}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The text of the page."""
+    configs = _configs()
+    return "\n".join(family(name, get_spec(name), configs) for name in sorted(_BUILTIN))
+
+
+def main() -> int:
+    """Write or check; returns 1 if the page differs and was not to be written."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is not current")
+    text, check = page(), parser.parse_args().check
+    if PAGE.exists() and PAGE.read_text() == text:
+        return 0
+    print(f"{'not current' if check else 'written'}: {PAGE.relative_to(ROOT)}")
+    if not check:
+        PAGE.write_text(text)
+    return int(check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

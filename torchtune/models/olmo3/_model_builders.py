@@ -1,0 +1,67 @@
+"""The sizes of OLMo 3: an OLMo 2 of which three layers in four have a window, and YaRN in the fourth."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_rope import write_scaling
+from torchtune.models._rope_scaling import YarnRopeScaling
+from torchtune.models.olmo2._model_builders import FORMAT as OLMO2_FORMAT
+from torchtune.models.olmo2._model_builders import SIZES as OLMO2
+from torchtune.models.olmo2._model_builders import SPEC as OLMO2_SPEC
+
+_BASE = 500_000.0
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    nested = "full_attention" in (fields.peek("rope_parameters") or {})  # else one base, unscaled in windows
+    return {} if nested else {"rope_window_base": float(fields.take("rope_theta", _BASE))}
+
+
+def _write(d: Description) -> dict[str, Any]:
+    scaling = write_scaling(d.rope_scaling) or {"rope_type": "default"}
+    kinds = {
+        "full_attention": {**scaling, "rope_theta": d.rope_base},
+        "sliding_attention": {"rope_type": "default", "rope_theta": d.rope_window_base},
+    }
+    return {"rope_parameters": kinds, "rope_scaling": None, "rope_local_base_freq": None}
+
+
+FORMAT = replace(
+    OLMO2_FORMAT,
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    windows="sliding_window",
+    full_every=4,
+    ropes=("window",),
+    read_more=_read,
+    write_more=_write,
+    defaults=(*OLMO2_FORMAT.defaults, ("rope_theta", _BASE), ("sliding_window", 4096)),
+)
+SPEC = replace(
+    OLMO2_SPEC,
+    name="olmo3",
+    architectures=(FORMAT.architecture,),
+    from_hf_config=FORMAT.read,
+    to_hf_config=FORMAT.write,
+)
+
+
+def _olmo3(older: str) -> Description:
+    description = OLMO2[older]
+    return replace(
+        description,
+        vocab_size=100_278,
+        max_seq_len=65_536,
+        window=4096,
+        window_layers=tuple(layer for layer in range(description.num_layers) if (layer + 1) % 4),
+        rope_window_base=_BASE,
+        rope_scaling=YarnRopeScaling(factor=8.0, original_max_seq_len=8192, attention_factor=1.2079441541679836),
+    )
+
+
+SIZES = {"olmo3_7b": _olmo3("olmo2_7b"), "olmo3_32b": _olmo3("olmo2_32b")}
+BUILDERS = model_builders(__name__, "OLMo 3", SPEC, SIZES)
+globals().update(BUILDERS)
