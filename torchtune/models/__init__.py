@@ -33,6 +33,7 @@ __getattr__, __dir__, __all__ = attach(
         "llama3_2",
         "llama3_3",
         "mistral",
+        "mixtral",
         "olmo2",
         "phi3",
         "phi4",

@@ -78,6 +78,7 @@ _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama3_1": ("torchtune.models.llama3_1", ()),
     "llama3_2": ("torchtune.models.llama3_2", ()),
     "mistral": ("torchtune.models.mistral", ("MistralForCausalLM",)),
+    "mixtral": ("torchtune.models.mixtral", ("MixtralForCausalLM",)),
     "olmo2": ("torchtune.models.olmo2", ("Olmo2ForCausalLM",)),
     "phi3": ("torchtune.models.phi3", ("Phi3ForCausalLM",)),
     "phi4": ("torchtune.models.phi4", ()),

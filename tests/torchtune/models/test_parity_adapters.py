@@ -24,10 +24,14 @@ TOKENS = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(1
 
 
 def adaptable(model: TransformerDecoder) -> list[str]:
-    """The layers whose adapters the family can save, by path: attention and MLP."""
+    """The layers whose adapters the family can save, by path: attention and MLP.
+
+    In a model with experts, peft takes every feed-forward for theirs; these have a test among the checkpoints'.
+    """
+    parts = PARTS[:4] if model.description.num_experts else PARTS
     found = []
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] in PARTS:
+        if isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] in parts:
             try:
                 model.spec.check_adapters([path], model.description)
             except ModelError:

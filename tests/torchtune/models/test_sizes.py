@@ -72,6 +72,9 @@ SIZES = [
     ("qwen3", "qwen3_14b_base", 14_768_307_200, 10485760),
     ("qwen3", "qwen3_14b_instruct", 14_768_307_200, 10485760),
     ("qwen3", "qwen3_32b", 32_762_123_264, 19922944),
+    ("mixtral", "mixtral_8x7b", 46_702_792_704, None),
+    ("mixtral", "mixtral_8x22b", 140_620_634_112, None),
+    ("mixtral", "mixtral_8x22b_instruct", 140_630_071_296, None),
     ("qwen3_moe", "qwen3_30b_a3b_base", 30_532_122_624, None),
     ("qwen3_moe", "qwen3_30b_a3b_instruct", 30_532_122_624, None),
     ("qwen3_moe", "qwen3_235b_a22b", 235_093_634_560, None),
@@ -115,7 +118,9 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
                 ),
             )(**config)
         )
-    expected = {key: value.shape for key, value in on_disk(theirs.named_parameters()).items()}
+    expected = {
+        key: value.shape for key, value in on_disk(theirs.named_parameters(), mixtral=family == "mixtral").items()
+    }
     ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
     assert {key: value.shape for key, value in ours} == expected
     assert model.spec.from_hf_config(config) == model.description
