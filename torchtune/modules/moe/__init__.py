@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "BalancingLoss": "balance",
+        "ClampedExperts": "experts",
         "ExpertLoad": "balance",
         "GroupedExperts": "experts",
         "LoRAGroupedExperts": "lora_experts",
