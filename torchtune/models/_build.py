@@ -2,15 +2,29 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 
-from torchtune.models._description import Description, Llama3RopeScaling
+from torchtune.models._description import Description
+from torchtune.models._rope_scaling import (
+    DynamicRopeScaling,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    YarnRopeScaling,
+)
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter
-from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, ScaledRotaryPositionalEmbeddings
+from torchtune.modules.position_embeddings import (
+    DynamicRotaryPositionalEmbeddings,
+    LongRotaryPositionalEmbeddings,
+    RotaryPositionalEmbeddings,
+    ScaledRotaryPositionalEmbeddings,
+    YarnRotaryPositionalEmbeddings,
+)
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.tied_linear import CappedLinear, TiedLinear
 from torchtune.modules.transformer import Multiplier, TransformerDecoder, TransformerSelfAttentionLayer
@@ -149,16 +163,20 @@ def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositional
 
 def _rope(d: Description) -> RotaryPositionalEmbeddings:
     scaling = d.rope_scaling
-    if not isinstance(scaling, Llama3RopeScaling):
-        stretch = 1.0 if scaling is None else scaling.factor
-        return RotaryPositionalEmbeddings(d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, stretch=stretch)
-    return ScaledRotaryPositionalEmbeddings(
-        d.rope_dim,
-        d.max_seq_len,
-        d.rope_base,
-        scale_factor=scaling.factor,
-        low_freq_factor=scaling.low_freq_factor,
-        high_freq_factor=scaling.high_freq_factor,
-        old_context_len=scaling.original_max_seq_len,
-        layout=d.rope_layout,
-    )
+    kind: Callable[..., RotaryPositionalEmbeddings] = RotaryPositionalEmbeddings
+    options: dict[str, Any] = {}
+    if isinstance(scaling, LinearRopeScaling):
+        options = {"stretch": scaling.factor}
+    elif isinstance(scaling, Llama3RopeScaling):
+        kind, options = ScaledRotaryPositionalEmbeddings, dict(vars(scaling))
+        options["scale_factor"] = options.pop("factor")
+        options["old_context_len"] = options.pop("original_max_seq_len")
+    elif isinstance(scaling, DynamicRopeScaling):
+        kind, options = DynamicRotaryPositionalEmbeddings, vars(scaling)
+    elif isinstance(scaling, YarnRopeScaling):
+        names = ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "truncate", "magnitude")
+        kind, options = YarnRotaryPositionalEmbeddings, {name: getattr(scaling, name) for name in names}
+    elif isinstance(scaling, LongRopeScaling):
+        names = ("short_factors", "long_factors", "original_max_seq_len", "magnitude")
+        kind, options = LongRotaryPositionalEmbeddings, {name: getattr(scaling, name) for name in names}
+    return kind(d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, **options)

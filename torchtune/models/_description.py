@@ -3,40 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtune.models._rope_scaling import LongRopeScaling, RopeScaling
 from torchtune.utils import UserError
 
 
 class ModelError(UserError, ValueError):
     """A model that cannot be described, built or found; the message names the field or name at fault."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3RopeScaling:
-    """Llama 3.1's stretching of the slow rotary frequencies (``rope_type: llama3`` in a Hugging Face config).
-
-    Attributes:
-        factor: frequencies whose wavelength exceeds ``original_max_seq_len / low_freq_factor`` are divided by it.
-        low_freq_factor: see ``factor``.
-        high_freq_factor: wavelengths below ``original_max_seq_len / high_freq_factor`` are left alone; those in
-            between are interpolated.
-        original_max_seq_len: context length of the pre-training that is being stretched.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearRopeScaling:
-    """Every position divided by a number (``rope_type: linear``).
-
-    Attributes:
-        factor: the number.
-    """
-
-    factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +48,7 @@ class Description:
     # Positions
     rope_base: float = 10_000.0
     rope_layout: Literal["interleaved", "half"] = "interleaved"  # which two channels of a head turn together
-    rope_scaling: Llama3RopeScaling | LinearRopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     rope_dim: int = 0  # first channels of a head that turn; 0 at construction: head_dim
     rope_window_base: float | None = None  # another base, unscaled, for the layers that have a window
     unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions
@@ -139,6 +111,9 @@ class Description:
             object.__setattr__(self, "rope_dim", self.head_dim)
         if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
             raise ModelError(f"rope_dim must be even and at most head_dim ({self.head_dim}), got {self.rope_dim}.")
+        scaling = self.rope_scaling
+        if isinstance(scaling, LongRopeScaling) and any(len(f) != self.rope_dim // 2 for f in scaling.both):
+            raise ModelError(f"LongRoPE needs {self.rope_dim // 2} factors, one for each pair of channels that turns.")
         if (self.window is None) != (not self.window_layers) or (self.window is not None and self.window < 1):
             raise ModelError(
                 f"window (got {self.window}) and window_layers (got {len(self.window_layers)} layers) go together."

@@ -5,27 +5,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchtune.models._description import Description, LinearRopeScaling, Llama3RopeScaling, ModelError
+from torchtune.models._description import Description, ModelError
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_rope import read_rope, write_scaling
+from torchtune.models._rope_scaling import LongRopeScaling
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-
-# Fields that say nothing about the forward pass of a text decoder.
-_HARMLESS = frozenset(
-    """architectures model_type transformers_version torch_dtype dtype name_or_path initializer_range use_cache
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id pretraining_tp
-    output_attentions output_hidden_states return_dict id2label label2id num_labels problem_type finetuning_task
-    task_specific_params tokenizer_class prefix is_decoder is_encoder_decoder cross_attention_hidden_size
-    add_cross_attention tie_encoder_decoder torchscript use_bfloat16 tf_legacy_loss pruned_heads
-    chunk_size_feed_forward attn_implementation temperature top_k top_p typical_p repetition_penalty length_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences num_beams num_beam_groups
-    diversity_penalty max_length min_length do_sample early_stopping forced_bos_token_id forced_eos_token_id
-    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens output_scores
-    return_dict_in_generate original_max_position_embeddings base_model_tp_plan is_llama_config
-    unsloth_fixed unsloth_version transformers.js_config rope_interleaved classifier_dropout cache_implementation
-    output_router_logits
-    """.split()
-)
 
 
 @dataclass(frozen=True)
@@ -64,7 +50,7 @@ class HFFormat:
     ropes: tuple[Literal["partial", "window"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     fixed: tuple[tuple[str, Any], ...] = ()
-    read_more: Callable[["Fields"], dict[str, Any]] = lambda fields: {}
+    read_more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     write_more: Callable[[Description], dict[str, Any]] = lambda description: {}
     defaults: tuple[tuple[str, Any], ...] = ()
 
@@ -105,7 +91,7 @@ class HFFormat:
             tie_word_embeddings=bool(fields.take("tie_word_embeddings", False)),
             num_classes=_read_classes(config),
             **dict(self.fixed),
-            **_read_rope(fields, self.ropes),
+            **read_rope(fields, self.ropes),
             **self._read_windows(fields, num_layers),
         )
         description = Description(**{**values, **self.read_more(fields)})
@@ -134,13 +120,15 @@ class HFFormat:
             "attention_dropout": description.attn_dropout,
             "tie_word_embeddings": description.tie_word_embeddings,
             "rope_theta": description.rope_base,
-            "rope_scaling": _write_scaling(description.rope_scaling),
+            "rope_scaling": write_scaling(description.rope_scaling),
             **self._write_windows(description),
         }
         if "partial" in self.ropes:
             config["partial_rotary_factor"] = description.rope_dim / description.head_dim
         if description.rope_window_base is not None:
             config["rope_local_base_freq"] = description.rope_window_base
+        if isinstance(description.rope_scaling, LongRopeScaling):  # some architectures read it there alone
+            config["original_max_position_embeddings"] = description.rope_scaling.original_max_seq_len
         if description.is_classifier:
             config["architectures"] = [self.architecture.replace("ForCausalLM", _CLASSIFIER)]
             config["id2label"] = {index: f"LABEL_{index}" for index in range(description.num_classes)}
@@ -158,7 +146,7 @@ class HFFormat:
                 )
         return config
 
-    def _read_windows(self, fields: "Fields", num_layers: int) -> dict[str, Any]:
+    def _read_windows(self, fields: Fields, num_layers: int) -> dict[str, Any]:
         """``window`` and ``window_layers`` of a description."""
         window, kinds = fields.take("sliding_window", None), fields.take("layer_types", None)
         first = fields.take("max_window_layers", num_layers) if self.windows == "use_sliding_window" else 0
@@ -196,117 +184,6 @@ def _read_classes(config: Mapping[str, Any]) -> int:
     if not str((config.get("architectures") or [""])[0]).endswith(_CLASSIFIER):
         return 0
     return int(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
-
-
-class Fields:
-    """A ``config.json`` that remembers what has been read."""
-
-    _REQUIRED = object()
-
-    def __init__(self, config: Mapping[str, Any], architecture: str, ignored: set[str]) -> None:
-        self._config = config
-        self._architecture = architecture
-        self._seen = {*_HARMLESS, *ignored}
-
-    def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A field's value; ``null`` counts as absent where there is a default."""
-        self._seen.add(name)
-        value = self._config.get(name)
-        if value is None:
-            if default is self._REQUIRED:
-                raise ModelError(f"config.json of {self._architecture} lacks the field '{name}'.")
-            return default
-        return value
-
-    def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
-        """A field's value, translated; refused if it is not among the choices."""
-        value = self.take(name, default)
-        if value not in choices:
-            raise self.refusal(name, value)
-        return choices[value]
-
-    def has(self, name: str) -> bool:
-        """Whether the file has the field, be it ``null``."""
-        return name in self._config
-
-    def peek(self, name: str) -> Any:
-        """A field's value, not marked as read."""
-        return self._config.get(name)
-
-    def refusal(self, name: str, value: Any) -> ModelError:
-        """The error for a field that cannot be expressed."""
-        return ModelError(
-            f"config.json of {self._architecture} has {name} = {value!r}, which a model description of this library "
-            "cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes nothing."
-        )
-
-    def refuse_rest(self) -> None:
-        """Raise for the first field that nobody has read and that says something."""
-        for name, value in self._config.items():
-            if name not in self._seen and not name.startswith("_") and value not in (None, False, 0, [], {}, ""):
-                raise self.refusal(name, value)
-
-
-def _read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """Positions, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``."""
-    found: dict[str, Any] = {}
-    together = dict(fields.take("rope_parameters", None) or {})
-    base, partial = fields.take("rope_theta", 10_000.0), fields.take("partial_rotary_factor", 1.0)
-    local = fields.take("rope_local_base_freq", None)
-    name, scaling = "rope_scaling", fields.take("rope_scaling", None)
-    if "full_attention" in together:  # one set of parameters for each kind of layer
-        local_parameters, together = together.get("sliding_attention") or {}, dict(together["full_attention"])
-        local = local_parameters.get("rope_theta", local)
-        if local_parameters.get("rope_type", "default") != "default":
-            raise fields.refusal("rope_parameters", fields.peek("rope_parameters"))
-    if together:
-        base = together.pop("rope_theta", base)
-        partial = together.pop("partial_rotary_factor", partial)
-        name, scaling = "rope_parameters", together
-    if float(partial) != 1.0 and "partial" not in allowed:
-        raise fields.refusal("partial_rotary_factor", partial)
-    if local is not None and "window" not in allowed:
-        raise fields.refusal("rope_local_base_freq", local)
-    if float(partial) != 1.0:
-        width = fields.take("head_dim", 0) or fields.take("hidden_size") // fields.take("num_attention_heads")
-        found["rope_dim"] = int(width * partial)
-    if local is not None:
-        found["rope_window_base"] = float(local)
-    return {"rope_base": float(base), "rope_scaling": _read_scaling(fields, name, dict(scaling or {})), **found}
-
-
-def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> Llama3RopeScaling | LinearRopeScaling | None:
-    old_spelling, new_spelling = scaling.pop("type", None), scaling.pop("rope_type", None)
-    kind = new_spelling or old_spelling or "default"
-    if kind == "default":
-        return None
-    if kind not in ("llama3", "linear"):
-        raise fields.refusal(name, fields.peek(name))
-    try:
-        if kind == "linear":
-            return LinearRopeScaling(factor=float(scaling["factor"]))
-        return Llama3RopeScaling(
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_seq_len=int(scaling["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise ModelError(f"config.json: {name} of type {kind} lacks the field {error}.") from error
-
-
-def _write_scaling(scaling: Llama3RopeScaling | LinearRopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if isinstance(scaling, LinearRopeScaling):
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_seq_len,
-    }
 
 
 LLAMA = HFFormat(

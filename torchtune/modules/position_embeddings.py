@@ -71,7 +71,14 @@ class RotaryPositionalEmbeddings(nn.Module):
         base: of the geometric series of wavelengths.
         layout: which channels of a head form a pair; see :func:`apply_rope`.
         stretch: every wavelength is multiplied by it (linear scaling of positions).
+
+    Attributes:
+        by_reach: whether the angles depend on how long a text is, so that :meth:`cos_sin` wants its ``reach``.
+        magnitude: what cosine and sine are multiplied by.
     """
+
+    by_reach = False
+    magnitude = 1.0
 
     def __init__(
         self,
@@ -100,14 +107,30 @@ class RotaryPositionalEmbeddings(nn.Module):
     def rope_init(self) -> None:
         """Nothing to do; kept for callers that materialise models by hand."""
 
+    def _frequencies_of(self, reach: Tensor) -> Tensor:
+        """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[h / 2]``, or one for each position."""
+        return torch.tensor(self._frequencies, dtype=torch.float32, device=reach.device)
+
     @torch.no_grad()
-    def cos_sin(self, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for positions ``[b, s]`` or ``[s]``: two float32 tensors ``[b or 1, s, 1, h / 2]``."""
+    def cos_sin(self, input_pos: Tensor, reach: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles, times ``magnitude``.
+
+        Args:
+            input_pos: positions ``[b, s]`` or ``[s]``.
+            reach: int64 ``[b or 1, s or 1]``, how many positions the text of each has; by default each row is one
+                text, up to its last position. It matters if ``by_reach``.
+
+        Returns:
+            Two float32 tensors ``[b or 1, s, 1, h / 2]``.
+        """
         if input_pos.ndim == 1:
             input_pos = input_pos.unsqueeze(0)
-        frequencies = torch.tensor(self._frequencies, dtype=torch.float32, device=input_pos.device)
-        angles = input_pos.to(torch.float32)[:, :, None, None] * frequencies
-        return angles.cos(), angles.sin()
+        if reach is None:
+            reach = input_pos.amax(dim=-1, keepdim=True) + 1
+        angles = input_pos.to(torch.float32)[:, :, None, None] * self._frequencies_of(reach)
+        if self.magnitude == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
     def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
         """Rotate queries or keys.
@@ -173,3 +196,135 @@ class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         blend = (self.old_context_len / wavelengths - low) / (high - low)
         between = (1 - blend) * frequencies / self.scale_factor + blend * frequencies
         return torch.where(slow, frequencies / self.scale_factor, torch.where(fast, frequencies, between))
+
+
+class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
+    """Rotary positions stretched by YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
+
+    Channels that turn often within the original context stay, those that turn seldom are slowed down by a factor,
+    and a ramp over the channels joins the two; scores grow by a constant.
+
+    Args:
+        dim: channels of a head that turn.
+        max_seq_len: kept for information.
+        base: of the geometric series of wavelengths.
+        factor: by which slow channels are slowed down.
+        original_max_seq_len: context length that is being stretched.
+        beta_fast: channels with at least so many turns in the original context stay.
+        beta_slow: those with at most so many are slowed down in full.
+        truncate: whether the ramp begins and ends at whole channels.
+        magnitude: what cosine and sine are multiplied by.
+        layout: which channels of a head form a pair.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        max_seq_len: int,
+        base: float,
+        *,
+        factor: float,
+        original_max_seq_len: int,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        truncate: bool = True,
+        magnitude: float = 1.0,
+        layout: Layout = "interleaved",
+    ) -> None:
+        self.factor = factor
+        first, last = (
+            dim * math.log(original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (beta_fast, beta_slow)
+        )
+        if truncate:
+            first, last = math.floor(first), math.ceil(last)
+        self.ramp = (max(first, 0), min(last, dim - 1))
+        super().__init__(dim, max_seq_len, base, layout=layout)
+        self.magnitude = magnitude
+
+    def _scale(self, frequencies: Tensor) -> Tensor:
+        first, last = self.ramp
+        width = last - first or 0.001
+        slowed = ((torch.arange(len(frequencies), dtype=torch.float32, device="cpu") - first) / width).clamp(0, 1)
+        return frequencies / self.factor * slowed + frequencies * (1 - slowed)
+
+
+class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
+    """Rotary positions of LongRoPE (Ding et al. 2024, https://arxiv.org/abs/2402.13753): a factor for each channel.
+
+    Texts longer than the original context have other factors than those that fit; each text, be it packed with
+    others, has those of its own length.
+
+    Args:
+        dim: channels of a head that turn, r.
+        max_seq_len: kept for information.
+        base: of the geometric series of wavelengths.
+        short_factors: r / 2 numbers by which wavelengths are multiplied in texts that fit.
+        long_factors: the same for longer texts.
+        original_max_seq_len: the length up to which a text fits.
+        magnitude: what cosine and sine are multiplied by.
+        layout: which channels of a head form a pair.
+    """
+
+    by_reach = True
+
+    def __init__(
+        self,
+        dim: int,
+        max_seq_len: int,
+        base: float,
+        *,
+        short_factors: tuple[float, ...],
+        long_factors: tuple[float, ...],
+        original_max_seq_len: int,
+        magnitude: float = 1.0,
+        layout: Layout = "interleaved",
+    ) -> None:
+        super().__init__(dim, max_seq_len, base, layout=layout)
+        self.original_max_seq_len = original_max_seq_len
+        self.magnitude = magnitude
+        plain = torch.tensor(self._frequencies, device="cpu")
+        self._frequencies = (plain / torch.tensor(short_factors, device="cpu")).tolist()
+        self._long_frequencies: list[float] = (plain / torch.tensor(long_factors, device="cpu")).tolist()
+
+    def _frequencies_of(self, reach: Tensor) -> Tensor:
+        both = torch.tensor([self._frequencies, self._long_frequencies], dtype=torch.float32, device=reach.device)
+        return both[(reach > self.original_max_seq_len).long()].unsqueeze(2)
+
+
+class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
+    """Rotary positions whose base grows with texts longer than the context (``rope_type: dynamic``).
+
+    A text of length l > ``original_max_seq_len`` has the base times ``(factor * l / original_max_seq_len - (factor -
+    1)) ** (r / (r - 2))``; shorter ones, each by itself also when packed with others, have the base as it is.
+
+    Args:
+        dim: channels of a head that turn, r.
+        max_seq_len: kept for information.
+        base: of the geometric series of wavelengths.
+        factor: see above.
+        original_max_seq_len: see above.
+        layout: which channels of a head form a pair.
+    """
+
+    by_reach = True
+
+    def __init__(
+        self,
+        dim: int,
+        max_seq_len: int,
+        base: float,
+        *,
+        factor: float,
+        original_max_seq_len: int,
+        layout: Layout = "interleaved",
+    ) -> None:
+        super().__init__(dim, max_seq_len, base, layout=layout)
+        self.factor = factor
+        self.original_max_seq_len = original_max_seq_len
+
+    def _frequencies_of(self, reach: Tensor) -> Tensor:
+        longer = reach.clamp(min=self.original_max_seq_len) / self.original_max_seq_len
+        growth = (self.factor * longer - (self.factor - 1)) ** (self.dim / (self.dim - 2))
+        exponents = torch.arange(0, self.dim, 2, device=reach.device).float() / self.dim
+        return 1.0 / (self.base * growth[:, :, None, None]) ** exponents

@@ -254,7 +254,7 @@ class TransformerDecoder(nn.Module):
             input_pos = self._positions(h, documents)
         if not torch.compiler.is_compiling():
             log_attention_backend(h.device, h.dtype, documents=documents is not None, mask=mask is not None)
-        tables = self._rope_tables(input_pos)
+        tables = self._rope_tables(input_pos, documents)
         boundaries = None if documents is None else Boundaries.of(documents)
         hidden = []
         for index, layer in enumerate(self.layers):
@@ -305,7 +305,18 @@ class TransformerDecoder(nn.Module):
     def _pos_embeddings(layer: nn.Module) -> nn.Module | None:
         return getattr(getattr(layer, "attn", None), "pos_embeddings", None)
 
-    def _rope_tables(self, input_pos: Tensor) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+    def _rope_tables(self, input_pos: Tensor, documents: Documents | None) -> dict[nn.Module, tuple[Tensor, Tensor]]:
         """Cosine and sine for each distinct position embedding among the layers, computed once."""
         kinds = {self._pos_embeddings(layer) for layer in self.layers}
-        return {kind: kind.cos_sin(input_pos) for kind in kinds if isinstance(kind, RotaryPositionalEmbeddings)}
+        ropes = [kind for kind in kinds if isinstance(kind, RotaryPositionalEmbeddings)]
+        reach = self._reach(input_pos, documents) if any(rope.by_reach for rope in ropes) else None
+        return {rope: rope.cos_sin(input_pos, reach) for rope in ropes}
+
+    def _reach(self, input_pos: Tensor, documents: Documents | None) -> Tensor | None:
+        """How many positions the text of each position has or, in a cache, may come to have; None: as its row."""
+        if self.caches_are_enabled():  # one answer for all steps: cached keys are not turned again
+            return torch.full((1, 1), self.decoder_max_cache_seq_len, device=input_pos.device)
+        if documents is None:
+            return None
+        lengths = documents.cu_seqlens.diff().to(input_pos.device)
+        return lengths.repeat_interleave(lengths, output_size=documents.num_tokens).view(input_pos.shape)

@@ -34,6 +34,18 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+_LONGROPE = {
+    "hidden_size": 96,
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.05, 1.1, 1.3, 1.9, 2.0],
+        "long_factor": [1.0, 1.2, 2.5, 5.0, 9.0, 30.0],
+    },
+}
 # name -> (architecture of transformers, what its config says beyond the small sizes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 6}),
@@ -46,6 +58,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}},
     ),
     "llama3_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
+    "llama3_dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}}),
+    "llama3_yarn": ("Llama", {"rope_parameters": _YARN}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral_window": ("Mistral", {"sliding_window": 11, "head_dim": 12}),
     "gemma": ("Gemma", {"head_dim": 12, "num_key_value_heads": 1}),
@@ -79,6 +93,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi_partial": (
         "Phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}},
+    ),
+    "phi4_mini": ("Phi3", {**_LONGROPE, "tie_word_embeddings": True}),
+    "phi4_mini_long": (
+        "Phi3",
+        {
+            **_LONGROPE,
+            "original_max_position_embeddings": 4,
+            "rope_parameters": {**_LONGROPE["rope_parameters"], "attention_factor": 1.1},
+        },
     ),
     "olmo2": ("Olmo2", {}),
     "smol3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),

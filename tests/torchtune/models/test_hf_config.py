@@ -71,8 +71,7 @@ def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
     [
         ("hidden_act", "relu"),
         ("rope_local_base_freq", 10_000.0),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
+        ("rope_scaling", {"rope_type": "proportional", "factor": 4.0}),
         ("partial_rotary_factor", 0.5),
         ("num_local_experts", 8),
         ("attn_logit_softcapping", 50.0),
@@ -84,6 +83,29 @@ def test_what_cannot_be_expressed_is_refused_by_name(tmp_path: Path, field: str,
     config = {**_LLAMA, field: value}
     with pytest.raises(ModelError, match=f"has {field} = "):
         from_hf_config(_write(tmp_path, config))
+
+
+def test_rope_parameters_of_every_kind_come_back() -> None:
+    spec = get_spec("llama3")
+    for scaling in (
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "truncate": False, "finetuned": True},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16},
+        {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32},
+        {"type": "dynamic", "factor": 2.0},
+        {"type": "linear", "factor": 2.0},
+    ):
+        description = spec.from_hf_config({**_LLAMA, "rope_scaling": scaling})
+        assert (
+            type(description.rope_scaling)
+            .__name__.lower()
+            .startswith({"su": "long"}.get(scaling.get("type"), scaling.get("type", "yarn")))
+        )
+        assert spec.from_hf_config(spec.to_hf_config(description)) == description
+    with pytest.raises(ModelError, match=r"has rope_scaling\.mrope_section = "):
+        spec.from_hf_config({**_LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [4]}})
+    long = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0], "factor": 2.0}
+    with pytest.raises(ModelError, match="LongRoPE needs 4 factors"):
+        spec.from_hf_config({**_LLAMA, "rope_scaling": long})
 
 
 def test_a_window_that_is_switched_off_is_no_window() -> None:

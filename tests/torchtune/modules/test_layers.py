@@ -1,6 +1,7 @@
 """Norm, feed-forward, rotary positions, tied output, vocabulary: against their formulas."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,45 @@ def test_rotation_equals_its_formula_with_gradients(layout: str) -> None:
     theirs = torch.autograd.grad((expected * weights).sum(), x)[0]
     assert (ours - theirs).abs().max() < 1e-5
     assert torch.equal(rope(x[:1]), rope(x[:1], input_pos=torch.arange(5)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+        {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 16.0},
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.25, "beta_slow": 2.0},
+        {"rope_type": "yarn", "factor": 0.5},
+        {"rope_type": "longrope", "original_max_position_embeddings": 4096},
+        {"rope_type": "longrope", "original_max_position_embeddings": 50, "attention_factor": 1.25},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "linear", "factor": 4.0},
+    ],
+    ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
+)
+@pytest.mark.parametrize("length", [40, 8192, 8300])
+def test_stretched_positions_equal_those_of_transformers(options: dict[str, Any], length: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from torchtune.models._build import _rope
+    from torchtune.models.llama3 import SPEC
+
+    if options["rope_type"] == "longrope":
+        factors = {"short_factor": [1.0 + i / 32 for i in range(32)], "long_factor": [1.0 + i for i in range(32)]}
+        options = {**options, **factors}
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        rope_parameters={"rope_theta": 150_000.0, **options},
+        max_position_embeddings=8192,
+    )
+    positions = torch.cat([torch.arange(30), torch.arange(length - 9, length)])[None]
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    ours = _rope(SPEC.from_hf_config(config.to_dict())).cos_sin(positions)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine[:, :, 0] - other[..., :32]).abs().max() <= 2e-3  # of angles up to 8,300 in float32
+        assert (mine[:, :30, 0] - other[:, :30, :32]).abs().max() <= 1e-5
 
 
 def test_scaled_frequencies_equal_those_of_transformers() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
-from torchtune.models._hf_config import Fields, HFFormat
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import hf_names
 from torchtune.models._weight_ops import InterleaveRope

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from torchtune.models._builders import model_builders
-from torchtune.models._description import Llama3RopeScaling
+from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models.llama3._model_builders import SIZES as LLAMA3
 from torchtune.models.llama3._model_builders import SPEC as LLAMA3_SPEC
 

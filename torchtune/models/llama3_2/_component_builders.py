@@ -2,7 +2,8 @@
 
 from torchtune.models._build import build
 from torchtune.models._builders import lora_builder, scale_hidden_dim_for_mlp
-from torchtune.models._description import Description, Llama3RopeScaling
+from torchtune.models._description import Description
+from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models.llama3_2._model_builders import SPEC
 from torchtune.modules.transformer import TransformerDecoder
 

@@ -3,8 +3,9 @@
 from functools import partial
 
 from torchtune.models._builders import model_builders
-from torchtune.models._description import Description, Llama3RopeScaling
+from torchtune.models._description import Description
 from torchtune.models._hf_config import LLAMA
+from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
 

@@ -19,6 +19,7 @@ FORMAT = HFFormat(
         ("attention_bias", None),
         ("embd_pdrop", None),
         ("max_position_embeddings", 4096),
+        ("original_max_position_embeddings", 4096),
         ("rms_norm_eps", 1e-5),
     ),
 )

@@ -1,7 +1,8 @@
 """SmolLM 2 from its numbers."""
 
 from torchtune.models._build import build
-from torchtune.models._description import Description, Llama3RopeScaling
+from torchtune.models._description import Description
+from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models.smol._model_builders import SPEC
 from torchtune.modules.transformer import TransformerDecoder
 

@@ -1,0 +1,72 @@
+"""A ``config.json`` of Hugging Face, field by field."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtune.models._description import ModelError
+
+# Fields that say nothing about the forward pass of a text decoder.
+_HARMLESS = frozenset(
+    """architectures model_type transformers_version torch_dtype dtype name_or_path initializer_range use_cache
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id pretraining_tp
+    output_attentions output_hidden_states return_dict id2label label2id num_labels problem_type finetuning_task
+    task_specific_params tokenizer_class prefix is_decoder is_encoder_decoder cross_attention_hidden_size
+    add_cross_attention tie_encoder_decoder torchscript use_bfloat16 tf_legacy_loss pruned_heads
+    chunk_size_feed_forward attn_implementation temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences num_beams num_beam_groups
+    diversity_penalty max_length min_length do_sample early_stopping forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens output_scores
+    return_dict_in_generate original_max_position_embeddings base_model_tp_plan is_llama_config
+    unsloth_fixed unsloth_version transformers.js_config rope_interleaved classifier_dropout cache_implementation
+    output_router_logits
+    """.split()
+)
+
+
+class Fields:
+    """A ``config.json`` that remembers what has been read."""
+
+    _REQUIRED = object()
+
+    def __init__(self, config: Mapping[str, Any], architecture: str, ignored: set[str]) -> None:
+        self._config = config
+        self._architecture = architecture
+        self._seen = {*_HARMLESS, *ignored}
+
+    def take(self, name: str, default: Any = _REQUIRED) -> Any:
+        """A field's value; ``null`` counts as absent where there is a default."""
+        self._seen.add(name)
+        value = self._config.get(name)
+        if value is None:
+            if default is self._REQUIRED:
+                raise ModelError(f"config.json of {self._architecture} lacks the field '{name}'.")
+            return default
+        return value
+
+    def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
+        """A field's value, translated; refused if it is not among the choices."""
+        value = self.take(name, default)
+        if value not in choices:
+            raise self.refusal(name, value)
+        return choices[value]
+
+    def has(self, name: str) -> bool:
+        """Whether the file has the field, be it ``null``."""
+        return name in self._config
+
+    def peek(self, name: str) -> Any:
+        """A field's value, not marked as read."""
+        return self._config.get(name)
+
+    def refusal(self, name: str, value: Any) -> ModelError:
+        """The error for a field that cannot be expressed."""
+        return ModelError(
+            f"config.json of {self._architecture} has {name} = {value!r}, which a model description of this library "
+            "cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes nothing."
+        )
+
+    def refuse_rest(self) -> None:
+        """Raise for the first field that nobody has read and that says something."""
+        for name, value in self._config.items():
+            if name not in self._seen and not name.startswith("_") and value not in (None, False, 0, [], {}, ""):
+                raise self.refusal(name, value)
