@@ -72,6 +72,7 @@ _BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
     "gemma2": ("torchtune.models.gemma2", ("Gemma2ForCausalLM",)),
     "gemma3": ("torchtune.models.gemma3", ("Gemma3ForCausalLM",)),
     "glm4": ("torchtune.models.glm4", ("Glm4ForCausalLM",)),
+    "gpt_oss": ("torchtune.models.gpt_oss", ("GptOssForCausalLM",)),
     "granite": ("torchtune.models.granite", ("GraniteForCausalLM",)),
     "llama2": ("torchtune.models.llama2", ()),
     "llama3": ("torchtune.models.llama3", ("LlamaForCausalLM",)),

@@ -28,6 +28,8 @@ SIZES = [
     ("olmo2", "olmo2_13b", 13_716_198_400, None),
     ("olmo2", "olmo2_32b", 32_234_279_936, None),
     ("smol3", "smollm3_3b", 3_075_098_624, None),
+    ("gpt_oss", "gpt_oss_20b", 20_914_757_184, None),
+    ("gpt_oss", "gpt_oss_120b", 116_829_156_672, None),
     ("granite", "granite3_1_2b", 2_533_531_648, None),
     ("granite", "granite3_1_8b", 8_170_848_256, None),
     ("glm4", "glm4_9b_0414", 9_400_279_040, None),
