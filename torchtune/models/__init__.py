@@ -39,6 +39,7 @@ __getattr__, __dir__, __all__ = attach(
         "llama3_2",
         "llama3_3",
         "mistral",
+        "mixtral",
         "olmo2",
         "olmo3",
         "phi3",

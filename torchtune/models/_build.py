@@ -17,7 +17,7 @@ from torchtune.models._rope_scaling import (
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.feed_forward import FeedForward
-from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtune.modules.position_embeddings import (
     DynamicRotaryPositionalEmbeddings,
     LongRotaryPositionalEmbeddings,
@@ -115,6 +115,7 @@ def _layer(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> Tr
         scale=d.attn_scale,
         softcap=d.attn_softcap,
         window=d.window if windowed else None,
+        sinks=d.attn_sinks,
     )
     return TransformerSelfAttentionLayer(
         attn,
@@ -146,9 +147,10 @@ def _mixture(d: Description) -> MoE:
         scale=d.router_scale,
         selection_bias=d.router_selection_bias,
     )
-    activation = _ACTIVATIONS[d.activation]()
-    experts = GroupedExperts(dim=d.embed_dim, hidden_dim=d.expert_dim, num_experts=d.num_experts, activation=activation)
-    return MoE(experts=experts, router=router)
+    sizes = {"dim": d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
+    if d.expert_limit is not None:
+        return MoE(experts=ClampedExperts(**sizes, limit=d.expert_limit), router=router)
+    return MoE(experts=GroupedExperts(**sizes, activation=_ACTIVATIONS[d.activation]()), router=router)
 
 
 def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:

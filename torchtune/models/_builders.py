@@ -182,7 +182,7 @@ def _tie_args(tie_option: bool) -> str:
 
 def _size_of(name: str) -> str:
     """``"qwen2_5_1_5b_instruct"`` -> ``"1.5B instruct"``."""
-    found = re.search(r"(?:^|_)(\d(?:_\d+)?|\d+)([bm])(?:_(\w+))?$", name.replace("_3_1_", "_3.1_"))
+    found = re.search(r"(?:^|_)(\d+x\d+|\d(?:_\d+)?|\d+)([bm])(?:_(\w+))?$", name.replace("_3_1_", "_3.1_"))
     if found is None:  # "phi3_mini" -> "mini"
         return name.rpartition("_")[2]
     number, unit, rest = found.groups()

@@ -43,6 +43,7 @@ class Description:
     attn_softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     window: int | None = None  # positions that a query of the layers below sees, itself the last
     window_layers: tuple[int, ...] = ()  # layers in which attention has that window
+    attn_sinks: bool = False  # every head learns the score of looking at nothing
 
     # Positions
     rope_base: float = 10_000.0
@@ -60,6 +61,7 @@ class Description:
     num_experts: int = 0  # of a layer; 0: every layer has one feed-forward
     experts_per_token: int = 0
     expert_dim: int = 0  # width of an expert, as intermediate_dim is that of a feed-forward
+    expert_limit: float | None = None  # experts are of the clamped kind, gate and up in one matrix, with biases
     expertless_layers: tuple[int, ...] = ()  # layers that have one feed-forward all the same
     router_scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each
     router_normalize: bool = False  # scores of the chosen experts sum to one
@@ -116,8 +118,8 @@ class Description:
             raise ModelError(
                 f"window (got {self.window}) and window_layers (got {len(self.window_layers)} layers) go together."
             )
-        if self.attn_dropout and (self.window or self.attn_softcap):
-            raise ModelError("attn_dropout must be 0 in a model with an attention window or soft cap.")
+        if self.attn_dropout and (self.window or self.attn_softcap or self.attn_sinks):
+            raise ModelError("attn_dropout must be 0 in a model with an attention window, soft cap or sinks.")
 
     def _check_experts(self) -> None:
         if bool(self.num_experts) != bool(self.expert_dim) or not 0 <= self.experts_per_token <= self.num_experts:

@@ -20,7 +20,15 @@ def suits_blocks(length: int, dtype: torch.dtype) -> bool:
     return 128 <= length <= 2048 if dtype == torch.float32 else length <= 1024
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, window: int = 0, softcap: float = 0.0) -> None:
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
     """Causal attention of each row with itself.
 
     Args:
@@ -30,10 +38,11 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, window: int = 
         out: takes the result ``[b, s, n, h]``.
         window: how many positions a query sees, itself the last; 0: all before it. Keys outside cost nothing.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+        sinks: one more score for every head ``[n]``, of a key without a value.
     """
     queries, out_heads = (_split_queries(t, k.shape[2]) for t in (q, out))
     values = _by_kv_head(v, v.dtype)
-    for block, seen, _, weights, _ in _blocks(queries, _by_kv_head(k, torch.float32), window, softcap):
+    for block, seen, _, weights, _ in _blocks(queries, _by_kv_head(k, torch.float32), window, softcap, sinks):
         product = torch.bmm(weights.to(v.dtype), values[:, seen])
         out_heads[:, :, :, block] = product.view(out_heads[:, :, :, block].shape)
 
@@ -48,17 +57,22 @@ def block_attention_backward(
     grad_v: Tensor,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    grad_sinks: Tensor | None = None,
 ) -> None:
     """Gradients of :func:`block_attention` with respect to its inputs, written into ``grad_q``, ``grad_k`` and
-    ``grad_v``, from that of its result, ``[b, s, n, h]``."""
+    ``grad_v``, added to ``grad_sinks``, from that of its result, ``[b, s, n, h]``."""
     queries, grad_heads, grad_queries = (_split_queries(t, k.shape[2]) for t in (q, grad, grad_q))
     keys, values = _by_kv_head(k, k.dtype), _by_kv_head(v, v.dtype)
     grad_keys, grad_values = torch.zeros(2, *keys.shape, dtype=torch.float32, device=k.device)
-    for block, seen, queries_now, weights, slope in _blocks(queries, keys.float(), window, softcap):
+    for block, seen, queries_now, weights, slope in _blocks(queries, keys.float(), window, softcap, sinks):
         grad_now = _block_of(grad_heads, block, grad.dtype)
         grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_now)
         grad_weights = torch.bmm(grad_now, values[:, seen].transpose(1, 2)).float()
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
+        if grad_sinks is not None:  # the sink's weight is what the others leave of one, and its value is zero
+            left = (weights.sum(-1) - 1) * (grad_weights * weights).sum(-1)
+            grad_sinks += left.view(q.shape[0], grad_sinks.shape[0], -1).sum((0, 2))
         if slope is not None:
             grad_scores.mul_(slope)
         grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
@@ -92,7 +106,7 @@ def _future(device: torch.device) -> Tensor:
 
 
 def _blocks(
-    queries: Tensor, keys: Tensor, window: int, softcap: float
+    queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
     """For each block of positions: its slice, the slice of the keys that it sees, its queries
     ``[b * n_kv, n / n_kv * block, h]``, its attention weights ``[b * n_kv, n / n_kv * block, seen]``, and the
@@ -116,4 +130,9 @@ def _blocks(
             distance = torch.arange(start, block.stop, device=keys.device)[:, None]
             distance = distance - torch.arange(seen.start, seen.stop, device=keys.device)
             by_position.masked_fill_(distance >= window, float("-inf"))
-        yield block, seen, queries_now, scores.softmax(-1), slope
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            column = sinks.float().view(-1, group, 1).repeat(queries.shape[0], 1, size).view(*scores.shape[:2], 1)
+            weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        yield block, seen, queries_now, weights, slope

@@ -56,7 +56,13 @@ def _pieces(cu_seqlens: Tensor, *tensors: Tensor) -> Iterator[tuple[int, int, tu
 
 @torch.library.custom_op("torchtune::document_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -64,8 +70,8 @@ def _forward(
         rows = [t.unflatten(0, (count, length)) for t in (q_run, k_run, v_run)]
         here = window if window < length else 0
         on_cpu = q.device.type == "cpu"
-        if here or softcap or (on_cpu and suits_blocks(length, q.dtype)):
-            block_attention(*rows, out_run.unflatten(0, (count, length)), here, softcap)
+        if here or softcap or sinks is not None or (on_cpu and suits_blocks(length, q.dtype)):
+            block_attention(*rows, out_run.unflatten(0, (count, length)), here, softcap, sinks)
         elif not on_cpu:
             out_run.copy_(_run_attention(length, count, q_run, k_run, v_run))
         else:
@@ -85,17 +91,21 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
+    sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_sinks = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
     for length, count, parts in _pieces(cu_seqlens, grad, q, k, v, out, lse, *grads):
         inputs, results = parts[:6], parts[6:]
         rows = [t.unflatten(0, (count, length)) for t in inputs]
         here = window if window < length else 0
         on_cpu = q.device.type == "cpu"
-        if here or softcap or (on_cpu and suits_blocks(length, q.dtype)):
-            block_attention_backward(*rows[:4], *(t.unflatten(0, (count, length)) for t in results), here, softcap)
+        if here or softcap or sinks is not None or (on_cpu and suits_blocks(length, q.dtype)):
+            outputs = (t.unflatten(0, (count, length)) for t in results)
+            more = {} if sinks is None else {"sinks": sinks, "grad_sinks": grad_sinks}
+            block_attention_backward(*rows[:4], *outputs, here, softcap, **more)
             continue
         if not on_cpu:
             with torch.enable_grad():
@@ -107,12 +117,18 @@ def _backward(
             found = [t.transpose(1, 2).flatten(0, 1) for t in found]
         for result, value in zip(results, found, strict=True):
             result.copy_(value)
-    return grads
+    return *grads, grad_sinks
 
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
@@ -126,27 +142,36 @@ def _(
     out: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
+    sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_sinks = torch.empty(q.shape[1], dtype=torch.float32, device=q.device)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), grad_sinks
 
 
-def _setup_context(ctx, inputs: tuple[Tensor | int | float, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx, inputs: tuple[Tensor | int | float | None, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.window, ctx.softcap = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
-    return *_backward(grad, q, k, v, out, lse, cu_seqlens, ctx.window, ctx.softcap), None, None, None
+    q, k, v, cu_seqlens, sinks, out, lse = ctx.saved_tensors
+    *grads, grad_sinks = _backward(grad, q, k, v, out, lse, cu_seqlens, sinks, ctx.window, ctx.softcap)
+    return *grads, None, None if sinks is None else grad_sinks.to(sinks.dtype), None, None
 
 
 _forward.register_autograd(_backward_formula, setup_context=_setup_context)
 
 
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each document.
 
@@ -157,6 +182,7 @@ def document_attention(
         cu_seqlens: int32 ``[documents + 1]``, where documents begin, ending with t.
         window: how many positions a query sees, itself the last; 0: all of its document before it.
         softcap: bound of the scores; 0: none.
+        sinks: one more score for every head ``[n]``, of a key without a value.
 
     Returns:
         Tensor ``[t, n, h]``.
@@ -164,7 +190,7 @@ def document_attention(
     Raises:
         ValueError: the documents do not cover the positions.
     """
-    return _forward(q, k, v, cu_seqlens, window, softcap)[0]
+    return _forward(q, k, v, cu_seqlens, sinks, window, softcap)[0]
 
 
 def document_attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float) -> Tensor:

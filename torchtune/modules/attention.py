@@ -34,6 +34,7 @@ class MultiHeadAttention(nn.Module):
         scale: of the scores; by default ``h ** -0.5``.
         softcap: bound of the scores, ``softcap * tanh(score / softcap)``.
         window: how many positions a query sees at most, itself the last.
+        sinks: learn, for every query head, the score of looking at nothing: a parameter ``sinks`` ``[n]``.
 
     Raises:
         ValueError: numbers that do not fit together.
@@ -62,6 +63,7 @@ class MultiHeadAttention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         window: int | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         if num_heads % num_kv_heads != 0:
@@ -91,6 +93,7 @@ class MultiHeadAttention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.pos_embeddings = pos_embeddings
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         # Another function of the same arguments where a sequence is split over devices.
         self.attention = attention
 
@@ -148,6 +151,7 @@ class MultiHeadAttention(nn.Module):
             dropout_p=self.attn_dropout if self.training else 0.0,
             window=self.window,
             softcap=self.softcap,
+            **({} if self.sinks is None else {"sinks": self.sinks}),
         )
         return self.output_proj(out.flatten(-2).to(x.dtype))
 

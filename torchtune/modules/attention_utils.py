@@ -32,6 +32,7 @@ def attention(
     dropout_p: float = 0.0,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, ``softmax(q kᵀ / √h) v``, with grouped queries.
 
@@ -49,27 +50,30 @@ def attention(
         window: how many positions a query sees at most, itself the last. Of a mask, the last key that a query sees
             counts as itself, as causal masks have it, with or without a cache.
         softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: one more score for every head ``[n]``, of a key without a value: a query may look at nothing (Xiao et
+            al. 2023, arXiv:2309.17453).
 
     Returns:
         Tensor ``[b, s, n, h]``.
 
     Raises:
-        ValueError: both ``documents`` and ``mask``, or dropout with a window or a soft cap.
+        ValueError: both ``documents`` and ``mask``, or dropout with a window, a soft cap or sinks.
     """
-    if dropout_p > 0.0 and (window or softcap):
-        raise ValueError("Attention with a window or a soft cap has no dropout: set attn_dropout to 0.")
+    if dropout_p > 0.0 and (window or softcap or sinks is not None):
+        raise ValueError("Attention with a window, a soft cap or sinks has no dropout: set attn_dropout to 0.")
+    scored = softcap is not None or sinks is not None  # scores themselves are needed
     if documents is not None:
         if mask is not None:
             raise ValueError("Attention takes either documents or a mask, not both.")
-        if not softcap and _use_varlen(q, dropout_p) and (window is None or "window_size" in _VARLEN[1]):
+        if not scored and _use_varlen(q, dropout_p) and (window is None or "window_size" in _VARLEN[1]):
             return _varlen_attention(q, k, v, documents.cu_seqlens, documents.max_length, window)
-        return per_document_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0)
+        return per_document_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
     if mask is not None and not isinstance(mask, Tensor):
         if dropout_p > 0.0:
             raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
         heads = (t.transpose(1, 2) for t in (q, k, v))
-        return compile_friendly_flex_attention(*heads, mask, window, softcap).transpose(1, 2)
-    special = softcap is not None or (window is not None and window < k.shape[1])
+        return compile_friendly_flex_attention(*heads, mask, window, softcap, sinks).transpose(1, 2)
+    special = scored or (window is not None and window < k.shape[1])
     if (
         mask is None
         and is_causal
@@ -80,11 +84,11 @@ def attention(
         b, s = q.shape[:2]  # every row is a document
         cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
         flat = (t.flatten(0, 1) for t in (q, k, v))
-        return document_attention(*flat, cu_seqlens, window or 0, softcap or 0.0).view(q.shape)
+        return document_attention(*flat, cu_seqlens, window or 0, softcap or 0.0, sinks).view(q.shape)
     if mask is not None and window is not None and window < k.shape[1]:
         mask = mask & _in_window(mask, window)
-    if softcap:
-        return _capped_attention(q, k, v, mask, softcap)
+    if scored:
+        return _scored_attention(q, k, v, mask, softcap, sinks)
     return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
 
 
@@ -95,14 +99,23 @@ def _in_window(mask: Tensor, window: int) -> Tensor:
     return index > last - window
 
 
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float) -> Tensor:
-    """Attention with a soft cap and all scores at once, in float32: for masks, so for generation."""
+def _scored_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with all scores at once, in float32: for masks, so for generation."""
     n_kv = k.shape[2]
     queries = q.float().unflatten(2, (n_kv, -1)) * q.shape[-1] ** -0.5
-    scores = softcap * torch.tanh(torch.einsum("bsgmh,btgh->bgmst", queries, k.float()) / softcap)
+    scores = torch.einsum("bsgmh,btgh->bgmst", queries, k.float())
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
-    return torch.einsum("bgmst,btgh->bsgmh", scores.softmax(-1), v.float()).flatten(2, 3).to(q.dtype)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.float().view(1, n_kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return torch.einsum("bgmst,btgh->bsgmh", weights, v.float()).flatten(2, 3).to(q.dtype)
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
@@ -127,6 +140,7 @@ def per_document_attention(
     dropout_p: float = 0.0,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each document: one call of the kernel per run of documents of equal length.
 
@@ -141,13 +155,14 @@ def per_document_attention(
         dropout_p: probability of dropping an attention weight.
         window: how many positions a query sees at most; 0: all of its document before it.
         softcap: bound of the scores; 0: none.
+        sinks: see :func:`attention`.
 
     Returns:
         Tensor ``[b, s, n, h]``.
     """
     q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))
     if dropout_p == 0.0:
-        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap)
+        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap, sinks)
     else:
         out = document_attention_with_dropout(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
     return out.view(q.shape)
@@ -261,12 +276,13 @@ def compile_friendly_flex_attention(
     block_mask: "BlockMask",
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Flex attention on ``[b, n, s, h]``, compiled on its own unless it is being compiled with what surrounds it.
 
-    ``window`` and ``softcap`` as in :func:`attention`; queries and keys begin at the same position.
+    ``window``, ``softcap`` and ``sinks`` as in :func:`attention`; queries and keys begin at the same position.
     """
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def change(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if softcap is not None:
@@ -275,7 +291,11 @@ def compile_friendly_flex_attention(
 
     kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     score_mod = None if window is None and softcap is None else change
-    return kernel(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
+    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
+    if sinks is None:
+        return kernel(q, k, v, **options)
+    out, more = kernel(q, k, v, return_aux=AuxRequest(lse=True), **options)
+    return out * torch.sigmoid(more.lse - sinks.float()[:, None]).unsqueeze(-1).to(out.dtype)
 
 
 def kv_offset_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, offset: int) -> Tensor:

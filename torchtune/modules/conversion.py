@@ -39,6 +39,7 @@ class Phase(IntEnum):
     QUANTIZED_BASE = 1
     ADAPTER = 2
     FAKE_QUANT = 3
+    OBJECTIVE = 4  # changes no weight: what a model is trained for besides its loss
 
 
 # Pairs of phases that may not meet on one model, with the reason. A phase paired with itself: at most one of its kind.

@@ -148,6 +148,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 12}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 10,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 32,
+                "truncate": False,
+            },
+        },
+    ),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }
 
@@ -187,17 +207,25 @@ def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tens
     return weights
 
 
-def on_disk(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+_EXPERT = ("gate_proj", "up_proj", "down_proj")
+
+
+def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], *, mixtral: bool = False) -> dict[str, torch.Tensor]:
     """Tensors of a model of transformers under the names of its files, which hold experts one by one."""
+    gate, up, down, block = ("w1", "w3", "w2", "block_sparse_moe") if mixtral else (*_EXPERT, "mlp")
     found = {}
-    for name, tensor in tensors:
-        if name.endswith(".experts.gate_up_proj"):
-            path = name.removesuffix(".gate_up_proj")
+    tensors = list(tensors)
+    names = {name for name, _ in tensors}
+    for key, tensor in tensors:
+        name = key.replace(".mlp.", f".{block}.")
+        path, _, leaf = name.rpartition(".")
+        if f"{path}.gate_up_proj_bias" in names:  # gpt-oss's files hold them together
+            found[key] = tensor
+        elif leaf == "gate_up_proj" and tensor.dim() == 3:
             for expert, matrix in enumerate(tensor):
-                found[f"{path}.{expert}.gate_proj.weight"], found[f"{path}.{expert}.up_proj.weight"] = matrix.chunk(2)
-        elif name.endswith(".experts.down_proj"):
-            path = name.removesuffix(".down_proj")
-            found |= {f"{path}.{expert}.down_proj.weight": matrix for expert, matrix in enumerate(tensor)}
+                found[f"{path}.{expert}.{gate}.weight"], found[f"{path}.{expert}.{up}.weight"] = matrix.chunk(2)
+        elif leaf == "down_proj" and tensor.dim() == 3:
+            found |= {f"{path}.{expert}.{down}.weight": matrix for expert, matrix in enumerate(tensor)}
         else:
             found[name] = tensor
     return found
@@ -219,7 +247,7 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
         for parameter_name, parameter in hf.named_parameters():
             if "norm" in parameter_name:
                 parameter.normal_(1.0, 0.3)
-            elif parameter_name.endswith("bias"):
+            elif parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_()
     return hf
 

@@ -28,6 +28,8 @@ SIZES = [
     ("olmo2", "olmo2_13b", 13_716_198_400, None),
     ("olmo2", "olmo2_32b", 32_234_279_936, None),
     ("smol3", "smollm3_3b", 3_075_098_624, None),
+    ("gpt_oss", "gpt_oss_20b", 20_914_757_184, None),
+    ("gpt_oss", "gpt_oss_120b", 116_829_156_672, None),
     ("granite", "granite3_1_2b", 2_533_531_648, None),
     ("granite", "granite3_1_8b", 8_170_848_256, None),
     ("glm4", "glm4_9b_0414", 9_400_279_040, None),
@@ -84,6 +86,9 @@ SIZES = [
     ("qwen3", "qwen3_14b_base", 14_768_307_200, 10485760),
     ("qwen3", "qwen3_14b_instruct", 14_768_307_200, 10485760),
     ("qwen3", "qwen3_32b", 32_762_123_264, 19922944),
+    ("mixtral", "mixtral_8x7b", 46_702_792_704, None),
+    ("mixtral", "mixtral_8x22b", 140_620_634_112, None),
+    ("mixtral", "mixtral_8x22b_instruct", 140_630_071_296, None),
     ("qwen3_moe", "qwen3_30b_a3b_base", 30_532_122_624, None),
     ("qwen3_moe", "qwen3_30b_a3b_instruct", 30_532_122_624, None),
     ("qwen3_moe", "qwen3_235b_a22b", 235_093_634_560, None),
@@ -127,7 +132,9 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
                 ),
             )(**config)
         )
-    expected = {key: value.shape for key, value in on_disk(theirs.named_parameters()).items()}
+    expected = {
+        key: value.shape for key, value in on_disk(theirs.named_parameters(), mixtral=family == "mixtral").items()
+    }
     ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
     assert {key: value.shape for key, value in ours} == expected
     assert model.spec.from_hf_config(config) == model.description

@@ -56,6 +56,49 @@ def test_documents_in_bfloat16_within_rounding(lengths: tuple[int, ...]) -> None
     assert all((a - b).norm() <= 0.01 * b.norm() for a, b in zip(ours, theirs, strict=True))
 
 
+def _formula_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    """A key that every query sees, with a value of zero and a score of its own."""
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf).exp()
+    total = scores.sum(-1, keepdim=True) + sinks.double().exp()[:, None, None]
+    return (scores / total @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [(2, 7, 1), (130, 70)])
+def test_sinks_equal_the_formula(lengths: tuple[int, ...], window: int | None) -> None:
+    q, k, v = _qkv(sum(lengths))
+    sinks = torch.linspace(-1.0, 2.0, 6).requires_grad_()
+    mask = create_block_causal_mask([torch.tensor(lengths)])[0]
+    seen = mask if window is None else mask & torch.ones_like(mask).triu(1 - window)
+    expected = _formula_with_sinks(q, k, v, seen, sinks)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    leaves = (q, k, v, sinks)
+    theirs = torch.autograd.grad((expected * weights).sum(), leaves)
+    for given in ({"documents": Documents.from_lengths(lengths)}, {"mask": mask[None]}):
+        out = attention(q, k, v, **given, window=window, sinks=sinks)
+        assert (out - expected).abs().max() < 1e-5
+        ours = torch.autograd.grad((out * weights).sum(), leaves)
+        assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")  # it is, on CUDA
+def test_sinks_with_a_block_mask() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from torchtune.modules.attention_utils import causal_mask_flex
+
+    q, k, v = (t.detach() for t in _qkv(20))
+    sinks = torch.linspace(-1.0, 2.0, 6)
+    mask = create_block_mask(causal_mask_flex, 1, None, 20, 20, device="cpu")
+    expected = _formula_with_sinks(q, k, v, torch.ones(20, 20, dtype=torch.bool).tril(), sinks)
+    assert (attention(q, k, v, mask=mask, sinks=sinks) - expected).abs().max() < 1e-5
+    assert (attention(q, k, v, sinks=sinks) - expected).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="or sinks has no dropout"):
+        attention(q, k, v, sinks=sinks, dropout_p=0.1)
+
+
 def test_no_gradient_crosses_a_boundary() -> None:
     lengths = (5, 3, 3, 6)
     documents = Documents.from_lengths(lengths)
@@ -110,7 +153,9 @@ def test_document_operator_is_sound() -> None:
 
     q, k, v = (t.flatten(0, 1).detach().requires_grad_() for t in _qkv(9))
     cu_seqlens = Documents.from_lengths((4, 5)).cu_seqlens
-    torch.library.opcheck(_forward, (q, k, v, cu_seqlens), test_utils=("test_schema", "test_faketensor"))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(_forward, (q, k, v, cu_seqlens), test_utils=tests)
+    torch.library.opcheck(_forward, (q, k, v, cu_seqlens, torch.zeros(6)), test_utils=tests)
 
 
 def test_the_choice_of_kernel_is_told_apart() -> None:

@@ -69,6 +69,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     def set_model_output(self, model: nn.Module) -> None:
         """Make ``model`` return hidden states and remember its output projection."""
+        super().set_model_output(model)
         model.skip_output_layer = True
         self._projection = (model.output,)
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchtune.modules.moe.balance import balance_of
+
 
 class SFTLoss(ABC):
     """Loss of supervised fine-tuning: outputs of a model against target tokens."""
@@ -17,8 +19,14 @@ class SFTLoss(ABC):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Outputs of the model [b, s, ...] and targets [b, s] -> scalar."""
 
-    def set_model_output(self, model: nn.Module) -> None:  # noqa: B027 - most losses want logits: nothing to do
-        """Adapt what ``model`` returns to what this loss needs, once, before training."""
+    def set_model_output(self, model: nn.Module) -> None:
+        """Adapt what ``model`` returns to what this loss needs, once, before training.
+
+        If the model's experts are to be balanced (:class:`torchtune.modules.moe.BalancingLoss`), that loss is added.
+        """
+        balance = balance_of(model)
+        if balance is not None and isinstance(self, nn.Module):
+            self.register_forward_hook(lambda module, inputs, output: balance.add_to(output))
 
     @property
     def tp_requires_loss_parallel_ctx_manager(self) -> bool:

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.moe._grouped import grouped_mm
 
+_CLAMPED_SLOPE = 1.702  # of the sigmoid that stands for GELU
+
 
 class GroupedExperts(nn.Module):
     """``down(activation(gate(x)) * up(x))`` with matrices of its own for every expert.
@@ -60,3 +62,42 @@ class GroupedExperts(nn.Module):
     def extra_repr(self) -> str:
         """Sizes."""
         return f"{self.num_experts} experts, {self.dim} -> {self.hidden_dim} -> {self.dim}"
+
+
+class ClampedExperts(GroupedExperts):
+    """``down(gate · sigmoid(1.702 gate) · (up + 1))``, where gate is at most ``limit`` and up within ``±limit``.
+
+    Gate and up are one product: its even columns and its odd ones. Parameters are ``gate_up_proj``
+    ``[e, dim, 2 hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``, each with a bias for every expert,
+    ``gate_up_proj_bias`` ``[e, 2 hidden_dim]`` and ``down_proj_bias`` ``[e, dim]``. So gpt-oss has them.
+
+    Args:
+        dim: d, width of input and output.
+        hidden_dim: width in between.
+        num_experts: e.
+        limit: see above.
+    """
+
+    def __init__(self, *, dim: int, hidden_dim: int, num_experts: int = 1, limit: float = 7.0) -> None:
+        nn.Module.__init__(self)
+        self.dim = dim
+        self.hidden_dim = hidden_dim
+        self.num_experts = num_experts
+        self.limit = limit
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, dim, 2 * hidden_dim))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.down_proj_bias = nn.Parameter(torch.empty(num_experts, dim))
+        self.reset_parameters()
+
+    def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Multiply rows ``[t, i]``, sorted by expert, with the parameter called ``name``, and add its bias."""
+        bias = getattr(self, f"{name}_bias").repeat_interleave(num_tokens_per_expert, 0, output_size=len(x))
+        return super().project(name, x, num_tokens_per_expert) + bias
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Rows ``[t, d]`` sorted by expert, and how many each expert has, int64 ``[e]``, to ``[t, d]``."""
+        gate, up = self.project("gate_up_proj", x, num_tokens_per_expert).unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        hidden = gate * torch.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
+        return self.project("down_proj", hidden, num_tokens_per_expert)

@@ -47,6 +47,8 @@ class TokenChoiceTopKRouter(nn.Module):
         self.score_function = score_function
         self.normalize = normalize
         self.scale = scale
+        self.balance: Any = None  # where a balancing loss is trained with: see torchtune.modules.moe.balance
+        self.tokens_per_expert: Tensor | None = None  # int64 [e], in training so far
         bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
         self.selection_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
@@ -71,9 +73,28 @@ class TokenChoiceTopKRouter(nn.Module):
             chosen = chosen / chosen.sum(-1, keepdim=True)
         if self.scale != 1.0:
             chosen = chosen * self.scale
-        ones = torch.ones_like(selected).flatten()
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        return chosen, selected, counts.scatter_add_(0, selected.flatten(), ones)
+        counts = counts.scatter_add_(0, selected.flatten(), torch.ones_like(selected).flatten())
+        if self.training:
+            if self.tokens_per_expert is None:
+                self.tokens_per_expert = torch.zeros_like(counts)
+            _count(counts, self.tokens_per_expert)
+            if self.balance is not None and torch.is_grad_enabled():
+                probabilities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
+                chosen = self.balance.attach(chosen, probabilities, counts)
+        return chosen, selected, counts
+
+
+def in_backward_pass() -> bool:
+    """Whether this is a forward pass that is repeated within a backward pass, to recompute activations."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.library.custom_op("torchtune::count_tokens", mutates_args=("total",))
+def _count(counts: Tensor, total: Tensor) -> None:
+    """Add to a total, once for every token."""
+    if not in_backward_pass():
+        total += counts
 
 
 class _Rows(torch.autograd.Function):

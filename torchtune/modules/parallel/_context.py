@@ -26,13 +26,14 @@ class ContextParallelAttention:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **options: Any) -> Tensor:
         """Attention of this rank's part.
 
         Args:
             q: queries ``[b, s / ranks, n, h]``; n is a multiple of the ranks.
             k: keys ``[b, s / ranks, n_kv, h]``; n_kv is a multiple of the ranks, or a divisor.
             v: values, likewise.
+            sinks: scores of all n heads, of which this rank takes its own.
             options: for :func:`torchtune.modules.attention`; ``documents`` are those of the whole sequence.
 
         Returns:
@@ -45,5 +46,7 @@ class ContextParallelAttention:
         # of every rank's heads the queries, keys and values side by side, so that one exchange does
         parts = [t.unflatten(2, (ranks, -1)) for t in (q, k, v)]
         whole = exchange_sequence_for_heads(torch.cat(parts, dim=3).flatten(2, 3), self.group)
+        if sinks is not None:
+            options["sinks"] = sinks.chunk(ranks)[self.group.rank()]
         out = attention(*whole.split(sizes, dim=2), **options)
         return exchange_heads_for_sequence(out, self.group)

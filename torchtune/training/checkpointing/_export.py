@@ -169,6 +169,7 @@ def config_of(
         longest = config.get("max_position_embeddings")
         config |= spec.to_hf_config(description)
         config["max_position_embeddings"] = longest or config["max_position_embeddings"]
+    config.pop("quantization_config", None)  # what is written is not
     config["vocab_size"] = vocab_size
     name = str(dtype).removeprefix("torch.")
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = name

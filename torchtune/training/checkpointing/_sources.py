@@ -353,7 +353,10 @@ def open_source(paths: Sequence[Path]) -> Source:
     """
     suffixes = {path.suffix for path in paths}
     if suffixes == {".safetensors"}:
-        return _text_of(SafetensorsFiles(paths))
+        from torchtune.training.checkpointing._mxfp4 import Mxfp4Files, has_mxfp4  # which builds on this module
+
+        files = SafetensorsFiles(paths)
+        return Mxfp4Files(paths) if has_mxfp4(files.names()) else _text_of(files)
     if suffixes == {".gguf"}:
         if len(paths) > 1:
             raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")

@@ -8,7 +8,7 @@ from torchtune.models import Description, ModelError, build
 from torchtune.models.qwen3_moe import SPEC
 from torchtune.modules import FeedForward
 from torchtune.modules.conversion import ConversionError
-from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtune.modules.moe._grouped import grouped_mm
 from torchtune.modules.peft import LoRA
 
@@ -137,3 +137,19 @@ def test_adapters_that_experts_do_not_have() -> None:
         LoRA(apply_to_mlp=True, use_dora=True).convert(model)
     with pytest.raises(ModelError, match=r"'layers.0.mlp.router.gate' is a router"):
         LoRA(target_modules=["gate"]).convert(model)
+    with torch.device("meta"):
+        model = build(Description(**sizes, num_heads=2, num_kv_heads=2, **experts, expert_limit=7.0), SPEC)
+    with pytest.raises(ConversionError, match=r"the experts of 'layers.0.mlp.experts' take no adapter, leave them out"):
+        LoRA(apply_to_mlp=True).convert(model)
+
+
+def test_clamped_experts_equal_the_formula() -> None:
+    torch.manual_seed(0)
+    experts = ClampedExperts(dim=DIM, hidden_dim=HIDDEN, num_experts=3, limit=0.5).double()
+    x = torch.randn(10, DIM, dtype=torch.float64) * 3
+    out = experts(x, torch.tensor([4, 0, 6]))
+    for row, (vector, e) in enumerate(zip(x, [0] * 4 + [2] * 6, strict=True)):
+        hidden = vector @ experts.gate_up_proj[e] + experts.gate_up_proj_bias[e]
+        gate, up = hidden[0::2].clamp(max=0.5), hidden[1::2].clamp(-0.5, 0.5)
+        hidden = (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+        assert torch.allclose(out[row], hidden @ experts.down_proj[e] + experts.down_proj_bias[e])

@@ -1,0 +1,169 @@
+"""Balancing of experts: its loss is that of transformers, its gradient the loss's, in every way of training."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from torchtune.models import Description, build
+from torchtune.models.qwen3_moe import SPEC
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.modules.conversion import ConversionError, apply_conversions, run_post_optimizer_hooks
+from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.modules.moe import (
+    BalancingLoss,
+    ExpertLoad,
+    LossFreeBalancing,
+    TokenChoiceTopKRouter,
+    load_balancing_loss,
+    tokens_per_expert,
+)
+from torchtune.modules.peft import LoRA
+from torchtune.training import compile_model, set_activation_checkpointing
+
+SMALL = Description(
+    vocab_size=40,
+    num_layers=3,
+    embed_dim=16,
+    intermediate_dim=24,
+    max_seq_len=32,
+    num_heads=2,
+    num_kv_heads=2,
+    num_experts=5,
+    experts_per_token=2,
+    expert_dim=8,
+    expertless_layers=(1,),
+    router_balance=0.5,
+)
+TOKENS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def make(*conversions: Any, **changes: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = build(Description(**{**{f: getattr(SMALL, f) for f in SMALL.__dataclass_fields__}, **changes}), SPEC)
+    apply_conversions(model, list(conversions))
+    return model
+
+
+def routers(model: torch.nn.Module) -> list[TokenChoiceTopKRouter]:
+    return [module for module in model.modules() if isinstance(module, TokenChoiceTopKRouter)]
+
+
+def logits_of_routers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Filled by every forward pass that follows."""
+    found: list[torch.Tensor] = []
+    for router in routers(model):
+        router.gate.register_forward_hook(lambda module, inputs, output: found.append(output))
+    return found
+
+
+def test_loss_equals_that_of_transformers() -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    torch.manual_seed(0)
+    logits = [torch.randn(30, 6, requires_grad=True) for _ in range(3)]
+    counts = [layer.topk(2).indices.flatten().bincount(minlength=6) for layer in logits]
+    ours = load_balancing_loss([layer.softmax(-1) for layer in logits], counts)
+    theirs = load_balancing_loss_func(tuple(logits), 6, 2)
+    assert torch.allclose(ours, theirs, rtol=1e-6)
+    for a, b in zip(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("how", ["plain", "recomputed", "compiled", "compiled and recomputed"])
+def test_gradient_is_that_of_the_sum(how: str) -> None:
+    """Two batches that weigh differently, as recipes sum them."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    theirs, ours = make(), make(BalancingLoss())
+    seen = logits_of_routers(theirs)
+    expected = torch.zeros(())
+    for row, weight in zip(TOKENS.split(1), (0.25, 0.75), strict=True):
+        seen.clear()
+        loss = F.cross_entropy(theirs(row).flatten(0, 1), row.flatten())
+        loss = (loss + 0.5 * load_balancing_loss_func(tuple(seen), 5, 2)) * weight
+        loss.backward()
+        expected += loss.detach()
+    loss_fn = LinearCrossEntropyLoss()
+    loss_fn.set_model_output(ours)
+    if "recomputed" in how:
+        set_activation_checkpointing(ours, auto_wrap_policy={TransformerSelfAttentionLayer})
+    if "compiled" in how:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+            compile_model(ours)
+    total = torch.zeros(())
+    parts = [loss_fn(ours(row), row) * weight for row, weight in zip(TOKENS.split(1), (0.25, 0.75), strict=True)]
+    for part in parts:  # forward passes may be ahead of backward passes
+        part.backward()
+        total += part.detach()
+    assert torch.allclose(total, expected, rtol=1e-5)
+    wanted = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad - wanted[name].grad).norm() <= 1e-4 * wanted[name].grad.norm(), name
+    assert all(count.sum() == 2 * 24 for count in tokens_per_expert(ours).values())
+    with torch.no_grad():  # validation has the plain loss
+        row = TOKENS[:1]
+        assert torch.allclose(loss_fn(ours.eval()(row), row), F.cross_entropy(theirs(row)[0], row[0]), rtol=1e-5)
+
+
+def test_balancing_evens_out_experts() -> None:
+    """A router that sends everything to two experts learns not to, if the loss asks for it."""
+    found = {}
+    for name, conversions in {"with": [BalancingLoss(0.5)], "without": []}.items():
+        model = make(*conversions)
+        for router in routers(model):
+            torch.nn.init.zeros_(router.gate.weight)
+            router.gate.weight.data[:2] = 0.02
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loss_fn = LinearCrossEntropyLoss()
+        loss_fn.set_model_output(model)
+        for _ in range(25):
+            load = ExpertLoad(model)
+            load.metrics()
+            loss_fn(model(TOKENS), TOKENS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = load.metrics()
+    assert found["with"]["expert_load_max"] < found["without"]["expert_load_max"]
+    assert found["with"]["expert_load_max"] < 2.0
+
+
+def test_lora_and_balancing_stand_in_this_order() -> None:
+    model = make(LoRA(rank=2, attn_modules=["q_proj"]), BalancingLoss(0.1))
+    loss_fn = LinearCrossEntropyLoss()
+    loss_fn.set_model_output(model)
+    loss_fn(model(TOKENS), TOKENS).backward()
+    assert model.layers[0].attn.q_proj.lora_b.weight.grad.any()
+    with pytest.raises(ConversionError, match="list them as LoRA, BalancingLoss"):
+        make(BalancingLoss(0.1), LoRA(rank=2))
+
+
+def test_selection_biases_move_towards_idle_experts() -> None:
+    model = make(LossFreeBalancing(0.01), router_selection_bias=True, router_scores="sigmoid")
+    for _ in range(2):
+        before = copy.deepcopy([router.selection_bias.detach() for router in routers(model)])
+        counts = {path: total.clone() for path, total in tokens_per_expert(model).items()}
+        model(TOKENS)
+        run_post_optimizer_hooks(model)
+        for old, (path, total) in zip(before, tokens_per_expert(model).items(), strict=True):
+            step = (total - counts.get(path, 0)).float()
+            new = model.get_submodule(path).selection_bias
+            assert torch.allclose(new, old + 0.01 * (step.mean() - step).sign())
+
+
+def test_what_cannot_be_balanced() -> None:
+    with pytest.raises(ConversionError, match=r"'layers.0.mlp.router' has no selection_bias"):
+        make(LossFreeBalancing())
+    with pytest.raises(ConversionError, match="the model has no experts"):
+        make(BalancingLoss(), num_experts=0, experts_per_token=0, expert_dim=0)
+    with pytest.raises(ConversionError, match="says no coefficient"):
+        make(BalancingLoss(), router_balance=0.0)
+    with pytest.raises(ConversionError, match="must not be negative"):
+        BalancingLoss(-1.0)
+    model = make(BalancingLoss())
+    with pytest.raises(ConversionError, match="the loss that is used does not add it"):
+        model(TOKENS).sum().backward()
+    assert ExpertLoad(make(num_experts=0, experts_per_token=0, expert_dim=0)).metrics() == {}

@@ -1,0 +1,114 @@
+"""The sizes of gpt-oss: clamped experts, attention with sinks, every other layer with a window, positions by YaRN."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._rope_scaling import YarnRopeScaling
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_HALF
+
+_YARN = YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False)
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.take("initial_context_length", None)  # once more what rope_scaling says
+    if fields.take("swiglu_alpha", 1.702) != 1.702:
+        raise fields.refusal("swiglu_alpha", fields.peek("swiglu_alpha"))
+    if (fields.take("quantization_config", None) or {"quant_method": "mxfp4"}).get("quant_method") != "mxfp4":
+        raise fields.refusal("quantization_config", fields.peek("quantization_config"))
+    per_token = fields.take("experts_per_token", 4)
+    return {
+        "num_experts": fields.take("num_local_experts", 128),
+        "experts_per_token": fields.take("num_experts_per_tok", per_token),
+        "expert_dim": fields.take("intermediate_size"),
+        "expert_limit": float(fields.take("swiglu_limit", 7.0)),
+        "router_balance": float(fields.take("router_aux_loss_coef", 0.001)),
+    }
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {
+        "num_local_experts": d.num_experts,
+        "num_experts_per_tok": d.experts_per_token,
+        "intermediate_size": d.expert_dim,
+        "swiglu_limit": d.expert_limit,
+        "router_aux_loss_coef": d.router_balance,
+    }
+
+
+_FORMAT = HFFormat(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    "half",
+    biases="attention_bias",
+    windows="sliding_window",
+    full_every=2,
+    fixed=(("router_normalize", True), ("router_bias", True), ("attn_sinks", True)),
+    read_more=_read,
+    write_more=_write,
+    defaults=(
+        ("attention_bias", True),
+        ("head_dim", 64),
+        ("num_key_value_heads", 8),
+        ("max_position_embeddings", 131_072),
+        ("rms_norm_eps", 1e-5),
+    ),
+)
+_THEIRS, _OURS = "model.layers.{layer}.", "layers.{layer}."
+_ROWS = (
+    Row(f"{_THEIRS}self_attn.sinks", f"{_OURS}attn.sinks", when="attn_sinks"),
+    Row(f"{_THEIRS}mlp.router.weight", f"{_OURS}mlp.router.gate.weight", when="expert_layers"),
+    Row(f"{_THEIRS}mlp.router.bias", f"{_OURS}mlp.router.gate.bias", when="router_bias_layers"),
+    *(
+        Row(f"{_THEIRS}mlp.experts.{name}", f"{_OURS}mlp.experts.{name}", when="expert_layers")
+        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    ),
+)
+SPEC = ModelSpec(
+    name="gpt_oss",
+    architectures=("GptOssForCausalLM",),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+    weight_maps={"hf": replace(HF_HALF, rows=(*HF_HALF.rows, *_ROWS))},
+    capabilities=frozenset({"documents", "kv_cache", "lora"}),
+)
+
+_20B = Description(
+    vocab_size=201_088,
+    num_layers=24,
+    embed_dim=2880,
+    intermediate_dim=2880,
+    max_seq_len=131_072,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    q_bias=True,
+    k_bias=True,
+    v_bias=True,
+    attn_output_bias=True,
+    window=128,
+    window_layers=tuple(range(0, 24, 2)),
+    attn_sinks=True,
+    rope_base=150_000.0,
+    rope_layout="half",
+    rope_scaling=_YARN,
+    num_experts=32,
+    experts_per_token=4,
+    expert_dim=2880,
+    expert_limit=7.0,
+    router_normalize=True,
+    router_bias=True,
+    router_balance=0.9,
+)
+
+SIZES = {
+    "gpt_oss_20b": _20B,
+    "gpt_oss_120b": replace(_20B, num_layers=36, window_layers=tuple(range(0, 36, 2)), num_experts=128),
+}
+BUILDERS = model_builders(__name__, "gpt-oss", SPEC, SIZES, qlora=False)
+globals().update(BUILDERS)

@@ -1,0 +1,84 @@
+"""The sizes of Mixtral: Mistral's layers with eight experts each, of which a token uses two."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import HF_INTERLEAVED, experts
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    return {
+        "num_experts": fields.take("num_local_experts", 8),
+        "experts_per_token": fields.take("num_experts_per_tok", 2),
+        "expert_dim": fields.take("intermediate_size"),
+        "router_balance": float(fields.take("router_aux_loss_coef", 0.001)),
+    }
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {
+        "num_local_experts": d.num_experts,
+        "num_experts_per_tok": d.experts_per_token,
+        "intermediate_size": d.expert_dim,
+        "router_aux_loss_coef": d.router_balance,
+    }
+
+
+_FORMAT = HFFormat(
+    "MixtralForCausalLM",
+    "mixtral",
+    "interleaved",
+    windows="sliding_window",
+    fixed=(("router_normalize", True),),
+    read_more=_read,
+    write_more=_write,
+    defaults=(("num_key_value_heads", 8), ("max_position_embeddings", 131_072), ("rms_norm_eps", 1e-5)),
+)
+SPEC = ModelSpec(
+    name="mixtral",
+    architectures=("MixtralForCausalLM",),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+    weight_maps={"hf": experts(HF_INTERLEAVED, "block_sparse_moe", "w1", "w3", "w2")},
+    capabilities=frozenset({"documents", "kv_cache", "lora"}),
+)
+
+_8X7B = Description(
+    vocab_size=32_000,
+    num_layers=32,
+    embed_dim=4096,
+    intermediate_dim=14_336,
+    max_seq_len=32_768,
+    num_heads=32,
+    num_kv_heads=8,
+    rope_base=1_000_000.0,
+    num_experts=8,
+    experts_per_token=2,
+    expert_dim=14_336,
+    router_normalize=True,
+    router_balance=0.02,
+)
+_8X22B = replace(
+    _8X7B,
+    num_layers=56,
+    embed_dim=6144,
+    intermediate_dim=16_384,
+    expert_dim=16_384,
+    max_seq_len=65_536,
+    num_heads=48,
+    head_dim=128,
+    router_balance=0.001,
+)
+
+SIZES = {
+    "mixtral_8x7b": _8X7B,
+    "mixtral_8x22b": _8X22B,
+    "mixtral_8x22b_instruct": replace(_8X22B, vocab_size=32_768),
+}
+BUILDERS = model_builders(__name__, "Mixtral", SPEC, SIZES, qlora=False)
+globals().update(BUILDERS)
