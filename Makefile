@@ -28,9 +28,10 @@ docs: $(BIN)/.test  ## Build the documentation into docs/_build/html
 bench: $(BIN)/.bench  ## Compare speed and memory with TRL on this machine
 	$(BIN)/python benchmarks/compare_trl.py
 
-configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table of models in docs
+configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table of models, and what they need
 	$(BIN)/python tools/make_configs.py
 	$(BIN)/python tools/make_model_table.py
+	$(BIN)/python tools/make_tables.py
 
 sync: $(BIN)/.test  ## Copy the twin methods of the first training recipe into the others
 	$(BIN)/python tools/sync_recipes.py

@@ -4,7 +4,8 @@
     python benchmarks/bench_fsdp.py --tiny             # the same code on a tiny model, to see that it runs
 
 Weights are random and nothing is downloaded. A step is 8 documents of 256 tokens, half of them labelled: forward,
-backward, AdamW, in float32. Every side is a process group of its own; the figure is the median step after the warm-up.
+backward, AdamW, in float32. The two sides take turns, step by step, so that both see the same moods of the machine; the
+figures are medians, and the ratio of each turn.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -25,7 +27,7 @@ from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
 
-EXAMPLES, LENGTH = 8, 256
+EXAMPLES, LENGTH, THREADS = 8, 256, 2
 
 
 def _model(tiny: bool, lora: bool, dims: training.ParallelDims, device: torch.device) -> torch.nn.Module:
@@ -45,11 +47,9 @@ def _model(tiny: bool, lora: bool, dims: training.ParallelDims, device: torch.de
     return model
 
 
-def measure(tiny: bool, lora: bool, steps: int) -> float:
-    """Tokens per second of all processes."""
+def _side(tiny: bool, lora: bool, dims: training.ParallelDims) -> Callable[[], float]:
+    """A step of these processes, which returns its seconds."""
     device = torch.device("cpu")
-    dims = training.ParallelDims.start(device, dp_shard=-1)
-    torch.set_num_threads(2 // dims.world_size)
     model = _model(tiny, lora, dims, device)
     loss_fn = LinearCrossEntropyLoss()
     loss_fn.set_model_output(model)
@@ -57,7 +57,7 @@ def measure(tiny: bool, lora: bool, steps: int) -> float:
     tokens = torch.randint(0, 512, (LENGTH,), generator=torch.Generator().manual_seed(0))
     labels = tokens.roll(-1).masked_fill(torch.arange(LENGTH) < LENGTH // 2, -100)
     loader = BatchLoader(
-        [{"tokens": tokens, "labels": labels}] * (EXAMPLES * steps),
+        [{"tokens": tokens, "labels": labels}] * EXAMPLES,
         batch_size=EXAMPLES // dims.data_size,
         collate_fn=dims.collate(collate_documents),
         shuffle=False,
@@ -65,9 +65,11 @@ def measure(tiny: bool, lora: bool, steps: int) -> float:
         rank=dims.data_rank,
         world_size=dims.data_size,
     )
-    seconds = []
-    for (batch,) in loader:
+
+    def step() -> float:
+        torch.set_num_threads(THREADS // dims.world_size)
         start = time.perf_counter()
+        ((batch,),) = loader
         targets = batch.pop("labels")
         count = int((targets != -100).sum())
         (total,) = dims.sum(count)
@@ -75,45 +77,48 @@ def measure(tiny: bool, lora: bool, steps: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
         dims.any(False)
-        seconds.append(time.perf_counter() - start)
-    rate = EXAMPLES * LENGTH / statistics.median(seconds[2:])
+        return time.perf_counter() - start
+
+    return step
+
+
+def measure(tiny: bool, lora: bool, steps: int) -> None:
+    """Steps of both sides in turns, in two processes; prints the tokens per second of each."""
+    dims = training.ParallelDims.start(torch.device("cpu"), dp_shard=-1)
+    together = _side(tiny, lora, dims)
+    alone = _side(tiny, lora, training.ParallelDims()) if dims.is_main else None
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(steps):
+        if alone is not None:
+            seconds[0].append(alone())
+        dims.any(False)  # the second process sleeps until here
+        seconds[1].append(together())
     if dims.is_main:
-        print(json.dumps({"tokens_per_second": rate}), flush=True)
+        rates = [EXAMPLES * LENGTH / statistics.median(side[1:]) for side in seconds]
+        ratios = [one / two for one, two in zip(seconds[0][1:], seconds[1][1:], strict=True)]
+        print(json.dumps({"rates": rates, "ratios": ratios}), flush=True)
     dims.close()
-    return rate
-
-
-def _start(processes: int, arguments: list[str]) -> float:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if processes > 1 else []
-    threads = {"OMP_NUM_THREADS": str(2 // processes), "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(
-        [sys.executable, *launcher, __file__, "--worker", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env={**os.environ, **threads},
-    )
-    return json.loads(done.stdout.splitlines()[-1])["tokens_per_second"]
 
 
 def main() -> None:
-    """Measure both sides of both methods, turn about."""
+    """Measure both methods."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--lora", action="store_true", help="adapters only")
+    parser.add_argument("--method", choices=("full", "lora"), help="only this one")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="of each side, the first of which is left out")
     args = parser.parse_args()
     if args.worker:
-        measure(args.tiny, args.lora, args.steps)
+        measure(args.tiny, args.method == "lora", args.steps)
         return
-    for method in ("--lora",) if args.lora else ("", "--lora"):
-        arguments = [word for word in (method, "--tiny" * args.tiny, "--steps", str(args.steps)) if word]
-        rates = [[_start(processes, arguments) for processes in (1, 2)] for _ in range(args.rounds)]
-        one, two = (max(column) for column in zip(*rates, strict=True))
-        name = "LoRA" if method else "full"
-        print(f"{name}: one process {one:,.0f} tokens/s, two {two:,.0f}: {two / one:.0%}", flush=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    for method in [args.method] if args.method else ["full", "lora"]:
+        line = [*launcher, "--worker", "--method", method, "--steps", str(args.steps), *["--tiny"] * args.tiny]
+        threads = {"OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
+        done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **threads})
+        found = json.loads(done.stdout.splitlines()[-1])
+        (one, two), ratios = found["rates"], [f"{ratio:.0%}" for ratio in sorted(found["ratios"])]
+        print(f"{method}: one process {one:,.0f} tokens/s, two {two:,.0f}: {two / one:.0%} ({', '.join(ratios)})")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,14 @@ def test_the_committed_table_of_models_is_what_the_families_say() -> None:
     assert (ROOT / "docs" / "model_table.txt").read_text() == make_model_table.page(), "run `make configs`"
 
 
+@pytest.mark.slow
+def test_the_table_of_memory_is_what_the_configs_need() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "make_tables.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"run `make configs`:\n{done.stdout}{done.stderr}"
+
+
 def test_twin_methods_are_copied(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     shutil.copytree(ROOT / "tools", tmp_path / "tools")

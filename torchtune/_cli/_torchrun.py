@@ -97,7 +97,9 @@ def run(args: argparse.Namespace) -> None:
     except SignalException as error:  # the workers were told, and have saved
         sys.exit(75 if error.sigval == signal.SIGTERM else 128 + error.sigval)
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        if code not in _OWN_EXIT_CODES:
+        # That one process has said why it ends is why another breaks off; either may have been seen first.
+        codes = {failure.exitcode for failure in error.failures.values()}
+        own = next((code for code in _OWN_EXIT_CODES if code in codes), None)
+        if own is None:
             print(error, file=sys.stderr)
-        sys.exit(code if code in _OWN_EXIT_CODES else 1)
+        sys.exit(own or 1)

@@ -19,12 +19,13 @@ gathered at a time comes on top: two layers, the embeddings and the output, divi
 Attention scores, the allocator's slack and the framework itself (some hundred MiB) come on top.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchtune.training._parallel_dims import ParallelDims
+from torchtune.training._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training._prepare_optimizer import prepare_optimizer
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
 
@@ -48,10 +49,16 @@ class MemoryEstimate:
         """Sum of the components."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.loss + self.gathered
 
-    def share(self, dims: ParallelDims, gathered: int) -> "MemoryEstimate":
-        """What each of several processes needs; ``gathered`` are the bytes of parameters that are whole at a time."""
+    def share(self, dims: ParallelDims, gathered: int, *, offload: bool = False) -> "MemoryEstimate":
+        """What each of several processes needs.
+
+        Args:
+            dims: the processes.
+            gathered: bytes of parameters that are whole at a time.
+            offload: whether parameters are kept in host memory, so that these are copies.
+        """
         shards, parts = dims.dp_shard * dims.cp * dims.tp, dims.cp * dims.tp
-        whole = gathered // dims.tp if shards > dims.tp else 0
+        whole = gathered // dims.tp if shards > dims.tp or offload else 0
         kept = (-(-part // shards) for part in (self.weights, self.gradients, self.optimizer))
         return MemoryEstimate(*kept, -(-self.activations // parts), -(-self.loss // parts), whole)
 
@@ -175,6 +182,50 @@ def _show(number_of_bytes: float) -> str:
     return f"{number_of_bytes / 2**30:8.2f} GiB"
 
 
+def _build(settings: Any) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
+    """(model on the meta device, type of its weights, what was converted)."""
+    from torchtune import config
+    from torchtune.modules.conversion import apply_conversions
+
+    dtype = PRECISION_STR_TO_DTYPE[getattr(settings, "dtype", None) or "fp32"]
+    with set_default_dtype(dtype), torch.device("meta"):
+        model = config.instantiate(settings.model)
+        converters = getattr(settings, "model_converters", None) or []
+        return model, dtype, apply_conversions(model, [config.instantiate(node) for node in converters])
+
+
+def _estimate(settings: Any, model: torch.nn.Module, state_bytes: float) -> MemoryEstimate:
+    """What a run would need on one process."""
+    loss = getattr(settings, "loss", None)
+    return estimate_memory(
+        model,
+        num_tokens=settings.batch_size * _row_length(settings, model)[0],
+        state_bytes=state_bytes,
+        checkpointing=getattr(settings, "enable_activation_checkpointing", False),
+        in_backward=getattr(settings, "optimizer_in_bwd", False),
+        num_output_chunks=(loss.get("num_output_chunks") if loss is not None else None) or 8,
+    )
+
+
+def memory_by_processes(settings: Any, counts: Sequence[int]) -> dict[int, MemoryEstimate]:
+    """What each process of a training run needs, if there are so many of them; counts that cannot be are left out.
+
+    Args:
+        settings: see :func:`plan_run`.
+        counts: numbers of processes.
+    """
+    model, dtype, _ = _build(settings)
+    state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, settings.optimizer_precision)
+    whole, gathered, found = _estimate(settings, model, state_bytes), _gathered_bytes(model), {}
+    offload = getattr(settings, "fsdp_cpu_offload", False)
+    for count in counts:
+        try:
+            found[count] = whole.share(_dims(settings, count), gathered, offload=offload)
+        except ParallelDimsError:
+            continue
+    return found
+
+
 def plan_run(settings: Any, processes: int = 1) -> str:
     """Describe a run: parameters, types, mesh and memory by component. Nothing is loaded and no file is opened.
 
@@ -187,15 +238,8 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     Returns:
         Text of about ten lines.
     """
-    from torchtune import config
-    from torchtune.modules.conversion import apply_conversions
-
     dims = _dims(settings, processes)
-    dtype = PRECISION_STR_TO_DTYPE[getattr(settings, "dtype", None) or "fp32"]
-    with set_default_dtype(dtype), torch.device("meta"):
-        model = config.instantiate(settings.model)
-        converters = getattr(settings, "model_converters", None) or []
-        reports = apply_conversions(model, [config.instantiate(node) for node in converters])
+    model, dtype, reports = _build(settings)
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     lines = [
@@ -211,15 +255,8 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision)
     batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
     checkpointing = getattr(settings, "enable_activation_checkpointing", False)
-    loss = getattr(settings, "loss", None)
-    estimate = estimate_memory(
-        model,
-        num_tokens=batch_size * length,
-        state_bytes=state_bytes,
-        checkpointing=checkpointing,
-        in_backward=getattr(settings, "optimizer_in_bwd", False),
-        num_output_chunks=(loss.get("num_output_chunks") if loss is not None else None) or 8,
-    ).share(dims, _gathered_bytes(model))
+    offload = getattr(settings, "fsdp_cpu_offload", False)
+    estimate = _estimate(settings, model, state_bytes).share(dims, _gathered_bytes(model), offload=offload)
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
     recomputed = "recomputed in the backward pass" if checkpointing else "all kept"
     return "\n".join(

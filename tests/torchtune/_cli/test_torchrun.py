@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torchtune import config, training
+from torchtune import config, training, utils
 
 
 @dataclass
@@ -36,6 +36,11 @@ def recipe_main(cfg: Settings) -> int:
     rank = os.environ["RANK"]
     if cfg.todo.isdigit():
         return int(cfg.todo)
+    if cfg.todo == "mistake":
+        dims = training.ParallelDims.start(torch.device("cpu"), dp_shard=-1)
+        if rank == "1":
+            raise utils.UserError("rank 1 alone lacks its file.")
+        dims.sum(1)  # waits for the other
     if cfg.todo == "again":
         life = os.environ["TORCHELASTIC_RESTART_COUNT"]
         if rank == "0":
@@ -187,6 +192,13 @@ def test_asked_to_stop_workers_save_once(command: list[str], tmp_path: Path, how
 def test_exit_codes_are_those_of_the_workers(command: list[str], tmp_path: Path, code: int, expected: int) -> None:
     line = [*command, "own.py", "--config", "own.yaml", f"todo='{code}'"]
     assert subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=60).returncode == expected
+
+
+def test_a_mistake_on_one_process_ends_all(command: list[str], tmp_path: Path) -> None:
+    line = [*command, "own.py", "--config", "own.yaml", "todo=mistake"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: rank 1 alone lacks its file.") == 1
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])

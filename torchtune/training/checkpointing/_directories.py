@@ -51,11 +51,16 @@ def complete_directories(output_dir: Path) -> list[Path]:
 
 
 def _marker(path: Path) -> dict[str, Any]:
-    """What the marker says: ``saves``, the how manieth save of the run it was, and ``resumable``."""
+    """What the marker says.
+
+    ``saves``, the how manieth save of the run it was, ``resumable``, and ``files``: the bytes of those with tensors
+    (older markers do not say).
+    """
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        return {"saves": int(marker["saves"]), "resumable": bool(marker["resumable"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {str(name): int(size) for name, size in marker.get("files", {}).items()}
+        return {"saves": int(marker["saves"]), "resumable": bool(marker["resumable"]), "files": files}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path / MARKER} was not written by this library or is damaged: delete {path.name} or that file."
         ) from error
@@ -70,7 +75,23 @@ def new_directory(output_dir: Path, name: str) -> Iterator[Path]:
     saves = 1 + (_marker(earlier[-1])["saves"] if earlier else 0)
     with atomic_directory(output_dir / name) as folder:
         yield folder
-        (folder / MARKER).write_text(json.dumps({"saves": saves, "resumable": (folder / STATE_DIR).exists()}))
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*.safetensors"))}
+        marker = {"saves": saves, "resumable": (folder / STATE_DIR).exists(), "files": files}
+        (folder / MARKER).write_text(json.dumps(marker))
+
+
+def _check_files(path: Path, others: int) -> None:
+    """Compare a complete checkpoint with its marker. Raises ``CheckpointError`` that names what is gone or cut."""
+    for name, size in _marker(path)["files"].items():
+        file = path / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            fault = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+            then = "resumes from the checkpoint before" if others else "begins anew"
+            raise CheckpointError(
+                f"output_dir: {file} {fault}, although {path.name} was saved whole: bring the file back, or delete the "
+                f"folder {path.name}, and the run {then}."
+            )
 
 
 def prune(output_dir: Path, keep: int | None) -> None:
@@ -103,7 +124,7 @@ def find_resume_point(output_dir: Path) -> ResumePoint | None:
     What an interrupted save left behind is removed.
 
     Raises:
-        CheckpointError: the run is finished, or what there is was not written whole by this library.
+        CheckpointError: the run is finished, what there is was not written whole by this library, or is damaged.
     """
     if output_dir.is_dir():
         _clear_leftovers(output_dir)
@@ -122,6 +143,7 @@ def find_resume_point(output_dir: Path) -> ResumePoint | None:
             f"output_dir: the run in {output_dir} is finished ({complete[-1].name}), there is nothing to resume: start "
             f"a new run from that folder, in another output_dir."
         )
+    _check_files(complete[-1], len(complete) - 1)
     return ResumePoint(complete[-1])
 
 

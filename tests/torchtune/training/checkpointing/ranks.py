@@ -34,7 +34,8 @@ def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folde
                 (folder / f"failed_{rank}").write_text(f"{case.__name__} on rank {rank}\n{traceback.format_exc()}")
                 os._exit(1)  # the others would wait
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a case may have left it, as a recipe does at its end
+            dist.destroy_process_group()
 
 
 def run(size: int, cases: Sequence[Callable[[Path], Any]], folder: Path) -> None:

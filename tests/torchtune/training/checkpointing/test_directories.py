@@ -186,7 +186,8 @@ def test_everything_of_a_checkpoint(source: Path, model: nn.Module, tmp_path: Pa
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert json.loads((folder / ".complete").read_text()) == {"saves": 1, "resumable": True}
+    sizes = {name: (folder / name).stat().st_size for name in ("model.safetensors", "state/state.safetensors")}
+    assert json.loads((folder / ".complete").read_text()) == {"saves": 1, "resumable": True, "files": sizes}
     modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
     assert len(modes) == 1, "all files have the permissions of the user's umask"
 
