@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 FINISHED = "finished"
-# A connection that closes makes the store look its name up, and where names are not served well all wait for that.
-_kept_open: list["Store"] = []
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,6 @@ class Heartbeats:
         wait = timedelta(seconds=60)
         try:
             store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait)
-            _kept_open.append(store)
             self._exchange(store)
             last = False
             while not last:

@@ -133,8 +133,11 @@ class Watchdog:
         self._spot = spot
 
     def _lost(self, now: float) -> bool:
-        """Whether the store has not answered since this process began to ask."""
-        return now - self._beats.answered > self._timeout / 4 + 3 * self._interval
+        """Whether the store has not answered since this process began to ask.
+
+        It may take seconds: for every connection it looks up a name, and some machines' names are not served well.
+        """
+        return now - self._beats.answered > self._timeout / 2
 
     def _all_stand(self, now: float) -> bool:
         if self._beats is None or self._lost(now):
