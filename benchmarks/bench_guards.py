@@ -69,7 +69,7 @@ def watchdog(args: argparse.Namespace) -> float:
     rate = 50  # beats a second, to measure many
     started = time.process_time()
     with Watchdog(throughput.activity, ParallelDims(), timeout=20 / rate):
-        beats = Heartbeats(0, 2, 1 / rate, Beat())
+        beats = Heartbeats(0, 2, 1 / rate, 0, Beat())
         end = time.monotonic() + args.seconds
         while time.monotonic() < end:
             time.sleep(0.1)

@@ -20,6 +20,7 @@ from torchtune.utils import get_logger, get_run_logger
 CPU = torch.device("cpu")
 TIMEOUT = 4.0
 STEPS = 5
+_watchdogs: list[Watchdog] = []
 
 
 def sleep_forever() -> None:
@@ -30,7 +31,7 @@ def sleep_forever() -> None:
 def until_others_know() -> None:
     """Wait until this rank has shown that it is in step 3; it cannot any more when it is stopped."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
-    while json.loads(store.get(f"torchtune/heartbeats/0/{os.environ['RANK']}"))["step"] < 2:
+    while json.loads(store.get(_watchdogs[0]._beats._key(int(os.environ["RANK"]))))["step"] < 2:
         time.sleep(0.05)
 
 
@@ -91,7 +92,8 @@ def run(rank: int, name: str) -> None:
             yield [step]
 
     try:
-        with Watchdog(throughput.activity, dims, TIMEOUT):
+        with Watchdog(throughput.activity, dims, TIMEOUT) as watchdog:
+            _watchdogs.append(watchdog)
             if dims.mesh is not None:
                 limits = {group._get_backend(CPU).options._timeout.total_seconds() for group in all_groups()}
                 get_logger().info(f"Collectives wait {sorted(limits)} s.")
