@@ -130,7 +130,7 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
             shared = isinstance(error, ConfigError) or getattr(error, "told_by_rank_0", False)
             if not shared or os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {error}", file=sys.stderr)
-            note_in_run_log(f"error: {error}")
+            note_in_run_log(str(error))
             sys.exit(2)
         sys.exit(result)
 

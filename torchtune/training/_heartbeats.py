@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 FINISHED = "finished"
-# A connection that closes makes the store look its name up, and where names are not served well all wait for that.
-_kept_open: list["Store"] = []
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,7 @@ class Heartbeats:
         rank: of this process.
         world_size: of the run.
         interval: seconds between beats.
+        life: the same number on all ranks, and another one whenever torchrun starts them again.
         first: the first beat.
 
     Attributes:
@@ -74,12 +73,11 @@ class Heartbeats:
         answered: when the store last answered.
     """
 
-    def __init__(self, rank: int, world_size: int, interval: float, first: Beat) -> None:
+    def __init__(self, rank: int, world_size: int, interval: float, life: int, first: Beat) -> None:
         self._rank = rank
         self._ranks = range(world_size)
         self._interval = interval
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix = f"torchtune/heartbeats/{restarts}"
+        self._prefix = f"torchtune/heartbeats/{life}"
         self._stopped = threading.Event()
         self._first_to_tell: bool | None = None
         self._telling = False
@@ -103,7 +101,6 @@ class Heartbeats:
         wait = timedelta(seconds=60)
         try:
             store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait)
-            _kept_open.append(store)
             self._exchange(store)
             last = False
             while not last:

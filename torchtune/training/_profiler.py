@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from torchtune.training._overlap import write_overlap
 from torchtune.utils import UserError, get_logger, get_world_size_and_rank
 
 PROFILER_KEY = "profiler"
@@ -29,7 +30,8 @@ def trace_handler(
 
     Args:
         prof: a profiler whose window has ended.
-        output_dir: gets ``iteration_{step}/rank{r}_trace.json`` and ``rank{r}_key_averages.txt``.
+        output_dir: gets ``iteration_{step}/rank{r}_trace.json`` and ``rank{r}_key_averages.txt``; with kernels of a GPU
+            also ``rank{r}_overlap.json``, which says how much of the time is communication alone.
         metric: the table is sorted by it.
         row_limit: rows of the table.
     """
@@ -37,7 +39,12 @@ def trace_handler(
     folder = Path(output_dir) / f"iteration_{prof.step_num}"
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    prof.export_chrome_trace(str(folder / f"rank{rank}_trace.json"))
+    trace = folder / f"rank{rank}_trace.json"
+    prof.export_chrome_trace(str(trace))
+    if ProfilerActivity.CUDA in prof.activities:
+        overlap = write_overlap(trace, folder / f"rank{rank}_overlap.json")
+        if overlap is not None:
+            get_logger().info(f"Rank {rank} in {folder.name}: {overlap}.")
     if prof.profile_memory and torch.cuda.is_available():
         prof.export_memory_timeline(str(folder / f"rank{rank}_memory-timeline.html"))
     if prof.with_stack:

@@ -12,6 +12,7 @@ _SHOWN = {
     "loss": ("loss", "{:.4f}"),
     "val_loss": ("val_loss", "{:.4f}"),
     "tokens_per_second_per_gpu": ("tok/s", "{:,.0f}"),
+    "mfu": ("MFU", "{:.0%}"),
 }
 
 
@@ -51,7 +52,7 @@ class ProgressBar:
         return self
 
     def update_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Show the newest of ``loss``, ``val_loss`` and ``tokens_per_second_per_gpu``; other names are left out."""
+        """Show the newest loss, validation loss, tokens per second and MFU; other metrics are left out."""
         for name, (label, form) in _SHOWN.items():
             if name in metrics:
                 self._shown[label] = form.format(float(metrics[name]))

@@ -64,7 +64,8 @@ class Watchdog:
         self._watched = threading.get_ident()
         if self._dims.world_size > 1:
             _let_collectives_wait(2 * self._timeout + 60)
-            self._beats = Heartbeats(self._rank, self._dims.world_size, self._interval, self._beat())
+            life = self._dims.max(time.time_ns() if self._rank == 0 else 0)
+            self._beats = Heartbeats(self._rank, self._dims.world_size, self._interval, life, self._beat())
         self._since = time.monotonic()
         dump_stacks_after(2 * self._timeout)  # for code that lets no thread run, not even this one
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -133,8 +134,11 @@ class Watchdog:
         self._spot = spot
 
     def _lost(self, now: float) -> bool:
-        """Whether the store has not answered since this process began to ask."""
-        return now - self._beats.answered > self._timeout / 4 + 3 * self._interval
+        """Whether the store has not answered since this process began to ask.
+
+        It may take seconds: for every connection it looks up a name, and some machines' names are not served well.
+        """
+        return now - self._beats.answered > self._timeout / 2
 
     def _all_stand(self, now: float) -> bool:
         if self._beats is None or self._lost(now):

@@ -75,6 +75,7 @@ class LogFile(logging.Handler):
 
 
 _file: LogFile | None = None
+_noted: str | None = None
 # What showed them before.
 _show_warning: Any = None
 _show_exception: Any = None
@@ -111,9 +112,10 @@ def get_run_logger(output_dir: str | Path, level: str = "INFO") -> logging.Logge
 
 def close_run_logger() -> None:
     """Close the file of :func:`get_run_logger`; without one, do nothing."""
-    global _file
+    global _file, _noted
     if _file is None:
         return
+    _noted = None
     get_logger().removeHandler(_file)
     _file.close()
     _file = None
@@ -149,9 +151,11 @@ def _stacks_file() -> Any:
 def note_in_run_log(text: str) -> None:
     """Write an error into the file of :func:`get_run_logger` alone: the screen has it already.
 
-    Without a file, or where not even the run's folder exists, do nothing.
+    Without a file, where not even the run's folder exists, or if it is what was last noted, do nothing.
     """
-    if _file is not None and (_file.descriptor is not None or _file.path.parents[1].is_dir()):
+    global _noted
+    if _file is not None and (_file.descriptor is not None or _file.path.parents[1].is_dir()) and text != _noted:
+        _noted = text
         _file.handle(logging.LogRecord("torchtune", logging.ERROR, "", 0, text, None, None))
 
 

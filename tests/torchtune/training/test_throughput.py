@@ -90,15 +90,15 @@ def test_attention_counts_pairs_that_see_each_other() -> None:
 
 
 def test_experts_count_where_tokens_are_sent() -> None:
-    model = tiny()
-    expected = count_flops(model).token
-    layer = model.layers[1]
-    dense = 6 * sum(parameter.numel() for parameter in layer.mlp.parameters())
-    layer.mlp = nn.Module()
-    layer.mlp.experts, layer.mlp.router = nn.Module(), nn.Linear(16, 8, bias=False)
-    layer.mlp.experts.weight = nn.Parameter(torch.zeros(8, 16, 10))
-    layer.mlp.router.num_experts, layer.mlp.router.experts_per_token = 8, 2
-    assert count_flops(model).token == expected - dense + 6 * (8 * 16 + 2 * 16 * 10)
+    experts = {"num_experts": 8, "expert_dim": 12, "expertless_layers": (1,)}
+    matrices, router, dense = 3 * 16 * 12, 16 * 8, 3 * 16 * 24
+    common = count_flops(tiny()).token - 2 * 6 * dense  # of two layers with experts
+    for chosen in (1, 2):
+        counted = count_flops(tiny(experts_per_token=chosen, **experts))
+        assert counted.token == common + 2 * 6 * (router + chosen * matrices)
+
+
+def test_models_without_layers_are_not_counted() -> None:
     assert count_flops(nn.Linear(2, 2)) is None
 
 

@@ -75,7 +75,7 @@ def test_other_ranks_show_errors_alone(tmp_path: Path) -> None:
         "ERROR:torchtune:bad luck",
         "error: the model is too large: choose another",
     ]
-    for text in ("INFO loading", "ERROR bad luck", "mind the gap", "ERROR error: the model is too large"):
+    for text in ("INFO loading", "ERROR bad luck", "mind the gap", "ERROR the model is too large"):
         assert text in file
 
 
@@ -99,8 +99,9 @@ def test_nothing_is_made_before_there_is_something_to_say(tmp_path: Path) -> Non
     note_in_run_log("this output_dir was refused")
     assert not (tmp_path / "new").exists()
     get_run_logger(tmp_path)
-    note_in_run_log("rank 1 could not start")
-    assert "ERROR rank 1 could not start" in (tmp_path / "logs" / "rank_0.log").read_text()
+    for _ in range(2):  # by who raises it, and by who ends the process
+        note_in_run_log("rank 1 could not start")
+    assert (tmp_path / "logs" / "rank_0.log").read_text().count("ERROR rank 1 could not start") == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")

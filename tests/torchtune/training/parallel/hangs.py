@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from torchtune.training import ParallelDims, Throughput, Watchdog
-from torchtune.utils import get_run_logger
+from torchtune.utils import get_logger, get_run_logger
 
+CPU = torch.device("cpu")
 TIMEOUT = 4.0
-_stores = []  # kept open, see torchtune.training._heartbeats
 STEPS = 5
+_watchdogs: list[Watchdog] = []
 
 
 def sleep_forever() -> None:
@@ -28,8 +30,8 @@ def sleep_forever() -> None:
 
 def until_others_know() -> None:
     """Wait until this rank has shown that it is in step 3; it cannot any more when it is stopped."""
-    _stores.append(TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False))
-    while json.loads(_stores[0].get(f"torchtune/heartbeats/0/{os.environ['RANK']}"))["step"] < 2:
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    while json.loads(store.get(_watchdogs[0]._beats._key(int(os.environ["RANK"]))))["step"] < 2:
         time.sleep(0.05)
 
 
@@ -64,6 +66,10 @@ RUNS: dict[str, tuple[int, int, Callable[[], None] | None, str]] = {
 }
 
 
+def all_groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def save_slowly(seconds: float) -> None:
     """Longer than the time limit, by many short pieces of work."""
     end = time.monotonic() + seconds
@@ -76,7 +82,7 @@ def save_slowly(seconds: float) -> None:
 def run(rank: int, name: str) -> None:
     """One rank's loop."""
     _, culprit, go_wrong, where = RUNS[name]
-    dims = ParallelDims.start(torch.device("cpu"), dp_shard=-1)
+    dims = ParallelDims.start(CPU, dp_shard=-1)
     throughput = Throughput(dims=dims)
 
     def loader() -> Iterator[list[int]]:
@@ -86,7 +92,11 @@ def run(rank: int, name: str) -> None:
             yield [step]
 
     try:
-        with Watchdog(throughput.activity, dims, TIMEOUT):
+        with Watchdog(throughput.activity, dims, TIMEOUT) as watchdog:
+            _watchdogs.append(watchdog)
+            if dims.mesh is not None:
+                limits = {group._get_backend(CPU).options._timeout.total_seconds() for group in all_groups()}
+                get_logger().info(f"Collectives wait {sorted(limits)} s.")
             for (step,) in throughput.loading(loader()):
                 if go_wrong and (step, rank, where) == (3, culprit, "step"):
                     go_wrong()

@@ -1,0 +1,107 @@
+"""What looking after a run costs, as a share of its steps.
+
+    python benchmarks/bench_guards.py
+    python benchmarks/bench_guards.py --step 0.05 --repeats 20000
+
+Each guard is measured by itself, without the work that it guards: ``accounting`` is all that a step calls of
+``Throughput`` (a batch handed on, a forward pass noticed, the step, a save and a validation, the metrics); ``watchdog``
+the CPU time of its two threads, which look at the run and show its heartbeat to the others once a second (the store's
+server, which is rank 0's alone, included). The last column is the cost of a step that takes ``--step`` seconds, as a
+share of it.
+"""
+
+import argparse
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+from torch.distributed import TCPStore
+
+from torchtune.training import ParallelDims, Throughput, Watchdog
+from torchtune.training._flops import FlopCount
+from torchtune.training._heartbeats import Beat, Heartbeats
+
+
+class Nothing(torch.nn.Module):
+    """A model that takes no time."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+
+def accounting(args: argparse.Namespace) -> float:
+    """Seconds by step of what the loop calls."""
+    model, tokens = Nothing(), torch.zeros(2, 2048, dtype=torch.int64)
+    throughput = Throughput(model=model, dims=ParallelDims())
+    # As on a device whose peak is known.
+    throughput._flops, throughput._peak = FlopCount(1.0, 1.0, {None: 1.0}), 1.0
+    batches = [{"tokens": tokens}]
+
+    def bare() -> float:
+        start = time.perf_counter()
+        for _ in range(args.repeats):
+            tokens.shape  # noqa: B018  (the loop's own cost)
+        return time.perf_counter() - start
+
+    def guarded() -> float:
+        start = time.perf_counter()
+        for _ in throughput.loading([batches] * args.repeats):
+            throughput._seen(model, (tokens,), {})
+            throughput.step(processed=4096, trained=100)
+            throughput.metrics()
+            with throughput.paused("validation"):
+                pass
+            with throughput.paused("saving"):
+                pass
+        return time.perf_counter() - start
+
+    return (min(guarded() for _ in range(5)) - min(bare() for _ in range(5))) / args.repeats
+
+
+def watchdog(args: argparse.Namespace) -> float:
+    """CPU seconds by step of the threads that look after it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free.getsockname()[1])
+    server = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+    throughput = Throughput()
+    rate = 50  # beats a second, to measure many
+    started = time.process_time()
+    with Watchdog(throughput.activity, ParallelDims(), timeout=20 / rate):
+        beats = Heartbeats(0, 2, 1 / rate, 0, Beat())
+        end = time.monotonic() + args.seconds
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            throughput.activity.move()
+        beats.leave(1.0)
+    del server
+    idle = time.process_time()
+    for _ in range(round(10 * args.seconds)):
+        time.sleep(0.1)
+        throughput.activity.move()
+    cost = (idle - started) - (time.process_time() - idle)
+    return cost / (rate * args.seconds) * args.step  # one beat a second
+
+
+GUARDS: dict[str, Callable[[argparse.Namespace], float]] = {"accounting": accounting, "watchdog": watchdog}
+
+
+def main() -> None:
+    """Measure each, print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--step", type=float, default=0.05, help="seconds that a step takes")
+    parser.add_argument("--repeats", type=int, default=5000)
+    parser.add_argument("--seconds", type=float, default=10.0, help="for which threads are watched")
+    parser.add_argument("--tiny", action="store_true", help="see that it runs")
+    args = parser.parse_args()
+    if args.tiny:
+        args.repeats, args.seconds = 10, 0.2
+    print(f"{'guard':<12}{'us by step':>12}{'share of step':>16}")
+    for name, guard in GUARDS.items():
+        seconds = guard(args)
+        print(f"{name:<12}{1e6 * seconds:>12.2f}{seconds / args.step:>16.4%}")
+
+
+if __name__ == "__main__":
+    main()
