@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 
-from torchtune.data import DataError, Message, PromptTemplateInterface
+from torchtune.data import PromptTemplateInterface
 from torchtune.data._prompt_templates import TemplateType, get_prompt_template
-from torchtune.data._truncate import truncate_row
-from torchtune.modules.transforms.tokenizers import ModelTokenizer, TikTokenBaseTokenizer, parse_hf_tokenizer_json
-from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
-from torchtune.modules.transforms.tokenizers._protocols import MessageTransform, end_tokens
+from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
+from torchtune.modules.transforms.tokenizers._header_turns import HeaderTurns
 
 SPECIAL_TOKENS = {
     "<|begin_of_text|>": 128000,
@@ -31,10 +29,8 @@ RESERVED_TOKENS = {
 }
 LLAMA3_SPECIAL_TOKENS = {**SPECIAL_TOKENS, **RESERVED_TOKENS}
 
-_REQUIRED = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag")
 
-
-class Llama3Tokenizer(MessageTransform, ModelTokenizer):
+class Llama3Tokenizer(HeaderTurns):
     """tiktoken tokenizer with Llama 3's layout of conversations.
 
     Args:
@@ -56,150 +52,8 @@ class Llama3Tokenizer(MessageTransform, ModelTokenizer):
         prompt_template: PromptTemplateInterface | None = None,
         truncation_type: str = "right",
     ) -> None:
-        self.special_tokens = dict(special_tokens if special_tokens is not None else LLAMA3_SPECIAL_TOKENS)
-        missing = [f"<|{name}|>" for name in _REQUIRED if f"<|{name}|>" not in self.special_tokens]
-        if missing:
-            raise DataError(f"special_tokens lacks {', '.join(missing)}, which Llama 3's layout needs.")
-        (
-            self.bos_id,
-            self.eos_id,
-            self.start_header_id,
-            self.end_header_id,
-            self.eom_id,
-            self.eot_id,
-            self.python_tag,
-        ) = (self.special_tokens[f"<|{name}|>"] for name in _REQUIRED)
-        self._special_ids = frozenset(self.special_tokens.values())
-        self.pad_id = self.special_tokens.get("<|finetune_right_pad_id|>", self.eos_id)
-        self.step_id = self.special_tokens.get("<|step_id|>")
-        self.image_id = self.special_tokens.get("<|image|>")
-        self.stop_tokens = [self.eos_id, self.eot_id, self.eom_id]
-        self.tt_model = TikTokenBaseTokenizer(
-            path=path,
-            name="llama3_tiktoken",
-            pattern=CL100K_PATTERN,
-            bos_id=self.bos_id,
-            eos_id=self.eos_id,
-            special_tokens=self.special_tokens,
-        )
-        self.max_seq_len = max_seq_len
-        self.prompt_template = prompt_template
-        self.truncation_type = truncation_type
-
-    @property
-    def base_vocab_size(self) -> int:
-        """Tokens that are not special."""
-        return self.tt_model.base_vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id that a text can give; the rows that the embedding of a text model needs.
-
-        ``<|image|>``, whose id lies beyond, is embedded by vision models alone.
-        """
-        ids = {token_id for token, token_id in self.special_tokens.items() if token != "<|image|>"}
-        return max(self.base_vocab_size - 1, *ids) + 1
-
-    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Token ids of ``text``; special tokens in it are encoded as plain text."""
-        return self.tt_model.encode(text, add_bos=add_bos, add_eos=add_eos)
-
-    def decode(self, token_ids: list[int], truncate_at_eos: bool = True, skip_special_tokens: bool = True) -> str:
-        """Text of token ids.
-
-        Args:
-            token_ids: what is decoded.
-            truncate_at_eos: stop at the first ``<|end_of_text|>``.
-            skip_special_tokens: leave out headers (``<|start_header_id|>user<|end_header_id|>``) and special tokens.
-        """
-        token_ids = list(token_ids)
-        if truncate_at_eos and self.eos_id in token_ids:
-            token_ids = token_ids[: token_ids.index(self.eos_id)]
-        if not skip_special_tokens:
-            return self.tt_model.decode(token_ids, truncate_at_eos=False)
-        texts: list[list[int]] = [[]]
-        headers = set()  # texts that follow a header
-        inside = False
-        for token_id in token_ids:
-            if token_id in self._special_ids:
-                inside = token_id == self.start_header_id
-                texts.append([])
-                headers |= {len(texts) - 1} if token_id == self.end_header_id else set()
-            elif not inside:
-                texts[-1].append(token_id)
-        decoded = [self.tt_model.decode(text, truncate_at_eos=False) for text in texts]
-        return "".join(text.removeprefix("\n\n") if i in headers else text for i, text in enumerate(decoded))
-
-    def _body(self, message: Message) -> list[int]:
-        ids = [self.python_tag] if message.ipython else []
-        if message.extra.get("tool_calls") and not message.text_content:
-            raise DataError(
-                "Llama3Tokenizer has no layout for structured tool_calls: write the call as the turn's text, or use "
-                "the checkpoint's own chat template (torchtune.modules.transforms.tokenizers.hf_tokenizer)."
-            )
-        for item in message.content:
-            if item["type"] == "text":
-                ids += self.encode(item["content"].strip(), add_bos=False, add_eos=False)
-            elif item["type"] == "image" and self.image_id is not None:
-                ids.append(self.image_id)
-            else:
-                raise DataError(f"Llama 3's layout has no place for content of type '{item['type']}'.")
-        return ids
-
-    def tokenize_message(
-        self, message: Message, *, add_start_tokens: bool = True, add_end_tokens: bool = True
-    ) -> list[int]:
-        """Token ids of one turn: header, text, ``<|eot_id|>`` (``<|eom_id|>`` where the turn does not end).
-
-        Args:
-            message: the turn.
-            add_start_tokens: put the header first.
-            add_end_tokens: put the token of the end last.
-
-        Raises:
-            DataError: the content has no place in the layout.
-        """
-        ids: list[int] = []
-        if add_start_tokens:
-            role = self.encode(message.role.strip(), add_bos=False, add_eos=False)
-            newlines = self.encode("\n\n", add_bos=False, add_eos=False)
-            ids = [self.start_header_id, *role, self.end_header_id, *newlines]
-        ids += self._body(message)
-        if add_end_tokens:
-            ids.append(self.eot_id if message.eot else self.eom_id)
-        return ids
-
-    def tokenize_messages(
-        self, messages: list[Message], *, add_end_tokens: bool = True, add_eos: bool | None = None
-    ) -> tuple[list[int], list[bool]]:
-        """Tokenize a conversation.
-
-        Args:
-            messages: the conversation.
-            add_end_tokens: end the last turn, and the whole with ``<|end_of_text|>``.
-            add_eos: old spelling of ``add_end_tokens``.
-
-        Returns:
-            token ids, and for each whether it is masked (not trained on).
-
-        Raises:
-            DataError: the content has no place in the layout.
-        """
-        closed = end_tokens(add_end_tokens, add_eos)
-        if self.prompt_template is not None:
-            messages = self.prompt_template(messages, inference=not closed)
-        tokens, mask = [self.bos_id], [True]
-        for i, message in enumerate(messages):
-            is_last = i == len(messages) - 1
-            ids = self.tokenize_message(message, add_end_tokens=closed or not is_last)
-            tokens += ids
-            mask += [message.masked] * len(ids)
-            if self.truncation_type == "right" and self.max_seq_len and len(tokens) > self.max_seq_len:
-                break
-        if closed:
-            tokens, mask = [*tokens, self.eos_id], [*mask, True]
-        eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        special_tokens = LLAMA3_SPECIAL_TOKENS if special_tokens is None else special_tokens
+        super().__init__(path, special_tokens, max_seq_len, prompt_template, truncation_type)
 
 
 def llama3_tokenizer(
