@@ -26,12 +26,12 @@ HANG_EXIT_CODE = 76
 class Watchdog:
     """Inside the block, a process that shows no sign of life for ``timeout`` seconds, nor does any other, is ended.
 
-    Every process says in a sentence (rank 0's screen, all log files) which ranks are behind and where, writes the
-    stacks of its threads into its log file and exits with code 76. torch's own time limit for collectives is set to
-    twice as long, so that this message comes first.
+    One sentence (on the screen of the first to find out, and in all log files) says which ranks are behind and where;
+    every process writes the stacks of its threads into its log file and exits with code 76. torch's own time limit for
+    collectives is set to twice as long, so that this message comes first.
 
-    A thread looks at ``activity`` once a second; the loop itself does nothing for it and no collective is added. The
-    processes know of each other through the store of the process group. Signs of life are batches, forward passes,
+    A thread looks at ``activity`` once a second; the loop does nothing for it, and no step has a collective more.
+    The processes know of each other through the store of the process group. Signs of life are batches, forward passes,
     steps, and the beginning and end of validation and saving; while a checkpoint is written, any progress of the code.
 
     Args:
