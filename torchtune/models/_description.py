@@ -147,11 +147,6 @@ class Description:
         return self.mlp_layers if self.mlp_bias else ()
 
     @property
-    def router_bias_layers(self) -> tuple[int, ...]:
-        """Those of ``expert_layers``, if their routers have biases."""
-        return self.expert_layers if self.router_bias else ()
-
-    @property
     def q_dim(self) -> int:
         """Output width of the query projection, ``num_heads * head_dim``."""
         return self.num_heads * self.head_dim

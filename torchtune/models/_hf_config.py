@@ -33,7 +33,8 @@ class HFFormat:
             layers with a window).
         activation: field of the activation, and its value where it is left out.
         fixed: (field, value) of a description that go without saying.
-        read_more: fields of its own -> values of a description.
+        own: fields of its own: (theirs, ours, value where it is left out, whose type it has).
+        read_more: what else a file says -> values of a description.
         write_more: the inverse.
         defaults: values of fields that a file leaves out.
     """
@@ -50,6 +51,7 @@ class HFFormat:
     ropes: tuple[Literal["partial", "window"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     fixed: tuple[tuple[str, Any], ...] = ()
+    own: tuple[tuple[str, str, Any], ...] = ()
     read_more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     write_more: Callable[[Description], dict[str, Any]] = lambda description: {}
     defaults: tuple[tuple[str, Any], ...] = ()
@@ -93,6 +95,7 @@ class HFFormat:
             **dict(self.fixed),
             **read_rope(fields, self.ropes),
             **self._read_windows(fields, num_layers),
+            **{ours: type(default)(fields.take(theirs, default)) for theirs, ours, default in self.own},
         )
         description = Description(**{**values, **self.read_more(fields)})
         fields.refuse_rest()
@@ -122,6 +125,7 @@ class HFFormat:
             "rope_theta": description.rope_base,
             "rope_scaling": write_scaling(description.rope_scaling),
             **self._write_windows(description),
+            **{theirs: getattr(description, ours) for theirs, ours, _ in self.own},
         }
         if "partial" in self.ropes:
             config["partial_rotary_factor"] = description.rope_dim / description.head_dim

@@ -18,7 +18,7 @@ _HARMLESS = frozenset(
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens output_scores
     return_dict_in_generate original_max_position_embeddings base_model_tp_plan is_llama_config
     unsloth_fixed unsloth_version transformers.js_config rope_interleaved classifier_dropout cache_implementation
-    output_router_logits
+    output_router_logits initial_context_length experts_per_token
     """.split()
 )
 

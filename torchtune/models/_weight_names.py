@@ -99,15 +99,12 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) ->
     Args:
         weight_map: Hugging Face's, of the rest.
         block: their name of the mixture in a layer, which holds ``gate`` and ``experts``.
-        gate: their name of an expert's ``gate_proj``.
-        up: their name of its ``up_proj``.
-        down: their name of its ``down_proj``.
+        gate: their name of an expert's ``gate_proj``; likewise for the next two.
+        up: see ``gate``.
+        down: see ``gate``.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.", "layers.{layer}.mlp."
-    rows = [
-        Row(f"{theirs}gate.weight", f"{ours}router.gate.weight", when="expert_layers"),
-        Row(f"{theirs}gate.bias", f"{ours}router.gate.bias", when="router_bias_layers"),
-    ]
+    rows = [Row(f"{theirs}gate.weight", f"{ours}router.gate.weight", when="expert_layers")]
     for name, matrix in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
         external = f"{theirs}experts.{{expert}}.{matrix}.weight"
         rows.append(Row(external, f"{ours}experts.{name}", Stack(transpose=True), "expert_layers"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchtune.models import Description, Llama3RopeScaling, ModelError, from_hf_config, get_spec
+from torchtune.models.gpt_oss import gpt_oss_20b
 from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_1 import SPEC as LLAMA3_1
 
@@ -162,3 +163,53 @@ def test_a_description_that_the_architecture_cannot_express_is_not_written() -> 
             LLAMA3_1.to_hf_config(dataclasses.replace(description, **{field: value}))
     with pytest.raises(ModelError, match="Qwen3ForCausalLM cannot express"):
         get_spec("qwen3").to_hf_config(description)
+
+
+def test_files_of_mixtures_as_they_are_published() -> None:
+    """Spelt as transformers 4 spelt them, with what says the same thing twice."""
+    gpt_oss = {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131_072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150_000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201_088,
+    }
+    spec = get_spec("gpt_oss")
+    with torch.device("meta"):
+        assert spec.from_hf_config(gpt_oss) == gpt_oss_20b().description
+    for field, value in {"quantization_config": {"quant_method": "fp8"}, "swiglu_alpha": 1.0}.items():
+        with pytest.raises(ModelError, match=field):
+            spec.from_hf_config({**gpt_oss, field: value})
+    qwen = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 64}
+    qwen |= {"vocab_size": 50, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2}
+    described = get_spec("qwen3_moe").from_hf_config({**qwen, "mlp_only_layers": [3], "moe_intermediate_size": 8})
+    assert described.expert_layers == (1, 5)
+    assert (described.num_experts, described.experts_per_token, described.expert_dim) == (4, 2, 8)

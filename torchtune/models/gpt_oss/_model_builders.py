@@ -12,33 +12,13 @@ from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_map import Row
 from torchtune.models._weight_names import HF_HALF
 
-_YARN = YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False)
-
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.take("initial_context_length", None)  # once more what rope_scaling says
     if fields.take("swiglu_alpha", 1.702) != 1.702:
         raise fields.refusal("swiglu_alpha", fields.peek("swiglu_alpha"))
     if (fields.take("quantization_config", None) or {"quant_method": "mxfp4"}).get("quant_method") != "mxfp4":
         raise fields.refusal("quantization_config", fields.peek("quantization_config"))
-    per_token = fields.take("experts_per_token", 4)
-    return {
-        "num_experts": fields.take("num_local_experts", 128),
-        "experts_per_token": fields.take("num_experts_per_tok", per_token),
-        "expert_dim": fields.take("intermediate_size"),
-        "expert_limit": float(fields.take("swiglu_limit", 7.0)),
-        "router_balance": float(fields.take("router_aux_loss_coef", 0.001)),
-    }
-
-
-def _write(d: Description) -> dict[str, Any]:
-    return {
-        "num_local_experts": d.num_experts,
-        "num_experts_per_tok": d.experts_per_token,
-        "intermediate_size": d.expert_dim,
-        "swiglu_limit": d.expert_limit,
-        "router_aux_loss_coef": d.router_balance,
-    }
+    return {"expert_dim": fields.take("intermediate_size")}
 
 
 _FORMAT = HFFormat(
@@ -49,8 +29,13 @@ _FORMAT = HFFormat(
     windows="sliding_window",
     full_every=2,
     fixed=(("router_normalize", True), ("router_bias", True), ("attn_sinks", True)),
+    own=(
+        ("num_local_experts", "num_experts", 128),
+        ("num_experts_per_tok", "experts_per_token", 4),
+        ("swiglu_limit", "expert_limit", 7.0),
+        ("router_aux_loss_coef", "router_balance", 0.001),
+    ),
     read_more=_read,
-    write_more=_write,
     defaults=(
         ("attention_bias", True),
         ("head_dim", 64),
@@ -63,7 +48,7 @@ _THEIRS, _OURS = "model.layers.{layer}.", "layers.{layer}."
 _ROWS = (
     Row(f"{_THEIRS}self_attn.sinks", f"{_OURS}attn.sinks", when="attn_sinks"),
     Row(f"{_THEIRS}mlp.router.weight", f"{_OURS}mlp.router.gate.weight", when="expert_layers"),
-    Row(f"{_THEIRS}mlp.router.bias", f"{_OURS}mlp.router.gate.bias", when="router_bias_layers"),
+    Row(f"{_THEIRS}mlp.router.bias", f"{_OURS}mlp.router.gate.bias", when="router_bias"),
     *(
         Row(f"{_THEIRS}mlp.experts.{name}", f"{_OURS}mlp.experts.{name}", when="expert_layers")
         for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
@@ -96,7 +81,7 @@ _20B = Description(
     attn_sinks=True,
     rope_base=150_000.0,
     rope_layout="half",
-    rope_scaling=_YARN,
+    rope_scaling=YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False),
     num_experts=32,
     experts_per_token=4,
     expert_dim=2880,

@@ -17,8 +17,6 @@ def _read(fields: Fields) -> dict[str, Any]:
     scale = float(fields.take("attention_multiplier", 1.0))
     usual = (fields.take("head_dim", 0) or fields.take("hidden_size") // heads) ** -0.5
     return {
-        "embed_scale": float(fields.take("embedding_multiplier", 1.0)),
-        "residual_scale": float(fields.take("residual_multiplier", 1.0)),
         "hidden_scale": 1.0 / float(fields.take("logits_scaling", 1.0)),
         "attn_scale": None if scale == usual else scale,
     }
@@ -26,8 +24,6 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _write(d: Description) -> dict[str, Any]:
     return {
-        "embedding_multiplier": d.embed_scale,
-        "residual_multiplier": d.residual_scale,
         "logits_scaling": 1.0 / d.hidden_scale,
         "attention_multiplier": d.head_dim**-0.5 if d.attn_scale is None else d.attn_scale,
     }
@@ -39,6 +35,7 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     has_mlp_bias=True,
+    own=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
     read_more=_read,
     write_more=_write,
     defaults=(("max_position_embeddings", 2048),),

@@ -1,33 +1,12 @@
 """The sizes of Mixtral: Mistral's layers with eight experts each, of which a token uses two."""
 
 from dataclasses import replace
-from typing import Any
 
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_INTERLEAVED, experts
-
-
-def _read(fields: Fields) -> dict[str, Any]:
-    return {
-        "num_experts": fields.take("num_local_experts", 8),
-        "experts_per_token": fields.take("num_experts_per_tok", 2),
-        "expert_dim": fields.take("intermediate_size"),
-        "router_balance": float(fields.take("router_aux_loss_coef", 0.001)),
-    }
-
-
-def _write(d: Description) -> dict[str, Any]:
-    return {
-        "num_local_experts": d.num_experts,
-        "num_experts_per_tok": d.experts_per_token,
-        "intermediate_size": d.expert_dim,
-        "router_aux_loss_coef": d.router_balance,
-    }
-
 
 _FORMAT = HFFormat(
     "MixtralForCausalLM",
@@ -35,8 +14,12 @@ _FORMAT = HFFormat(
     "interleaved",
     windows="sliding_window",
     fixed=(("router_normalize", True),),
-    read_more=_read,
-    write_more=_write,
+    own=(
+        ("num_local_experts", "num_experts", 8),
+        ("num_experts_per_tok", "experts_per_token", 2),
+        ("intermediate_size", "expert_dim", 14_336),
+        ("router_aux_loss_coef", "router_balance", 0.001),
+    ),
     defaults=(("num_key_value_heads", 8), ("max_position_embeddings", 131_072), ("rms_norm_eps", 1e-5)),
 )
 SPEC = ModelSpec(

@@ -12,30 +12,17 @@ from torchtune.models._weight_names import HF_HALF, experts
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    num_layers = fields.take("num_hidden_layers")
-    number = "num_experts" if fields.has("num_experts") else "num_local_experts"  # transformers 4 and 5
-    sparse_step = fields.take("decoder_sparse_step", 1)
-    dense = {*fields.take("mlp_only_layers", ()), *(i for i in range(num_layers) if (i + 1) % sparse_step)}
+    layers, every = fields.take("num_hidden_layers"), fields.take("decoder_sparse_step", 1)
+    dense = {*fields.take("mlp_only_layers", ()), *(i for i in range(layers) if (i + 1) % every)}
+    number = fields.take("num_local_experts", 128)  # so transformers 5 calls it
     return {
-        "num_experts": fields.take(number, 128),
-        "experts_per_token": fields.take("num_experts_per_tok", 8),
-        "expert_dim": fields.take("moe_intermediate_size", 768),
-        "expertless_layers": tuple(i for i in range(num_layers) if i in dense),
-        "router_normalize": bool(fields.take("norm_topk_prob", False)),
-        "router_balance": float(fields.take("router_aux_loss_coef", 0.001)),
+        "num_experts": fields.take("num_experts", number),
+        "expertless_layers": tuple(i for i in range(layers) if i in dense),
     }
 
 
 def _write(d: Description) -> dict[str, Any]:
-    return {
-        "num_experts": d.num_experts,
-        "num_experts_per_tok": d.experts_per_token,
-        "moe_intermediate_size": d.expert_dim,
-        "mlp_only_layers": list(d.expertless_layers),
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": d.router_normalize,
-        "router_aux_loss_coef": d.router_balance,
-    }
+    return {"num_experts": d.num_experts, "mlp_only_layers": list(d.expertless_layers), "decoder_sparse_step": 1}
 
 
 _FORMAT = HFFormat(
@@ -45,6 +32,12 @@ _FORMAT = HFFormat(
     biases="attention_bias",
     qk_norm="before_rope",
     windows="use_sliding_window",
+    own=(
+        ("num_experts_per_tok", "experts_per_token", 8),
+        ("moe_intermediate_size", "expert_dim", 768),
+        ("norm_topk_prob", "router_normalize", False),
+        ("router_aux_loss_coef", "router_balance", 0.001),
+    ),
     read_more=_read,
     write_more=_write,
     defaults=(("num_key_value_heads", 4), ("max_position_embeddings", 32_768)),

@@ -9,26 +9,29 @@ from torch.nn import functional as F
 
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
-    """(matrix, its rows) of every matrix that has rows."""
+    """(matrix, its rows) of every matrix."""
     sizes = counts.tolist()
     for index, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        if size:
-            yield index, slice(end - size, end)
+        yield index, slice(end - size, end)
 
 
 @torch.library.custom_op("torchtune::grouped_rows", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[2])
     for index, rows in _groups(counts):
-        torch.mm(x[rows], weight[index], out=out[rows])
+        if rows.stop > rows.start:
+            torch.mm(x[rows], weight[index], out=out[rows])
     return out
 
 
 @torch.library.custom_op("torchtune::grouped_weights", mutates_args=())
 def _weight_gradient(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
-    out = x.new_zeros(counts.shape[0], x.shape[1], grad.shape[1])
+    out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
     for index, rows in _groups(counts):
-        torch.mm(x[rows].t(), grad[rows], out=out[index])
+        if rows.stop > rows.start:
+            torch.mm(x[rows].t(), grad[rows], out=out[index])
+        else:
+            out[index].zero_()
     return out
 
 

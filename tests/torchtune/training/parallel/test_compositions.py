@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import write_checkpoint
+from tests.torchtune.training.checkpointing.small import write_folder
 
 ROOT = Path(__file__).parents[4]
 
@@ -34,6 +35,9 @@ CASES = {
     "copies x tp": (4, {"dp_replicate": 2, "tp": 2}, {}, {}),
     "tp": (2, {"tp": 2}, {}, {}),
     "tp lora": (2, {"tp": 2}, {"adapter": "lora"}, {}),
+    "fsdp experts": (2, {"dp_shard": 2}, {"source": "experts", "accumulation": 2, "checkpointing": True}, {}),
+    "fsdp experts lora": (2, {"dp_shard": 2}, {"source": "experts", "adapter": "lora"}, {}),
+    "cp experts": (2, {"cp": 2}, {"source": "experts"}, {}),
     "fsdp accumulates": (2, {"dp_shard": 2}, {"accumulation": 2, "checkpointing": True}, {}),
 }
 
@@ -55,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compositions")
     for tied in (True, False):
         write_checkpoint(folder / f"tied_{tied}", tied=tied)
+    write_folder(folder / "experts", "qwen3_moe")
     return folder
 
 

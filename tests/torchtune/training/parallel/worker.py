@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
     outcomes = {}
     for name, (sizes, settings, options) in json.loads((folder / "cases.json").read_text()).items():
         settings = dict(settings)
-        checkpoint = folder / f"tied_{settings.pop('tied', True)}"
+        checkpoint = folder / settings.pop("source", f"tied_{settings.pop('tied', True)}")
         dims = ParallelDims.start(CPU, **{"dp_shard": 1, **sizes})
         found = run(checkpoint, dims, **settings, **options)
         key = f"{checkpoint} {settings}"
