@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = attach(
         "Box": "_weight_ops",
         "Description": "_description",
         "DynamicRopeScaling": "_rope_scaling",
+        "FusedAdapter": "_weight_ops",
         "Group": "_weight_map",
         "LinearRopeScaling": "_rope_scaling",
         "Llama3RopeScaling": "_rope_scaling",

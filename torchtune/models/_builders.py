@@ -28,6 +28,40 @@ _LORA_DOC = """
 _NUMBERS_DOC = "\n        (sizes of the model): as in :func:`{base}`."
 _TIE_DOC = "\n        tie_word_embeddings: whether the output projection shares its weight with the embeddings."
 
+# What the arguments of builders from numbers are.
+_NUMBERS = {
+    "vocab_size": "number of tokens.",
+    "num_layers": "number of layers.",
+    "num_heads": "query heads of a layer.",
+    "head_dim": "size of a head; where it may be left out, ``embed_dim // num_heads``.",
+    "num_kv_heads": "key and value heads of a layer.",
+    "embed_dim": "width of the residual stream.",
+    "intermediate_dim": "width of the feed-forward layers; where it may be left out, it follows from ``embed_dim``.",
+    "max_seq_len": "longest sequence.",
+    "attn_dropout": "probability of dropping an attention weight; 0 with a soft cap.",
+    "norm_eps": "eps of the norms.",
+    "rope_base": "base of the rotary wavelengths.",
+    "hidden_capping_value": "bound of attention's scores.",
+    "final_capping_value": "bound of the logits.",
+    "sliding_window_size": "positions that a query of the layers 0, 2, 4 … sees.",
+    "query_pre_attn_scalar": "scores are scaled by its inverse square root; by default ``head_dim``.",
+    "scale_factor": "stretches positions by Llama 3.1's rule; SmolLM 2 itself does not (``None``).",
+    "tie_word_embeddings": "whether the output projection shares its weight with the embeddings.",
+    "q_proj_bias": "whether the query projection has a bias; likewise for the next two.",
+    "k_proj_bias": "see ``q_proj_bias``.",
+    "v_proj_bias": "see ``q_proj_bias``.",
+    "q_norm": "whether queries are normalised per head (in Qwen 3 before their rotation, else after it).",
+    "k_norm": "the same for keys; both or neither.",
+}
+
+
+def from_numbers(builder: Builder) -> Builder:
+    """Describe the arguments of a builder that takes a family's numbers, and return it."""
+    summary, _, rest = (builder.__doc__ or "").partition("\n")
+    arguments = "".join(f"\n        {name}: {_NUMBERS[name]}" for name in inspect.signature(builder).parameters)
+    builder.__doc__ = f"{summary}\n\n    Args:{arguments}\n{rest}"
+    return builder
+
 
 def model_builders(
     module: str,

@@ -1,7 +1,7 @@
 """What a family of models is: the object that a built model carries, and the registry of them."""
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -47,22 +47,25 @@ class ModelSpec:
             raise ModelError(f"The model family '{self.name}' has no weight names for '{kind}', only for: {known}.")
         return self.weight_maps[kind]
 
-    def check_adapters(self, paths: Iterable[str], description: Description) -> None:
+    def check_adapters(self, paths: Collection[str], description: Description) -> None:
         """Refuse now, and not when it is saved, an adapter that has no place in PEFT's files.
 
         Raises:
-            ModelError: a module of ``paths`` is a part of one in checkpoints.
+            ModelError: a module of ``paths`` is a part of one in checkpoints of which other parts are left out.
         """
         if "hf" not in self.weight_maps:
             return
-        known = self.weight_maps["hf"].adapted_modules(description)
+        names, chosen = self.weight_maps["hf"], set(paths)
+        known = names.adapted_modules(description)
         for path in paths:
             if path.endswith(".router.gate"):
                 raise ModelError(f"LoRA: '{path}' is a router, of which peft knows no adapter: leave it out.")
             if path not in known:
+                raise ModelError(f"LoRA: '{path}' has no name of its own in checkpoints of {self.name}: leave it out.")
+            if absent := [other for other in names.adapted_together(path, description) if other not in chosen]:
                 raise ModelError(
-                    f"LoRA: '{path}' is a part of a fused projection in checkpoints of {self.name}, and an adapter of "
-                    "it could not be saved for peft: choose others, such as output_proj."
+                    f"LoRA: '{path}' and '{absent[0]}' are one projection in checkpoints of {self.name}, and so for "
+                    "peft: adapt all of its parts (q_proj, k_proj and v_proj; w1 and w3), or none."
                 )
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from torchtune.models._description import Description
-from torchtune.models._weight_ops import Box, Identity, Op, Piece, Stack
+from torchtune.models._weight_ops import Box, FusedAdapter, Identity, Op, Piece, Split, Stack
 from torchtune.utils import UserError
 
 # Placeholder in a template -> attribute of the description that counts it.
@@ -239,6 +239,12 @@ class WeightMap:
         """Our names of the modules whose adapters have names in PEFT's files."""
         return frozenset(name.partition(".lora_")[0] for name in _expand(self.peft(), description).by_tune)
 
+    def adapted_together(self, tune_module: str, description: Description) -> tuple[str, ...]:
+        """Our names of the modules of which a checkpoint's one projection is made, the given one among them."""
+        group = _expand(self.peft(), description).by_tune.get(f"{tune_module}.lora_a.weight")
+        end = ".lora_a.weight"
+        return tuple(name.removesuffix(end) for name in group.tune if name.endswith(end)) if group else (tune_module,)
+
     def _group_of_external(self, name: str, description: Description) -> Group | None:
         table = _expand(self, description)
         group = table.by_external.get(name)
@@ -338,6 +344,9 @@ def _derive_peft(weight_map: WeightMap) -> WeightMap:
         if isinstance(row.op, Stack):
             rows += _peft_rows_of_experts(row, external[0], tune[0])
             continue
+        if isinstance(row.op, Split) and external[0].endswith(".weight"):
+            rows += _peft_rows_of_fused(row, external[0], tune, row.op.sizes)
+            continue
         single = len(external) == len(tune) == 1 and "{expert}" not in external[0] + tune[0]
         if not (single and row.op.rowwise and external[0].endswith(".weight") and tune[0].endswith(".weight")):
             continue
@@ -348,6 +357,16 @@ def _derive_peft(weight_map: WeightMap) -> WeightMap:
             Row(f"{theirs}.lora_magnitude_vector", f"{ours}.magnitude", row.op, row.when),
         ]
     return WeightMap(tuple(rows))
+
+
+def _peft_rows_of_fused(row: Row, external: str, tune: tuple[str, ...], sizes: tuple[str, ...]) -> list[Row]:
+    theirs, ours = _PEFT_PREFIX + external.removesuffix(".weight"), [name.removesuffix(".weight") for name in tune]
+    both = tuple(f"{name}.lora_{side}.weight" for side in "ab" for name in ours)
+    magnitudes = tuple(f"{name}.magnitude" for name in ours)
+    return [
+        Row((f"{theirs}.lora_A.weight", f"{theirs}.lora_B.weight"), both, FusedAdapter(sizes), row.when),
+        Row(f"{theirs}.lora_magnitude_vector", magnitudes, row.op, row.when),
+    ]
 
 
 def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:

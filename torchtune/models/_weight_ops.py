@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchtune.models._description import Description
+from torchtune.models._description import Description, ModelError
 
 # Ranges of a tensor, one for each of its dimensions.
 Box = tuple[slice, ...]
@@ -160,6 +160,75 @@ class Split(Op):
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """The parts to one fused tensor."""
         return [torch.cat(list(tensors))]
+
+
+@dataclass(frozen=True)
+class FusedAdapter(Op):
+    """LoRA of a fused projection, ``A [n * r, in]`` and ``B [out, n * r]``, that is n adapters of rank r of its parts.
+
+    Ours are the n matrices ``lora_a [r, in]``, then the n ``lora_b [part, r]``. ``A`` holds the first one below the
+    other, ``B`` the second on its block diagonal and zeros elsewhere: the same sum, exactly.
+
+    Attributes:
+        sizes: attributes of the description that give the number of rows of each part.
+    """
+
+    sizes: tuple[str, ...]
+
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """A fused adapter to its parts; raises ``ModelError`` if ``B`` has numbers off its block diagonal."""
+        first, second = tensors
+        parts = len(self.sizes)
+        blocks = self._rows(second, description)
+        columns = [block.chunk(parts, dim=1) for block in blocks]
+        if first.shape[0] % parts or any(
+            bool(column.any()) for i, row in enumerate(columns) for j, column in enumerate(row) if i != j
+        ):
+            raise ModelError("The adapter of a fused projection is not made of one for each of its parts.")
+        return [*first.chunk(parts), *(columns[i][i] for i in range(parts))]
+
+    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """The parts to one fused adapter."""
+        parts = len(self.sizes)
+        return [torch.cat(list(tensors[:parts])), torch.block_diag(*tensors[parts:])]
+
+    def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """``A`` and ``B`` of one adapter of rank r that all parts share, as those of n adapters of rank r."""
+        first, second = tensors
+        return [first.repeat(len(self.sizes), 1), torch.block_diag(*self._rows(second, description))]
+
+    def _rows(self, second: Tensor, description: Description) -> Sequence[Tensor]:
+        return second.split([getattr(description, size) for size in self.sizes])
+
+    def pieces(self, which: int, box: Box, shapes: Sequence[Sequence[int]], description: Description) -> list[Piece]:
+        """Rows of ``A``; rows of ``B`` with their zeros, or columns of its diagonal where only these are held."""
+        if is_empty(box):
+            return []
+        parts = len(self.sizes)
+        rank, number = shapes[0][0] // parts, which % parts
+        start = number * rank
+        rows, columns = box
+        if which < parts:
+            return [Piece(0, (slice(start + rows.start, start + rows.stop), columns))]
+        above = sum(getattr(description, size) for size in self.sizes[:number])
+        rows = slice(above + rows.start, above + rows.stop)
+        if columns.stop - columns.start < rank:
+            return [Piece(1, (rows, slice(start + columns.start, start + columns.stop)))]
+        return [_OnDiagonal(1, (rows, slice(0, parts * rank)), slice(start, start + rank))]
+
+
+class _OnDiagonal(Piece):
+    """Columns of ours among zeros; ``rows`` says which columns they become."""
+
+    def of(self, ours: Tensor) -> Tensor:
+        """What belongs into the external box, from our box."""
+        found = ours.new_zeros(ours.shape[0], self.box[1].stop)
+        found[:, self.rows] = ours
+        return found
+
+    def fill(self, ours: Tensor, value: Tensor) -> None:
+        """Put what stands in the external box into our box."""
+        ours.copy_(value[:, self.rows])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune.models._weight_ops import Identity, InterleaveRope, Op, Split, Stack
+from torchtune.models._weight_ops import FusedAdapter, Identity, InterleaveRope, Op, Split, Stack
 
 DESCRIPTION = SimpleNamespace(head_dim=8, q_dim=5, k_dim=3, v_dim=4)
 
@@ -47,3 +47,25 @@ def test_any_part(op: Op, external: list[torch.Tensor]) -> None:
             assert torch.equal(read, wanted)
             assert sum(int((tensor >= 0).sum()) for tensor in written) == wanted.numel()
             assert all(bool(((w == e) | (w < 0)).all()) for w, e in zip(written, external, strict=True))
+
+
+def test_any_part_of_a_fused_adapter() -> None:
+    """Read as from the whole; all rows of all parts together write the whole, zeros off the diagonal included."""
+    op, rng = FusedAdapter(("q_dim", "k_dim", "v_dim")), random.Random(0)
+    ours = matrices((2, 6), (2, 6), (2, 6), (5, 2), (3, 2), (4, 2))
+    external = op.to_external(ours, DESCRIPTION)
+    shapes = [tensor.shape for tensor in external]
+    assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), ours))
+    written = [torch.full_like(tensor, -1) for tensor in external]
+    for which, tensor in enumerate(ours):
+        for _ in range(50):
+            box = tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in tensor.shape)
+            read = torch.full_like(tensor[box], -1)
+            for piece in op.pieces(which, box, shapes, DESCRIPTION):
+                piece.fill(read, external[piece.external][piece.box])
+            assert torch.equal(read, tensor[box])
+        for rows in (slice(0, 1), slice(1, tensor.shape[0])):
+            box = (rows, slice(0, tensor.shape[1]))
+            for piece in op.pieces(which, box, shapes, DESCRIPTION):
+                written[piece.external][piece.box] = piece.of(tensor[box])
+    assert all(map(torch.equal, written, external))

@@ -1,11 +1,12 @@
 """Gemma 2 from its numbers."""
 
 from torchtune.models._build import build
-from torchtune.models._builders import lora_builder
+from torchtune.models._builders import from_numbers, lora_builder
 from torchtune.models.gemma2._model_builders import SPEC, gemma2_description
 from torchtune.modules.transformer import TransformerDecoder
 
 
+@from_numbers
 def gemma2(
     vocab_size: int,
     num_layers: int,
@@ -23,25 +24,7 @@ def gemma2(
     sliding_window_size: int = 4096,
     query_pre_attn_scalar: int | None = None,
 ) -> TransformerDecoder:
-    """Build a decoder of the Gemma 2 family from its numbers.
-
-    Args:
-        vocab_size: number of tokens.
-        num_layers: number of layers.
-        num_heads: query heads of a layer.
-        head_dim: size of a head.
-        num_kv_heads: key and value heads of a layer.
-        embed_dim: width of the residual stream.
-        intermediate_dim: width of the feed-forward layers.
-        max_seq_len: longest sequence.
-        attn_dropout: must be 0: attention with a soft cap has no dropout.
-        norm_eps: eps of the norms.
-        rope_base: base of the rotary wavelengths.
-        hidden_capping_value: bound of attention's scores.
-        final_capping_value: bound of the logits.
-        sliding_window_size: positions that a query of the layers 0, 2, 4 … sees.
-        query_pre_attn_scalar: scores are scaled by its inverse square root; by default ``head_dim``.
-    """
+    """Build a decoder of the Gemma 2 family from its numbers."""
     description = gemma2_description(
         num_layers,
         embed_dim,

@@ -1,12 +1,13 @@
 """Llama 2 from its numbers."""
 
 from torchtune.models._build import build
-from torchtune.models._builders import lora_builder, scale_hidden_dim_for_mlp
+from torchtune.models._builders import from_numbers, lora_builder, scale_hidden_dim_for_mlp
 from torchtune.models._description import Description
 from torchtune.models.llama2._model_builders import SPEC
 from torchtune.modules.transformer import TransformerDecoder
 
 
+@from_numbers
 def llama2(
     vocab_size: int,
     num_layers: int,
@@ -19,20 +20,7 @@ def llama2(
     norm_eps: float = 1e-5,
     rope_base: float = 10_000.0,
 ) -> TransformerDecoder:
-    """Build a decoder of the Llama 2 family from its numbers.
-
-    Args:
-        vocab_size: number of tokens.
-        num_layers: number of layers.
-        num_heads: query heads of a layer.
-        num_kv_heads: key and value heads of a layer.
-        embed_dim: width of the residual stream.
-        max_seq_len: longest sequence.
-        attn_dropout: probability of dropping an attention weight.
-        intermediate_dim: width of the feed-forward layers; by default derived from ``embed_dim``.
-        norm_eps: eps of the norms.
-        rope_base: base of the rotary wavelengths.
-    """
+    """Build a decoder of the Llama 2 family from its numbers."""
     description = Description(
         vocab_size=vocab_size,
         num_layers=num_layers,

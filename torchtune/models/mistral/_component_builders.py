@@ -1,12 +1,13 @@
 """Mistral from its numbers."""
 
 from torchtune.models._build import build
-from torchtune.models._builders import lora_builder
+from torchtune.models._builders import from_numbers, lora_builder
 from torchtune.models._description import Description
 from torchtune.models.mistral._model_builders import SPEC
 from torchtune.modules.transformer import TransformerDecoder
 
 
+@from_numbers
 def mistral(
     vocab_size: int,
     num_layers: int,
@@ -19,20 +20,7 @@ def mistral(
     norm_eps: float = 1e-5,
     rope_base: float = 10_000,
 ) -> TransformerDecoder:
-    """Build a decoder of the Mistral family from its numbers.
-
-    Args:
-        vocab_size: number of tokens.
-        num_layers: number of layers.
-        num_heads: query heads of a layer.
-        num_kv_heads: key and value heads of a layer.
-        embed_dim: width of the residual stream.
-        intermediate_dim: width of the feed-forward layers.
-        max_seq_len: longest sequence.
-        attn_dropout: probability of dropping an attention weight.
-        norm_eps: eps of the norms.
-        rope_base: base of the rotary wavelengths.
-    """
+    """Build a decoder of the Mistral family from its numbers."""
     description = Description(
         vocab_size=vocab_size,
         num_layers=num_layers,

@@ -1,11 +1,12 @@
 """Phi-3 from its numbers."""
 
 from torchtune.models._build import build
-from torchtune.models._builders import lora_builder
+from torchtune.models._builders import from_numbers, lora_builder
 from torchtune.models.phi3._model_builders import SPEC, phi3_description
 from torchtune.modules.transformer import TransformerDecoder
 
 
+@from_numbers
 def phi3(
     vocab_size: int,
     num_layers: int,
@@ -18,20 +19,7 @@ def phi3(
     norm_eps: float = 1e-5,
     rope_base: float = 10_000,
 ) -> TransformerDecoder:
-    """Build a decoder of the Phi-3 family from its numbers.
-
-    Args:
-        vocab_size: number of tokens.
-        num_layers: number of layers.
-        num_heads: query heads of a layer.
-        num_kv_heads: key and value heads of a layer.
-        embed_dim: width of the residual stream.
-        intermediate_dim: width of the feed-forward layers.
-        max_seq_len: longest sequence.
-        attn_dropout: probability of dropping an attention weight.
-        norm_eps: eps of the norms.
-        rope_base: base of the rotary wavelengths.
-    """
+    """Build a decoder of the Phi-3 family from its numbers."""
     description = phi3_description(
         vocab_size=vocab_size,
         num_layers=num_layers,

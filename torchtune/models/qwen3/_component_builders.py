@@ -1,12 +1,13 @@
 """Qwen 3 from its numbers."""
 
 from torchtune.models._build import build
-from torchtune.models._builders import lora_builder
+from torchtune.models._builders import from_numbers, lora_builder
 from torchtune.models._description import Description, ModelError
 from torchtune.models.qwen3._model_builders import SPEC
 from torchtune.modules.transformer import TransformerDecoder
 
 
+@from_numbers
 def qwen3(
     vocab_size: int,
     num_layers: int,
@@ -27,25 +28,6 @@ def qwen3(
     k_norm: bool = False,
 ) -> TransformerDecoder:
     """Build a decoder of the Qwen 3 family from its numbers.
-
-    Args:
-        vocab_size: number of tokens.
-        num_layers: number of layers.
-        num_heads: query heads of a layer.
-        num_kv_heads: key and value heads of a layer.
-        embed_dim: width of the residual stream.
-        intermediate_dim: width of the feed-forward layers.
-        max_seq_len: longest sequence.
-        head_dim: size of a head; by default ``embed_dim // num_heads``.
-        attn_dropout: probability of dropping an attention weight.
-        norm_eps: eps of the norms.
-        rope_base: base of the rotary wavelengths.
-        tie_word_embeddings: whether the output projection shares its weight with the embeddings.
-        q_proj_bias: whether the query projection has a bias; likewise for the next two.
-        k_proj_bias: see ``q_proj_bias``.
-        v_proj_bias: see ``q_proj_bias``.
-        q_norm: whether queries are normalised per head before their rotation.
-        k_norm: the same for keys; both or neither.
 
     Raises:
         ModelError: only one of ``q_norm`` and ``k_norm``.

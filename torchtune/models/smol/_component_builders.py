@@ -1,12 +1,14 @@
 """SmolLM 2 from its numbers."""
 
 from torchtune.models._build import build
+from torchtune.models._builders import from_numbers
 from torchtune.models._description import Description
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models.smol._model_builders import SPEC
 from torchtune.modules.transformer import TransformerDecoder
 
 
+@from_numbers
 def smollm2(
     num_layers: int,
     num_heads: int,
@@ -21,22 +23,7 @@ def smollm2(
     scale_factor: float | None = None,
     tie_word_embeddings: bool = True,
 ) -> TransformerDecoder:
-    """Build a decoder of the SmolLM 2 family from its numbers.
-
-    Args:
-        num_layers: number of layers.
-        num_heads: query heads of a layer.
-        num_kv_heads: key and value heads of a layer.
-        embed_dim: width of the residual stream.
-        intermediate_dim: width of the feed-forward layers.
-        max_seq_len: longest sequence.
-        vocab_size: number of tokens.
-        attn_dropout: probability of dropping an attention weight.
-        rope_base: base of the rotary wavelengths.
-        norm_eps: eps of the norms.
-        scale_factor: stretches positions by Llama 3.1's rule; SmolLM 2 itself does not (``None``).
-        tie_word_embeddings: whether the output projection shares its weight with the embeddings.
-    """
+    """Build a decoder of the SmolLM 2 family from its numbers."""
     description = Description(
         vocab_size=vocab_size,
         num_layers=num_layers,

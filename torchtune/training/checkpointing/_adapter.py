@@ -1,12 +1,13 @@
 """Adapters in files: PEFT's layout in and out, and the files of older checkpoints."""
 
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchtune.models import Description, Group, WeightMap, WeightMapError
+from torchtune.models import Description, FusedAdapter, Group, ModelError, WeightMap, WeightMapError
 from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_part
@@ -113,11 +114,25 @@ def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, 
         tensors = [pair for pair in tensors if not _is_of_base(model, *pair, file)]
         ours = {name: weight_map.tune_name(name, description) for name, _ in tensors}
         groups = {group.tune[0]: group for group in weight_map.groups(description)}
+        tensors = _spread(model, dict(tensors), {groups[ours[name]] for name, _ in tensors})
         for name, tensor in tensors:
             _check_rank(model, groups[ours[name]], name, tensor, file)
         return list(weight_map.to_tune(tensors, description, partial=True))
-    except WeightMapError as error:
+    except (WeightMapError, ModelError) as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
+
+
+def _spread(
+    model: nn.Module, tensors: dict[str, torch.Tensor], groups: Collection[Group]
+) -> list[tuple[str, torch.Tensor]]:
+    """Give each part of a fused projection its own adapter where the file has one of the model's rank for them all."""
+    adapted = {name for name, _ in model.named_parameters()}
+    for group in groups:
+        if isinstance(group.op, FusedAdapter) and group.tune[0] in adapted and tensors.keys() >= set(group.external):
+            both = [tensors[name] for name in group.external]
+            if both[0].shape[0] == both[1].shape[1] == parameter_at(model, group.tune[0]).shape[0]:
+                tensors |= zip(group.external, group.op.spread(both, group.description), strict=True)
+    return list(tensors.items())
 
 
 def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -> bool:
@@ -144,10 +159,10 @@ def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -
 def _check_rank(model: nn.Module, group: Group, name: str, tensor: torch.Tensor, file: Path) -> None:
     """Refuse a shape that does not fit, before rows are put into another order."""
     try:
-        shape = parameter_at(model, group.tune[0]).shape
+        shapes = [parameter_at(model, ours).shape for ours in group.tune]
     except AttributeError:
         return  # not adapted here: refused with the list of layers
-    outline = group.to_external([torch.empty(shape, device="meta")])
+    outline = group.to_external([torch.empty(shape, device="meta") for shape in shapes])
     wanted = outline[group.external.index(name)].shape
     if tensor.shape != wanted:
         raise CheckpointError(
@@ -163,16 +178,22 @@ def _check_settings(model: nn.Module, path: Path) -> None:
     saved = read_json(path)
     if saved.get("peft_type", "LORA") != "LORA":
         raise CheckpointError(f"{path}: an adapter of type {saved['peft_type']} cannot be read, only LORA.")
-    for key in _UNKNOWN_SETTINGS:
-        if saved.get(key):
-            raise CheckpointError(f"{path}: {key} = {saved[key]!r} cannot be expressed: use an adapter without it.")
     ours = _settings(model)
+    spec, description = identity(model)
+    patterns = _patterns(spec.weight_map("hf").peft().groups(description), ours)
+    for key in _UNKNOWN_SETTINGS:
+        if saved.get(key) and not _is_part(saved[key], patterns.get(key, {})):
+            raise CheckpointError(f"{path}: {key} = {saved[key]!r} cannot be expressed: use an adapter without it.")
     for key, default in (("r", None), ("lora_alpha", None), ("use_dora", False)):
         if key in ours and saved.get(key, default) != ours[key]:
             raise CheckpointError(
                 f"{path}: the adapter has {key} = {saved.get(key, default)}, the model in the config {ours[key]}: "
                 "make them equal."
             )
+
+
+def _is_part(said: Any, known: Mapping[str, Any]) -> bool:
+    return isinstance(said, Mapping) and said.items() <= known.items()
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
@@ -199,14 +220,28 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
     parameters = {name: parameter for name, parameter in model.named_parameters() if own(name)}
     if not parameters:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
-    groups = {group.tune[0]: group for group in weight_map.peft().groups(description)}
+    groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
     if unknown := [name for name in parameters if name not in groups]:
         raise CheckpointError(
             f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
         )
     external = dict.fromkeys(module for name in parameters for module in map(_adapted, groups[name].external))
-    parts = [group_part(groups[name], parameters, ranks, turn) for turn, name in enumerate(parameters)]
-    return parts, adapter_settings(base_name, _settings(model), _shortest(list(external), weight_map, description))
+    chosen = dict.fromkeys(groups[name] for name in parameters)
+    parts = [group_part(group, parameters, ranks, turn) for turn, group in enumerate(chosen)]
+    settings = _settings(model)
+    return parts, adapter_settings(
+        base_name, settings | _patterns(chosen, settings), _shortest(list(external), weight_map, description)
+    )
+
+
+def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank and alpha of adapters of fused projections, which are those of their parts together."""
+    counts = {}
+    for group in groups:
+        if isinstance(group.op, FusedAdapter):
+            counts[_adapted(group.external[0]).rpartition(".")[2]] = len(group.op.sizes)
+    names = (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    return {key: {name: count * settings[of] for name, count in counts.items()} for key, of in names} if counts else {}
 
 
 def _adapted(name: str) -> str:

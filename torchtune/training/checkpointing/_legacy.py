@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtune.models import Description, ModelSpec, get_spec, spec_for_architecture, text_config
+from torchtune.models import Description, FusedAdapter, ModelSpec, get_spec, spec_for_architecture, text_config
 from torchtune.models.convert_weights import meta_to_tune, tune_to_meta, tune_to_peft_adapter_config
 from torchtune.training.checkpointing._adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_settings
 from torchtune.training.checkpointing._directories import complete_directories, new_directory, prune
@@ -137,8 +137,15 @@ class LegacyInterface:
         if self._legacy_names != "hf":
             return
         spec, description = self._identity()
+        weight_map = spec.weight_map("hf").peft()
+        fused = {n for g in weight_map.groups(description) if isinstance(g.op, FusedAdapter) for n in g.tune}
+        if fused & adapter.keys():
+            raise CheckpointError(
+                f"save_checkpoint: peft's settings of adapters of fused projections ({spec.name}) are not known here, "
+                "use the checkpointer's save()."
+            )
         save_tensors(
-            dict(spec.weight_map("hf").peft().to_external(adapter.items(), description, partial=True)),
+            dict(weight_map.to_external(adapter.items(), description, partial=True)),
             folder / ADAPTER_FILE,
         )
         if ADAPTER_CONFIG in state_dict:

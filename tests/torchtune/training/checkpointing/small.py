@@ -58,6 +58,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
+    "phi3": ("Phi3", {}),
+    "glm4": ("Glm4", {"head_dim": 16}),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 

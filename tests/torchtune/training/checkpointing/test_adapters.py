@@ -108,6 +108,52 @@ def test_adapters_of_experts_load_in_peft_and_merge(tmp_path: Path) -> None:
     assert same_bits(adapters(again), adapters(model))
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("shape", ["phi3", "glm4"])
+def test_fused_projections_with_peft_both_ways(shape: str, dora: bool, tmp_path: Path) -> None:
+    """One projection there is several here: theirs of rank 4 is each of ours of rank 4; ours are theirs of rank 4 n."""
+    source = write_folder(tmp_path / "in", shape)
+    fused = ["qkv_proj"] if shape == "phi3" else ["q_proj", "k_proj", "v_proj"]
+    torch.manual_seed(5)
+    wanted = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=[*fused, "gate_up_proj", "down_proj"],
+        init_lora_weights=False,
+        use_dora=dora,
+    )
+    theirs = get_peft_model(hf_model(shape), wanted).eval()
+    theirs.save_pretrained(tmp_path / "peft")
+    conversion = LoRA(4, 6, attn_modules=["q_proj", "k_proj", "v_proj"], apply_to_mlp=True, use_dora=dora)
+    shutil.copytree(tmp_path / "peft", source, dirs_exist_ok=True)
+    torch.testing.assert_close(logits(load(source, conversion)), logits(theirs), atol=1e-4, rtol=1e-4)
+
+    model = build(source, conversion)
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    checkpointer.load_model(model)
+    randomize_adapter(model)  # the parts differ now
+    expected = logits(model.eval())
+    saved = checkpointer.save("epoch_0", model, adapter_only=True)
+    in_peft = PeftModel.from_pretrained(hf_model(shape), saved)
+    torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
+    in_peft.save_pretrained(source)
+    again = load(source, conversion)
+    assert same_bits(adapters(again), adapters(model))
+    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, merge=True))
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_fused_adapter_that_is_not_of_parts(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "in", "phi3")
+    wanted = LoraConfig(r=12, lora_alpha=12, target_modules=["qkv_proj"], init_lora_weights=False)
+    get_peft_model(hf_model("phi3"), wanted).save_pretrained(source)
+    settings = read(source / "adapter_config.json")
+    settings |= {"r": 4, "lora_alpha": 4, "rank_pattern": {"qkv_proj": 12}, "alpha_pattern": {"qkv_proj": 12}}
+    (source / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="is not made of one for each of its parts"):
+        load(source, LoRA(4, 4, attn_modules=["q_proj", "k_proj", "v_proj"]))
+
+
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen3"])
 def test_peft_made_it(shape: str, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", shape)
