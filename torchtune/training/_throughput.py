@@ -59,6 +59,7 @@ class Throughput:
         self._peak = None if model is None or device is None else _peak(model, device)
         self._flops = None if self._peak is None else count_flops(model)
         self._pair_flops = 0.0  # of attention, by token, in the step that is worked on
+        self._expert_load = None if model is None else _expert_load(model)
         self.activity = Activity(step)
         self.processed = 0
         self.trained = 0
@@ -141,13 +142,16 @@ class Throughput:
         """Figures of the window, and shares of the time since this was last called.
 
         ``tokens_per_second_per_gpu`` (processed), ``trained_tokens_per_second``, ``mfu`` where the device is known,
-        and ``lost_to_data``, ``lost_to_waiting`` (for other processes) and what ``paused`` has named so far.
+        and ``lost_to_data``, ``lost_to_waiting`` (for other processes) and what ``paused`` has named so far; of a
+        mixture of experts ``expert_load_max`` and ``expert_load_min``, for which all processes call this together.
         """
         seconds, processed, trained, flops = (sum(column) for column in zip((0, 0, 0, 0), *self._window, strict=True))
         seconds = seconds if seconds > 0 else float("inf")
         found = {"tokens_per_second_per_gpu": processed / seconds, "trained_tokens_per_second": trained / seconds}
         if self._flops is not None:
             found["mfu"] = flops / seconds / self._peak
+        if self._expert_load is not None:
+            found |= self._expert_load.metrics()
         return found | self._shares()
 
     def _shares(self) -> dict[str, float]:
@@ -173,3 +177,10 @@ def _peak(model: "nn.Module", device: "torch.device") -> float | None:
     if peak is None:
         log_once(get_logger(), f"There is no MFU: what '{name}' can do at most is not known here.")
     return peak
+
+
+def _expert_load(model: "nn.Module") -> Any:
+    """What tells how evenly the experts of ``model`` are used; None where there are none."""
+    from torchtune.modules.moe import ExpertLoad, TokenChoiceTopKRouter
+
+    return ExpertLoad(model) if any(isinstance(part, TokenChoiceTopKRouter) for part in model.modules()) else None

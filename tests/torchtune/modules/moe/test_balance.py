@@ -21,7 +21,7 @@ from torchtune.modules.moe import (
     tokens_per_expert,
 )
 from torchtune.modules.peft import LoRA
-from torchtune.training import compile_model, set_activation_checkpointing
+from torchtune.training import Throughput, compile_model, set_activation_checkpointing
 
 SMALL = Description(
     vocab_size=40,
@@ -129,6 +129,18 @@ def test_balancing_evens_out_experts() -> None:
         found[name] = load.metrics()
     assert found["with"]["expert_load_max"] < found["without"]["expert_load_max"]
     assert found["with"]["expert_load_max"] < 2.0
+
+
+def test_recipes_tell_the_load_without_a_line_of_their_own() -> None:
+    model = make()
+    throughput = Throughput(model=model)
+    model(TOKENS)
+    counts = torch.stack(list(tokens_per_expert(model).values())).float()
+    load = counts / counts.mean(dim=1, keepdim=True)
+    metrics = throughput.metrics()
+    assert metrics["expert_load_max"] == pytest.approx(load.max().item())
+    assert metrics["expert_load_min"] == pytest.approx(load.min().item())
+    assert "expert_load_max" not in Throughput(model=torch.nn.Linear(2, 2)).metrics()
 
 
 def test_lora_and_balancing_stand_in_this_order() -> None:
