@@ -52,34 +52,33 @@ def features(d: Description) -> list[str]:
     return [text for holds, text in found if holds]
 
 
-def _configs() -> dict[str, list[str]]:
-    """Builder's path -> names of the configs that use it, itself or with an adapter."""
+def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
+    """Builder's path -> names of the configs that use it, itself or with an adapter; and package -> tokenizers."""
     found: dict[str, list[str]] = defaultdict(list)
+    tokenizers: dict[str, set[str]] = defaultdict(set)
     folder = ROOT / "recipes" / "configs"
     for path in sorted(folder.rglob("*.yaml")):
-        model = yaml.safe_load(path.read_text())["model"]["_component_"]
+        config = yaml.safe_load(path.read_text())
+        model, tokenizer = (config[key]["_component_"] for key in ("model", "tokenizer"))
         module, _, builder = model.rpartition(".")
         name = path.relative_to(folder).with_suffix("").as_posix()
         found[f"{module}.{builder.removeprefix('q').removeprefix('lora_')}"].append(name)
-    return found
+        tokenizers[module].add(tokenizer.rpartition(".")[2])
+    return found, tokenizers
 
 
-def _tokenizers(module: object) -> str:
-    names = [name for name in module.__all__ if name.endswith("_tokenizer")]
-    return ", ".join(f"``{name}``" for name in names) or "``hf_tokenizer``"
-
-
-def family(name: str, spec: ModelSpec, configs: dict[str, list[str]]) -> str:
+def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers: dict[str, set[str]]) -> str:
     """The section of one family."""
     module = importlib.import_module(_BUILTIN[name][0])
     sizes = module._model_builders.SIZES | getattr(module._model_builders, "REWARD_SIZES", {})
     apart = features(next(iter(sizes.values())))
+    known = tokenizers[module.__name__] | {name for name in module.__all__ if name.endswith("_tokenizer")}
     described = (module.__doc__ or name).strip().rstrip(".")
     lines = [
         described,
         "-" * len(described),
         "",
-        f"``{module.__name__}``, tokenizer {_tokenizers(module)}, architecture "
+        f"``{module.__name__}``, tokenizer {', '.join(f'``{name}``' for name in sorted(known))}, architecture "
         + ", ".join(f"``{architecture}``" for architecture in spec.architectures)
         + (f"; {', '.join(apart)}." if apart else "."),
         "",
@@ -105,7 +104,7 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]]) -> str:
 def page() -> str:
     """The text of the page."""
     configs = _configs()
-    return "\n".join(family(name, get_spec(name), configs) for name in sorted(_BUILTIN))
+    return "\n".join(family(name, get_spec(name), *configs) for name in sorted(_BUILTIN))
 
 
 def main() -> int:

@@ -39,11 +39,11 @@ def public_names() -> list[str]:
 
 
 def sizes() -> list[str]:
-    """Dotted path of every builder that is a row of a family's table, with and without adapters."""
+    """Dotted path of every builder that is a row of a family's table; those with adapters are called alike."""
     found = []
     for path in sorted((ROOT / "torchtune" / "models").glob("*/_model_builders.py")):
         family = f"torchtune.models.{path.parent.name}"
         rows = importlib.import_module(f"{family}._model_builders").BUILDERS
         public = importlib.import_module(family).__all__
-        found += [f"{family}.{name}" for name in rows if name in public and not name.startswith("qlora_")]
+        found += [f"{family}.{name}" for name in rows if name in public and "lora_" not in name]
     return found
