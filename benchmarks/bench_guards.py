@@ -6,8 +6,10 @@
 Each guard is measured by itself, without the work that it guards: ``accounting`` is all that a step calls of
 ``Throughput`` (a batch handed on, a forward pass noticed, the step, a save and a validation, the metrics); ``watchdog``
 the CPU time of its two threads, which look at the run and show its heartbeat to the others once a second (the store's
-server, which is rank 0's alone, included). The last column is the cost of a step that takes ``--step`` seconds, as a
-share of it.
+server, which is rank 0's alone, included); ``bad steps`` what decides whether the optimizer takes a step, on one
+process. The last column is the cost of a step that takes ``--step`` seconds, as a share of it. ``norm`` is the norm of
+the gradients that is computed for that decision where none is clipped: its share is of a real step of SmolLM2-135M (8
+documents of 256 tokens, float32, all weights), and the other column is made of it.
 """
 
 import argparse
@@ -19,7 +21,11 @@ from collections.abc import Callable
 import torch
 from torch.distributed import TCPStore
 
-from torchtune.training import ParallelDims, Throughput, Watchdog
+from torchtune.data import BatchLoader
+from torchtune.models import Description, build
+from torchtune.models.smol import SPEC, smollm2_135m
+from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.training import ParallelDims, StepGuard, Throughput, Watchdog, clip_grad_norm_
 from torchtune.training._flops import FlopCount
 from torchtune.training._heartbeats import Beat, Heartbeats
 
@@ -84,7 +90,48 @@ def watchdog(args: argparse.Namespace) -> float:
     return cost / (rate * args.seconds) * args.step  # one beat a second
 
 
-GUARDS: dict[str, Callable[[argparse.Namespace], float]] = {"accounting": accounting, "watchdog": watchdog}
+def bad_steps(args: argparse.Namespace) -> float:
+    """Seconds by step of the decision whether it is taken."""
+    loader = BatchLoader([0], batch_size=1, collate_fn=list, shuffle=False, seed=0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    guard = StepGuard(optimizer, loader, ParallelDims(), ".", 10, spike_threshold=6.0)
+    loss = torch.ones(())
+    start = time.perf_counter()
+    for step in range(args.repeats):
+        guard.add(loss)
+        guard.accepts(step, {"grad_norm": loss})
+    return (time.perf_counter() - start) / args.repeats
+
+
+def norm(args: argparse.Namespace) -> float:
+    """The norm of all gradients, as a share of a real step times ``args.step``."""
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64, "intermediate_dim": 128}
+    tiny = Description(vocab_size=512, max_seq_len=256, tie_word_embeddings=True, **sizes)
+    torch.manual_seed(0)
+    model = build(tiny, SPEC) if args.tiny else smollm2_135m()
+    loss_fn = LinearCrossEntropyLoss()
+    loss_fn.set_model_output(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = torch.randint(0, 512, (8, 256))
+    whole, own = [], []
+    for _ in range(2 if args.tiny else 5):
+        start = time.perf_counter()
+        loss_fn(model(tokens), tokens).backward()
+        middle = time.perf_counter()
+        clip_grad_norm_(model.parameters(), None).item()
+        own.append(time.perf_counter() - middle)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole.append(time.perf_counter() - start)
+    return min(own) / (min(whole) - min(own)) * args.step
+
+
+GUARDS: dict[str, Callable[[argparse.Namespace], float]] = {
+    "accounting": accounting,
+    "watchdog": watchdog,
+    "bad steps": bad_steps,
+    "norm": norm,
+}
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -125,13 +124,18 @@ class StepGuard:
         if grad_norm is not None and not math.isfinite(grad_norm):
             return f"the norm of its gradient is {grad_norm}"
         if spike:
-            return f"its loss {loss:.4f} is far above the mean {fmean(self._window):.4f} of the steps before"
+            return f"its loss {loss:.4f} is far above the mean {self._mean():.4f} of the steps before"
         return "another process found its loss or gradient not to be finite, or a spike"
 
     def _is_spike(self, loss: float) -> bool:
         if self._threshold is None or len(self._window) < _ENOUGH:
             return False
-        return loss - fmean(self._window) > self._threshold * pstdev(self._window)
+        mean = self._mean()
+        deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in self._window) / len(self._window))
+        return loss - mean > self._threshold * deviation
+
+    def _mean(self) -> float:
+        return math.fsum(self._window) / len(self._window)
 
     def _record(self, step: int, reason: str, loss: float, grad_norm: float | None) -> None:
         if self.num_skipped == 1:  # a schedule that moves before the optimizer ever did; that is meant to be
