@@ -64,6 +64,19 @@ def test_two_processes_train_as_one_and_resume_in_another_arrangement(kind: str,
     close({step: loss for step, loss in losses(output_dir).items() if step > 2}, alone, {3, 4, 5, 6})
 
 
+def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(tmp_path: Path) -> None:
+    """Each parameter steps when its gradient is reduced; a step that is not finite on one rank is left out on both."""
+    loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [3]}
+    settings = {"optimizer_in_bwd": True, "log_level": "INFO"}
+    done = launch(write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, loss=loss))
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone = start(
+        "full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, optimizer_in_bwd=True
+    ).losses
+    found = losses(tmp_path / "output")
+    close({step: loss for step, loss in found.items() if step != 3}, alone, {1, 2, 4, 5, 6})
+
+
 def test_a_product_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
     config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **SETTINGS)
     done = launch(config, "tensor_parallel_dim=4")
