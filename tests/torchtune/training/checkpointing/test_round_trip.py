@@ -33,7 +33,9 @@ def test_there_and_back(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert again.dtype == dtype
     assert same_bits(dict(theirs.state_dict()), dict(again.state_dict()))
     tolerance = 1e-4 if dtype == torch.float32 else 0.2
-    torch.testing.assert_close(logits(model.eval()), logits(again), atol=tolerance, rtol=tolerance)
+    # In float32: what bfloat16 rounds away may send a token to another expert.
+    exact = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    torch.testing.assert_close(logits(model.eval()).float(), logits(exact), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
