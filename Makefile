@@ -10,7 +10,7 @@ ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=
 help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-quickstart: $(BIN)/.quickstart  ## Fine-tune SmolLM2-135M on a small task, about ten minutes on two cores
+quickstart: $(BIN)/.quickstart  ## Fine-tune SmolLM2-135M on a small task, four to ten minutes on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/run.py
 
 test: $(BIN)/.test  ## Lint, import contracts, docs and all tests
