@@ -95,7 +95,7 @@ def model_builders(
             f"{description.vocab_size:,}, up to {description.max_seq_len:,} tokens."
         )
         base = _base_builder(spec, description, tie_option)
-        builders[name] = _dress(base, name, module, f"Build {sentence}: {numbers}" + _tie_args(tie_option))
+        builders[name] = dress(base, name, module, f"Build {sentence}: {numbers}" + _tie_args(tie_option))
         if lora:
             builders[f"lora_{name}"] = lora_builder(base, f"lora_{name}", module, f"{sentence} with LoRA adapters")
         if lora and qlora:
@@ -132,7 +132,7 @@ def lora_builder(base: Builder, name: str, module: str, what: str, *, quantize_b
     builder.__annotations__["return"] = TransformerDecoder
     numbers = _NUMBERS_DOC.format(base=base.__name__) if required else ""
     tie = _TIE_DOC if "tie_word_embeddings" in own and not required else ""
-    return _dress(builder, name, module, f"Build {what}.\n{_LORA_DOC.format(numbers=numbers, tie=tie)}")
+    return dress(builder, name, module, f"Build {what}.\n{_LORA_DOC.format(numbers=numbers, tie=tie)}")
 
 
 def add_lora(
@@ -203,7 +203,7 @@ def _lora_signature(base: Builder, required: bool, quantize_base: bool) -> inspe
     return inspect.Signature([*(adapter[key] for key in first), *rest], return_annotation=TransformerDecoder)
 
 
-def _dress(function: Builder, name: str, module: str, doc: str) -> Builder:
+def dress(function: Builder, name: str, module: str, doc: str) -> Builder:
     function.__name__ = function.__qualname__ = name
     function.__module__ = module
     function.__doc__ = doc
