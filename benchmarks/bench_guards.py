@@ -6,7 +6,7 @@
 Each guard is measured by itself, without the work that it guards: ``accounting`` is all that a step calls of
 ``Throughput`` (a batch handed on, a forward pass noticed, the step, a save and a validation, the metrics); ``watchdog``
 the CPU time of its two threads, which look at the run and show its heartbeat to the others once a second (the store's
-server, which is rank 0's alone, included); ``bad steps`` what decides whether the optimizer takes a step, on one
+server, which is rank 0's alone, included); ``steps`` what decides whether the optimizer takes a step, on one
 process. The last column is the cost of a step that takes ``--step`` seconds, as a share of it. ``norm`` is the norm of
 the gradients that is computed for that decision where none is clipped: its share is of a real step of SmolLM2-135M (8
 documents of 256 tokens, float32, all weights), and the other column is made of it.
@@ -129,7 +129,7 @@ def norm(args: argparse.Namespace) -> float:
 GUARDS: dict[str, Callable[[argparse.Namespace], float]] = {
     "accounting": accounting,
     "watchdog": watchdog,
-    "bad steps": bad_steps,
+    "steps": bad_steps,
     "norm": norm,
 }
 

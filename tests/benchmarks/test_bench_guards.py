@@ -11,5 +11,5 @@ def test_every_guard_is_measured() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--tiny"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     cells = [line.split() for line in done.stdout.splitlines()[1:]]
-    assert [name for name, *_ in cells] == ["accounting", "watchdog"]
+    assert [name for name, *_ in cells] == ["accounting", "watchdog", "steps", "norm"]
     assert all(share.endswith("%") for *_, share in cells)
