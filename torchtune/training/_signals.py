@@ -1,5 +1,6 @@
 """Stopping a run without losing it."""
 
+import itertools
 import os
 import signal
 from types import FrameType, TracebackType
@@ -20,6 +21,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
+        self._count = itertools.count()
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -41,14 +43,13 @@ class StopSignal:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self.number = self.requested, self.number or signal.Signals(number)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            hint = ""
-        else:
+        if next(self._count):  # in one step of the interpreter: a second signal may come inside of this function
+            return
+        self.number, hint = signal.Signals(number), ""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
             self._restore()
             hint = "; send it again to end at once"
-        if not again:
-            get_logger().warning(f"{self.number.name}: the run saves and stops after this step{hint}.")
+        get_logger().warning(f"{self.number.name}: the run saves and stops after this step{hint}.")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
