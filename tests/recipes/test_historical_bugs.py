@@ -27,7 +27,8 @@ def caught() -> Iterator[None]:
 
 
 def test_loss_averaged_per_micro_batch(name: str, tmp_path: Path) -> None:
-    bug = {"self.compute_loss(batch) * (count / num_labels)": "self.compute_loss(batch) / len(batches)"}
+    mean = 'self.compute_loss(dict(batch)) / int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) / len(batches)'
+    bug = {"self.compute_loss(batch) / max(num_labels, 1)": mean}
     with caught():
         checks.accumulation_changes_nothing(name, tmp_path, changes=bug)
 
