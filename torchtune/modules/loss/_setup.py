@@ -64,7 +64,7 @@ class LogitsLoss(nn.Module):
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Compile the loss (arguments of ``torch.compile``); return this one."""
-        self.loss.compile(*args, **kwargs)
+        self.loss.forward = torch.compile(self.loss.forward, *args, **kwargs)
         return self
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
