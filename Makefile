@@ -9,7 +9,7 @@ INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-versio
 # Threads that spin while they wait slow down everything else on a shared machine.
 ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help quickstart test lint format docs bench configs sync clean
+.PHONY: help quickstart test lint format docs bench cuda configs sync clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ docs: $(BIN)/.test  ## Build the documentation into docs/_build/html
 
 bench: $(BIN)/.bench  ## Compare speed and memory with TRL on this machine
 	$(BIN)/python benchmarks/compare_trl.py
+
+cuda: $(BIN)/.test  ## Check which kernels attend on CUDA, without a GPU: make cuda TORCH=2.14.1 where that is a CUDA build
+	$(BIN)/python tools/check_cuda.py
 
 configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table of models, and what they need
 	$(BIN)/python tools/make_configs.py
