@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +124,8 @@ class TransformerDecoder(nn.Module):
         ValueError: ``num_layers`` with a list of layers, or a single layer without it.
 
     Attributes:
-        skip_output_layer: if set to True, :meth:`forward` returns what the output projection would have read.
+        skip_output_layer: what :meth:`forward` returns to callers that do not say it: hidden states if True. Kept for
+            older recipes; everything here says what it wants.
         description: what the model was built from, if :func:`torchtune.models.build` built it.
         spec: the family it belongs to, likewise.
     """
@@ -221,6 +223,7 @@ class TransformerDecoder(nn.Module):
         input_embeds: Tensor | None = None,
         encoder_input: Tensor | None = None,
         encoder_mask: Tensor | None = None,
+        output: Literal["logits", "hidden"] | None = None,
     ) -> Tensor | list[Tensor]:
         """Predict the next token at every position.
 
@@ -235,15 +238,19 @@ class TransformerDecoder(nn.Module):
             input_embeds: ``[b, s, d]`` instead of tokens.
             encoder_input: handed to the layers, for those that look at an encoder.
             encoder_mask: likewise.
+            output: ``"logits"``, or ``"hidden"`` for the hidden states that :attr:`output` projects to logits. By
+                default logits, unless an older recipe has set ``skip_output_layer``.
 
         Returns:
-            Logits, float32 ``[b, s, v]``; hidden states ``[b, s, d]`` if ``skip_output_layer``; preceded by the
-            hidden states asked for, in a list, if ``output_hidden_states``.
+            Logits, float32 ``[b, s, v]``, or hidden states ``[b, s, d]``; preceded by the hidden states asked for, in
+            a list, if ``output_hidden_states``.
 
         Raises:
-            ValueError: a sequence longer than ``max_seq_len``, a cache without mask and positions, or both tokens
-                and embeddings.
+            ValueError: a sequence longer than ``max_seq_len``, a cache without mask and positions, both tokens and
+                embeddings, or another ``output``.
         """
+        if output not in ("logits", "hidden", None):
+            raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
         if (tokens is None) == (input_embeds is None):
             raise ValueError("Give either tokens or input_embeds, and not both.")
         h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
@@ -269,15 +276,15 @@ class TransformerDecoder(nn.Module):
             )
         if len(self.layers) in self.output_hidden_states:
             hidden.append(h)
-        output = self.unembed(h)
-        return [*hidden, output] if hidden else output
+        last = self.unembed(h, output)
+        return [*hidden, last] if hidden else last
 
-    def unembed(self, h: Tensor) -> Tensor:
-        """Last hidden states ``[b, s, d]`` to float32 logits ``[b, s, v]``, or as far as ``skip_output_layer`` says."""
+    def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor:
+        """Output of the last layer ``[b, s, d]`` to what :meth:`forward` returns for ``output``."""
         h = self.norm(h)
         if self.hidden_scale != 1.0:
             h = h * self.hidden_scale
-        if self.skip_output_layer:
+        if output == "hidden" or (output is None and self.skip_output_layer):
             return h
         return self.output(h).float()
 
