@@ -92,13 +92,13 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         return hidden.index_select(0, index), target.index_select(0, index)
 
     def _plain_weight(self) -> Tensor | None:
-        """The projection's weight [v, d] where it is nothing but a product with it."""
+        """The projection's weight [v, d] where it is nothing but a product with it, or its vocabulary is split."""
         projection = self.linear_projection
+        if getattr(projection, "softcap", None) is not None:
+            return projection.weight if hasattr(projection.weight, "device_mesh") else None
         if isinstance(projection, nn.Module):
             plain = type(projection).forward is nn.Linear.forward and projection.bias is None
             return projection.weight if plain else None
-        if getattr(projection, "softcap", None) is not None:
-            return None
         tied = getattr(projection, "tied_module", None)
         return tied.weight if isinstance(tied, nn.Embedding | nn.Linear) else None
 
@@ -169,7 +169,10 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         if not self.mask_ignored_tokens:
             hidden, target = self.mask_inputs(hidden, target)
         group = weight.device_mesh.get_group()
-        return split_cross_entropy_sum(hidden, weight.to_local(), target, chunk_rows=chunk_rows, group=group)
+        cap = getattr(self.linear_projection, "softcap", None)
+        return split_cross_entropy_sum(
+            hidden, weight.to_local(), target, chunk_rows=chunk_rows, group=group, softcap=cap
+        )
 
     def _no_label(self, outputs: Tensor, weight: Tensor | None) -> Tensor:
         """Zero, connected to everything that a loss would be connected to."""

@@ -8,6 +8,7 @@ from torchtune.modules.parallel._styles import (
     ByVocabulary,
     GatherInput,
     ReplicatedNorm,
+    SplitNorm,
 )
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "ContextParallelAttention",
     "GatherInput",
     "ReplicatedNorm",
+    "SplitNorm",
     "sum_gradients",
 ]
