@@ -45,6 +45,9 @@ def stream(
         state = _Progress(prompt.unsqueeze(0), 0, [prompt.shape[0]], length if use_cache else None)
         for _ in range(max_generated_tokens):
             x, input_pos, mask = state.inputs()
+            if use_cache and model.outgrows_caches(input_pos):
+                model.reset_caches()
+                x, input_pos, mask = state.inputs(again=True)
             token, _ = generate_next_token(model, input_pos, x, mask=mask, temperature=temperature, top_k=top_k)
             if token.item() in stop:
                 return
