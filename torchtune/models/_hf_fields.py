@@ -169,8 +169,8 @@ class Fields:
     def refusal(self, name: str, value: Any) -> ModelError:
         """The error for a field that cannot be expressed."""
         return ModelError(
-            f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this library "
-            "cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes nothing."
+            f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "
+            "library cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes nothing."
         )
 
     def refuse_rest(self) -> None:

@@ -299,8 +299,8 @@ class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
     """Rotary positions whose base grows with texts longer than the context (``rope_type: dynamic``).
 
     A text of length l > ``original_max_seq_len`` has the base times ``(factor * l / original_max_seq_len - (factor -
-    1)) ** (r / (r - 2))``; shorter ones, each by itself also when packed with others, have the base as it is. In a key-value cache, as
-    in that of ``transformers``, a key stays as it was turned when the text was as long as that.
+    1)) ** (r / (r - 2))``; shorter ones, each by itself also when packed with others, have the base as it is. In a
+    key-value cache, as in that of ``transformers``, a key stays as it was turned when the text was as long as that.
 
     Args:
         dim: channels of a head that turn, r.

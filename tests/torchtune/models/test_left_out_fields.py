@@ -1,7 +1,7 @@
-"""Every field of every ``config.json`` left out, or ``null``, in turn: what is read then is what ``transformers`` reads.
+"""Every field of every ``config.json`` left out, or ``null``: what is read then is what ``transformers`` reads.
 
-``transformers`` fills the rest in; our description of the shorter file has to be that of the file so filled, or the file
-is refused with a field's name. Where the model differs from that of the whole file and is small, logits are compared.
+``transformers`` fills the rest in; our description of the shorter file has to be that of the file so filled, or the
+file is refused with a field's name. Where the model differs from that of the whole file and is small, logits are compared.
 """
 
 import copy
@@ -194,7 +194,7 @@ def test_a_field_left_out_has_the_value_that_transformers_gives_it(name: str) ->
             short = _without(file, path, null)
             try:
                 config = _filled(architecture, short)
-            except Exception:  # transformers has no value for it either
+            except Exception:  # noqa: BLE001 - transformers has no value for it either
                 continue
             if not _runs(config):
                 continue
