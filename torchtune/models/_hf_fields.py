@@ -22,16 +22,15 @@ _HARMLESS = frozenset(
     """.split()
 )
 
-_LENGTH, _WIDTH, _COUNT = 2**40, 2**24, 2**16
-# Largest value of every field that is a whole number: far beyond any model, far below what takes a machine's memory.
+_LENGTH, _COUNT = 2**40, 2**16
+# Largest value of every field that is a whole number; sizes have smaller ones in a description.
 _WHOLE = {
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), _LENGTH),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), _WIDTH),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"), _COUNT // 4),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), _LENGTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"), _COUNT),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "num_labels"), _COUNT),
     **dict.fromkeys(("decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern"), _COUNT),
     "max_window_layers": _LENGTH,
-    "vocab_size": 2**28,
 }
 _NUMBERS = frozenset(
     """rms_norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq
@@ -90,8 +89,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A ``config.json`` of text alone: that of the text tower if the file's model has one, else the file's own.
 
     Raises:
-        ModelError: a tower that no family here reads.
+        ModelError: a tower that no family here reads, or ``architectures`` is no list of names.
     """
+    architecture_of(config)
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return dict(config)
@@ -170,7 +170,8 @@ class Fields:
         """The error for a field that cannot be expressed."""
         return ModelError(
             f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "
-            "library cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes nothing."
+            "library cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes "
+            "nothing."
         )
 
     def refuse_rest(self) -> None:

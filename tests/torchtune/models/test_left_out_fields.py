@@ -1,7 +1,8 @@
 """Every field of every ``config.json`` left out, or ``null``: what is read then is what ``transformers`` reads.
 
 ``transformers`` fills the rest in; our description of the shorter file has to be that of the file so filled, or the
-file is refused with a field's name. Where the model differs from that of the whole file and is small, logits are compared.
+file is refused with a field's name. Where the model is small and differs from that of the whole file, logits are
+compared.
 """
 
 import copy
