@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 # Lines of code files; argue about them in a diff.
 FILE_BUDGET = {"torchtune": 500, "recipes": 400, "tools": 400, "examples": 400, "benchmarks": 400}
 ROOM_BUDGET = {
-    "torchtune/models": 6000,
+    "torchtune/models": 6100,  # and what every field of a config.json may be, and is where it is left out
     "torchtune/modules": 9000,
     # Checkpoints are half of it: any number of processes reads and writes them in slices, behind training's back.
     # What a run says of itself (time, operations, hangs, lack of memory) is a sixth, so that recipes need not.

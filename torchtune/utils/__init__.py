@@ -26,6 +26,7 @@ __getattr__, __dir__, __all__ = attach(
         "log_once": "_logging",
         "log_rank_zero": "_logging",
         "note_in_run_log": "_log_files",
+        "read_json": "_json",
         "require": "_optional",
         "run_log_path": "_log_files",
         "torch_version_ge": "_version",

@@ -1,6 +1,5 @@
 """Weights from files straight into the parameters of a model."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtune import utils
 from torchtune.models import (
     Description,
     ModelError,
@@ -274,13 +274,7 @@ def read_json(path: Path) -> dict:
     Raises:
         CheckpointError: it is no such thing.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}): download it again.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__} where an object is expected: download it again.")
-    return value
+    return utils.read_json(path, CheckpointError)
 
 
 def initialize_rest(model: nn.Module, loaded: set[str], device: torch.device, dtype: torch.dtype | None = None) -> None:

@@ -10,7 +10,12 @@ from torch.nn import functional as F
 from torchtune.models import Description, build
 from torchtune.models.qwen3_moe import SPEC
 from torchtune.modules import TransformerSelfAttentionLayer
-from torchtune.modules.conversion import ConversionError, apply_conversions, run_post_optimizer_hooks
+from torchtune.modules.conversion import (
+    ConversionError,
+    apply_conversions,
+    run_post_optimizer_hooks,
+    run_pre_optimizer_hooks,
+)
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.modules.moe import (
     BalancingLoss,
@@ -191,6 +196,27 @@ def test_selection_biases_move_towards_idle_experts() -> None:
             step = (total - counts.get(path, 0)).float()
             new = model.get_submodule(path).selection_bias
             assert torch.allclose(new, old + 0.01 * (step.mean() - step).sign())
+
+
+def test_tokens_of_a_skipped_step_do_not_move_biases_later() -> None:
+    """Steps as recipes make them: the hooks around the optimizer, of which a skipped step has the first alone."""
+    model = make(LossFreeBalancing(0.01), router_selection_bias=True, router_scores="sigmoid")
+    skipped, taken = torch.randint(0, int(TOKENS.max()) + 1, (2, 8, 16), generator=torch.Generator().manual_seed(4))
+    moved_otherwise = False
+    for is_taken, tokens in ((True, taken[:2]), (False, skipped), (False, skipped), (True, taken[2:])):
+        before = [(path, total.clone()) for path, total in tokens_per_expert(model).items()]
+        biases = copy.deepcopy([router.selection_bias.detach() for router in routers(model)])
+        model(tokens)
+        run_pre_optimizer_hooks(model)
+        if is_taken:
+            run_post_optimizer_hooks(model)
+        now = tokens_per_expert(model)
+        for old, (path, total) in zip(biases, now.items(), strict=True):
+            step = (total - dict(before).get(path, 0)).float() * is_taken
+            assert torch.allclose(model.get_submodule(path).selection_bias, old + 0.01 * (step.mean() - step).sign())
+            whole = total.float()
+            moved_otherwise |= bool(is_taken and ((whole.mean() - whole).sign() != (step.mean() - step).sign()).any())
+    assert moved_otherwise  # with all tokens, some bias would have gone the other way
 
 
 def test_what_cannot_be_balanced() -> None:
