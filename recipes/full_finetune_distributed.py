@@ -214,6 +214,7 @@ class FullFinetuneRecipeDistributed:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+        self.checkpointer.check_contents(model)
         training.parallelize(
             model,
             self.dims,

@@ -189,6 +189,7 @@ class FullFinetuneRecipeSingleDevice:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+        self.checkpointer.check_contents(model)
         self.checkpointer.load_model(model, device=self.device)
         training.fit_vocabulary(model, self.tokenizer, resize=cfg.resize_token_embeddings)
         if cfg.enable_activation_checkpointing:

@@ -220,6 +220,7 @@ class LoRAFinetuneRecipeDistributed:
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
         require_adapters(model)
+        self.checkpointer.check_contents(model, adapter_only=True)
         training.parallelize(
             model,
             self.dims,

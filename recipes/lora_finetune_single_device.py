@@ -198,6 +198,7 @@ class LoRAFinetuneRecipeSingleDevice:
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
         require_adapters(model)
+        self.checkpointer.check_contents(model, adapter_only=True)
         self.checkpointer.load_model(model, device=self.device)
         training.fit_vocabulary(model, self.tokenizer, resize=cfg.resize_token_embeddings)
         if cfg.enable_activation_checkpointing:

@@ -19,6 +19,7 @@ from torchtune.training.checkpointing._adapter import (
     find_adapter,
     load_adapter,
 )
+from torchtune.training.checkpointing._contents import check_contents
 from torchtune.training.checkpointing._directories import (
     MARKER,
     ResumePoint,
@@ -183,6 +184,18 @@ class FullModelHFCheckpointer(LegacyInterface):
         output_dir = self._output_dir()
         self._ranks.first(lambda: check_output_dir(output_dir, self.checkpoint_dir, resume=resume))
 
+    def check_contents(self, model: nn.Module, *, adapter_only: bool = False) -> None:
+        """Refuse a model of which :meth:`save` would not write all that is trained; call it before training.
+
+        Args:
+            model: converted, on any device.
+            adapter_only: whether resumable checkpoints hold the adapter alone.
+
+        Raises:
+            CheckpointError: a parameter requires a gradient and would not be written.
+        """
+        check_contents(model, adapter_only=adapter_only)
+
     def find_resume_point(self) -> ResumePoint | None:
         """The newest complete checkpoint to go on from; ``None`` (and a warning) if there is none.
 
@@ -257,10 +270,13 @@ class FullModelHFCheckpointer(LegacyInterface):
             the directory.
 
         Raises:
-            UserError: the disk is full or may not be written to; what was saved before is untouched.
+            UserError: something that is trained would not be written, or the disk is full or may not be written to;
+                what was saved before is untouched.
         """
         self._saver.wait()
         reshard(model)
+        # A resume reads the adapter alone, also where the merged model stands beside it.
+        check_contents(model, adapter_only=adapter_only or (merge and state is not None), merge=merge)
         files, contents = [], {}
         if not adapter_only:
             files, index = shards(model_parts(model, self._ranks, merge=merge), max_shard_bytes)
