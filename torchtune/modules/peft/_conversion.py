@@ -159,6 +159,21 @@ class LoRA:
             note=f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen",
         )
 
+    def revert(self, model: nn.Module) -> None:
+        """Put plain layers with the same weights in the place of the adapted ones; everything stays frozen.
+
+        Raises:
+            ConversionError: the adapters have values already, which would be lost.
+        """
+        if any(not parameter.is_meta for parameter in get_adapter_params(model).values()):
+            raise ConversionError(
+                "LoRA: the model has adapters with values, so a conversion that comes before them cannot be applied "
+                "any more: apply it while the model is on the meta device."
+            )
+        for path in self.adapted_paths(model):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, model.get_submodule(path).without_adapter())
+
     def is_own_key(self, key: str) -> bool:
         """Whether a state-dict key belongs to the adapter and not to the base."""
         return is_adapter_key(key)
