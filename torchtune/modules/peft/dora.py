@@ -75,8 +75,10 @@ class DoRALinear(LoRALinear):
         a, b = self.lora_a.weight.to(x.dtype), self.lora_b.weight.to(x.dtype)
         length = self.magnitude / self._norm(self.weight)
         if not self.training or self.dropout.p == 0.0:
-            y = (lora_projection(x, self.weight, None, a, b, scale=self.scaling) * length).to(x.dtype)
-            return y if self.bias is None else y + self.bias
+            y = lora_projection(x, self.weight, self.bias, a, b, scale=self.scaling)
+            # In float32; without biases y · length. With one, exactly y as long as the length is 1.
+            y = y * length if self.bias is None else y + (length - 1) * (y - self.bias)
+            return y.to(x.dtype)
         dropped = self.dropout(x)
         scaled = (lora_projection(dropped, self.weight, None, a, b, scale=self.scaling) * length).to(x.dtype)
         # The difference first: it is exactly 0 as long as the adapter changes nothing.
