@@ -160,6 +160,7 @@ class FullModelHFCheckpointer(LegacyInterface):
             else:
                 check_config(model, self.checkpoint_dir / "config.json")
             load_base(model, source, device, dtype)
+            model.adapter_init = None
             adapter = self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
             if adapter is not None:
                 load_adapter(model, adapter, device, dtype)

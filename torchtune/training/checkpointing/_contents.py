@@ -47,18 +47,23 @@ def check_contents(model: nn.Module, *, adapter_only: bool = False, merge: bool 
         CheckpointError: a trained parameter would not be written.
     """
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if (init := getattr(model, "adapter_init", None)) and not (adapter_only or merge):
+        raise CheckpointError(
+            f"model: its base lacks what the adapter started with (init_lora_weights = '{init}'), so it is not saved "
+            "without the adapter: save with adapter_only=True or merge=True."
+        )
     written = written_names(model, adapter_only=adapter_only, merge=merge)
     lost = [name for name in trained if name not in written]
     if not lost:
         return
     if lost[0] in written_names(model, adapter_only=True):
-        what, advice = "the base weights alone", (
-            "train adapters with lora_finetune_single_device or lora_finetune_distributed (in code of your own: save "
-            "with adapter_only=True or merge=True), or take the adapter out of the model"
+        what = "merged weights" if merge else "the base weights alone"
+        advice = (
+            "give its conversion a method merged(name, weight, model), or save with adapter_only=True"
+            if merge
+            else "train adapters with lora_finetune_single_device or lora_finetune_distributed (in code of your own: "
+            "save with adapter_only=True or merge=True), or take the adapter out of the model"
         )
-        if merge:
-            what = "merged weights"
-            advice = "give its conversion a method merged(name, weight, model), or save with adapter_only=True"
     elif lost[0] in written_names(model):
         what = "the adapter alone"
         advice = "freeze it, or train it with full_finetune_single_device or full_finetune_distributed without adapters"
