@@ -47,6 +47,7 @@ from torchtune.training.checkpointing._load import (
 )
 from torchtune.training.checkpointing._model_type import ModelType
 from torchtune.training.checkpointing._ranks import Ranks, reshard
+from torchtune.training.checkpointing._resumed_settings import check_resumed_settings
 from torchtune.training.checkpointing._safetensors_file import tensor_file
 from torchtune.training.checkpointing._saving import Job, Saver
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source, find_files, open_source, resolve_files
@@ -197,14 +198,21 @@ class FullModelHFCheckpointer(LegacyInterface):
         """
         check_contents(model, adapter_only=adapter_only)
 
-    def find_resume_point(self) -> ResumePoint | None:
+    def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
         """The newest complete checkpoint to go on from; ``None`` (and a warning) if there is none.
 
+        Args:
+            cfg: settings of this run: what differs from the checkpoint's is logged, or refused.
+
         Raises:
-            CheckpointError: the run is finished.
+            CheckpointError: the run is finished, or it cannot go on with these settings.
         """
         output_dir = self._output_dir()
-        return self._ranks.first(lambda: find_resume_point(output_dir))
+        point = self._ranks.first(lambda: find_resume_point(output_dir))
+        if point is not None and cfg is not None:
+            with self._ranks.together():
+                check_resumed_settings(cfg, point.path)
+        return point
 
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Put the trained weights of ``point`` into ``model`` and the rest into the values of ``state``.
