@@ -1,6 +1,7 @@
 """Adapters in files: PEFT's layout in and out, and the files of older checkpoints."""
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ from torchtune.models import Description, FusedAdapter, Group, ModelError, Weigh
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_part
 from torchtune.training.checkpointing._load import identity, is_adapter_key, parameter_at, put
-from torchtune.training.checkpointing._peft_settings import check_settings, peft_settings, take_from_base
-from torchtune.training.checkpointing._ranks import Ranks, local_part
-from torchtune.training.checkpointing._safetensors_file import Part
+from torchtune.training.checkpointing._peft_settings import (
+    check_settings,
+    peft_settings,
+    take_from_base,
+    token_indices,
+    token_tensors,
+)
+from torchtune.training.checkpointing._ranks import Held, Ranks, local_part
+from torchtune.training.checkpointing._safetensors_file import Block, Part
 from torchtune.training.checkpointing._sources import Source, must_exist, open_source
 from torchtune.utils import get_logger
 
@@ -111,14 +118,16 @@ def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, 
         return tensors
     spec, description = identity(model)
     weight_map = spec.weight_map("hf").peft()
+    rows = token_tensors(model)
+    tokens = [(rows[name], tensor) for name, tensor in tensors if name in rows]
     try:
-        tensors = [pair for pair in tensors if not _is_of_base(model, *pair, file)]
+        tensors = [pair for pair in tensors if pair[0] not in rows and not _is_of_base(model, *pair, file)]
         ours = {name: weight_map.tune_name(name, description) for name, _ in tensors}
         groups = {group.tune[0]: group for group in weight_map.groups(description)}
         tensors = _spread(model, dict(tensors), {groups[ours[name]] for name, _ in tensors})
         for name, tensor in tensors:
             _check_rank(model, groups[ours[name]], name, tensor, file)
-        return list(weight_map.to_tune(tensors, description, partial=True))
+        return [*tokens, *weight_map.to_tune(tensors, description, partial=True)]
     except (WeightMapError, ModelError) as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
 
@@ -189,6 +198,8 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
     if not parameters:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
     groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
+    rows = {ours: theirs for theirs, ours in token_tensors(model).items()}
+    tokens = {name: parameters.pop(name) for name in rows}
     if unknown := [name for name in parameters if name not in groups]:
         raise CheckpointError(
             f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
@@ -196,10 +207,18 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
     external = dict.fromkeys(module for name in parameters for module in map(_adapted, groups[name].external))
     chosen = dict.fromkeys(groups[name] for name in parameters)
     parts = [group_part(group, parameters, ranks, turn) for turn, group in enumerate(chosen)]
-    settings = peft_settings(model) | {"init_lora_weights": getattr(model, "adapter_init", None) or True}
+    for turn, (name, parameter) in enumerate(tokens.items()):
+        held = Held.of(parameter, ranks, turn)
+        parts.append(({rows[name]: held.outline}, partial(_rows, rows[name], held)))
+    settings = peft_settings(model) | {"trainable_token_indices": token_indices(model)}
+    settings |= {"init_lora_weights": getattr(model, "adapter_init", None) or True}
     return parts, adapter_settings(
         base_name, settings | _patterns(chosen, settings), _shortest(list(external), weight_map, description)
     )
+
+
+def _rows(name: str, held: Held) -> list[Block]:
+    return [Block(name, tuple(part.start for part in held.box), held.data)] if held.writes else []
 
 
 def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:

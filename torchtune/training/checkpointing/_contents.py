@@ -5,6 +5,7 @@ from torch import nn
 from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._load import identity, is_adapter_key
+from torchtune.training.checkpointing._peft_settings import trained_rows
 
 
 def written_names(model: nn.Module, *, adapter_only: bool = False, merge: bool = False) -> set[str]:
@@ -26,6 +27,7 @@ def written_names(model: nn.Module, *, adapter_only: bool = False, merge: bool =
         written |= {name for name in names & base if not own(name)}
     if adapter_only or merge:
         adapter = {name for group in weight_map.peft().groups(description) for name in group.tune}
+        adapter |= {rows for rows, _ in trained_rows(model).values()}
         written |= {name for name in names & adapter if own(name) and not (merge and _cannot_merge(model, name))}
     return written
 

@@ -18,6 +18,7 @@ from torchtune.utils import get_logger
 # Settings that are compared with the model, or looked at by their readers.
 _COMPARED = (
     *("peft_type", "r", "lora_alpha", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"),
+    "trainable_token_indices",
 )
 # Settings that may have any value: where the adapter came from, how it was trained, options of a setting that is
 # looked at, and which layers it is of, which its tensors say.
@@ -60,6 +61,8 @@ def check_settings(model: nn.Module, path: Path, patterns: Mapping[str, Any]) ->
             known = any(value is plain or value == plain for plain in _PLAIN_INITS) or init_from_base(saved) is not None
         elif key == "bias":
             known = value == "none"
+        elif key == "trainable_token_indices":
+            known = value == token_indices(model)
         if not known and value:
             raise CheckpointError(
                 f"{path}: {key} = {value!r} cannot be expressed: use an adapter without it, or merge it into its base "
@@ -81,6 +84,37 @@ def peft_settings(model: nn.Module) -> dict[str, Any]:
         if hasattr(conversion, "peft_config"):
             settings |= conversion.peft_config(model)
     return settings
+
+
+def trained_rows(model: nn.Module) -> dict[str, tuple[str, list[int]]]:
+    """Name of a weight -> name of the parameter with its trained rows, and their token ids."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for conversion in get_conversions(model):
+        if hasattr(conversion, "new_rows"):
+            found |= conversion.new_rows(model)
+    return found
+
+
+def token_indices(model: nn.Module) -> dict[str, list[int]] | None:
+    """``trainable_token_indices`` of the model's adapter."""
+    rows = trained_rows(model)
+    return {_module(model, name).rpartition(".")[2]: ids for name, (_, ids) in rows.items()} or None
+
+
+def token_tensors(model: nn.Module) -> dict[str, str]:
+    """Name of the trained rows in an adapter's file -> name of the parameter."""
+    rows = trained_rows(model)
+    return {
+        f"base_model.model.{_module(model, name)}.token_adapter.trainable_tokens_delta": parameter
+        for name, (parameter, _) in rows.items()
+    }
+
+
+def _module(model: nn.Module, name: str) -> str:
+    """Path of the module in ``transformers`` that has the weight called ``name`` here."""
+    spec, description = identity(model)
+    (group,) = [group for group in spec.weight_map("hf").groups(description) if name in group.tune]
+    return group.external[0].removesuffix(".weight")
 
 
 def init_from_base(settings: Mapping[str, Any]) -> str | None:
