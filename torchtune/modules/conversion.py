@@ -83,7 +83,8 @@ class Conversion(Protocol):
     step, and, if it adds parameters that are saved apart from the model, ``is_own_key(key) -> bool``,
     ``merged(name, weight, model) -> Tensor`` and ``peft_config(model) -> dict``. With ``revert(model)``, which undoes
     ``convert`` as long as the parameters are on the meta device, it may be applied before conversions of an earlier
-    phase, as builders do (see :class:`torchtune.modules.peft.LoRA`).
+    phase, as builders do (see :class:`torchtune.modules.peft.LoRA`). If its hooks change parameters that require no
+    gradient, ``moves(key) -> bool`` says which, so that no save loses them.
     """
 
     phase: Phase

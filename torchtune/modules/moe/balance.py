@@ -185,6 +185,10 @@ class LossFreeBalancing:
             )
         return ConversionReport("LossFreeBalancing", list(routers), note=f"rate {self.rate:g}")
 
+    def moves(self, key: str) -> bool:
+        """Whether a parameter is one of those that change without a gradient."""
+        return key.rpartition(".")[2] == "selection_bias"
+
     @torch.no_grad()
     def post_optimizer_hook(self, model: nn.Module) -> None:
         """Move the biases."""

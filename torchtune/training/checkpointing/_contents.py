@@ -38,7 +38,9 @@ def _cannot_merge(model: nn.Module, name: str) -> bool:
 
 
 def check_contents(model: nn.Module, *, adapter_only: bool = False, merge: bool = False) -> None:
-    """Compare the trained parameters (``requires_grad``) with those that a save of these contents writes.
+    """Compare the trained parameters with those that a save of these contents writes.
+
+    Trained is what requires a gradient, and what a conversion ``moves``.
 
     Args:
         model: before training, or when it is saved.
@@ -48,7 +50,12 @@ def check_contents(model: nn.Module, *, adapter_only: bool = False, merge: bool 
     Raises:
         CheckpointError: a trained parameter would not be written.
     """
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    movers = [conversion.moves for conversion in get_conversions(model) if hasattr(conversion, "moves")]
+    trained = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or any(moves(name) for moves in movers)
+    ]
     if (init := getattr(model, "adapter_init", None)) and not (adapter_only or merge):
         raise CheckpointError(
             f"model: its base lacks what the adapter started with (init_lora_weights = '{init}'), so it is not saved "
@@ -70,7 +77,7 @@ def check_contents(model: nn.Module, *, adapter_only: bool = False, merge: bool 
         what = "the adapter alone"
         advice = "freeze it, or train it with full_finetune_single_device or full_finetune_distributed without adapters"
     else:
-        what = "names of Hugging Face's and PEFT's formats alone, and it has none"
+        what = "only what has a name in Hugging Face's or PEFT's format, and it has none"
         advice = "freeze it, or leave out the conversion that adds it"
     more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
     raise CheckpointError(f"model: '{lost[0]}'{more} is trained, but checkpoints would hold {what}: {advice}.")

@@ -86,3 +86,16 @@ def test_an_adapter_that_cannot_be_merged(tmp_path: Path) -> None:
 
     model.conversions = [Foreign()]
     assert "merged weights" in refused(model, tmp_path, merge=True)
+
+
+def test_what_moves_without_a_gradient_is_trained(tmp_path: Path) -> None:
+    model = build(write_folder(tmp_path / "in"), LoRA(4, 8))
+
+    class Mover:
+        phase = Phase.OBJECTIVE
+
+        def moves(self, key: str) -> bool:
+            return key == "norm.scale"
+
+    model.conversions = [*model.conversions, Mover()]
+    assert "'norm.scale' is trained" in refused(model, tmp_path, adapter_only=True)
