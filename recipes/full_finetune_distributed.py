@@ -167,7 +167,7 @@ class FullFinetuneRecipeDistributed:
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)
         self.log.info(f"{self.dims}.")
-        self.resume_point = self.checkpointer.find_resume_point() if resume else None
+        self.resume_point = self.checkpointer.find_resume_point(cfg) if resume else None
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
@@ -214,6 +214,7 @@ class FullFinetuneRecipeDistributed:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+        self.checkpointer.check_contents(model)
         training.parallelize(
             model,
             self.dims,

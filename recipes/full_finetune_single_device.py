@@ -142,7 +142,7 @@ class FullFinetuneRecipeSingleDevice:
         self.checkpointer = config.instantiate(cfg.checkpointer)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)
-        self.resume_point = self.checkpointer.find_resume_point() if resume else None
+        self.resume_point = self.checkpointer.find_resume_point(cfg) if resume else None
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
@@ -189,6 +189,7 @@ class FullFinetuneRecipeSingleDevice:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+        self.checkpointer.check_contents(model)
         self.checkpointer.load_model(model, device=self.device)
         training.fit_vocabulary(model, self.tokenizer, resize=cfg.resize_token_embeddings)
         if cfg.enable_activation_checkpointing:

@@ -188,6 +188,10 @@ class LossFreeBalancing:
             )
         return ConversionReport("LossFreeBalancing", list(routers), note=f"rate {self.rate:g}")
 
+    def moves(self, key: str) -> bool:
+        """Whether a parameter is one of those that change without a gradient."""
+        return key.rpartition(".")[2] == "selection_bias"
+
     def pre_optimizer_hook(self, model: nn.Module) -> None:
         """Count the tokens of this step, in the place of those of a step before that was skipped."""
         totals = _own_counts(model)

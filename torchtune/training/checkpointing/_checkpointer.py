@@ -19,6 +19,7 @@ from torchtune.training.checkpointing._adapter import (
     find_adapter,
     load_adapter,
 )
+from torchtune.training.checkpointing._contents import check_contents
 from torchtune.training.checkpointing._directories import (
     MARKER,
     ResumePoint,
@@ -46,6 +47,7 @@ from torchtune.training.checkpointing._load import (
 )
 from torchtune.training.checkpointing._model_type import ModelType
 from torchtune.training.checkpointing._ranks import Ranks, reshard
+from torchtune.training.checkpointing._resumed_settings import check_resumed_settings
 from torchtune.training.checkpointing._safetensors_file import tensor_file
 from torchtune.training.checkpointing._saving import Job, Saver
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source, find_files, open_source, resolve_files
@@ -159,6 +161,7 @@ class FullModelHFCheckpointer(LegacyInterface):
             else:
                 check_config(model, self.checkpoint_dir / "config.json")
             load_base(model, source, device, dtype)
+            model.adapter_init = None
             adapter = self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
             if adapter is not None:
                 load_adapter(model, adapter, device, dtype)
@@ -183,14 +186,33 @@ class FullModelHFCheckpointer(LegacyInterface):
         output_dir = self._output_dir()
         self._ranks.first(lambda: check_output_dir(output_dir, self.checkpoint_dir, resume=resume))
 
-    def find_resume_point(self) -> ResumePoint | None:
-        """The newest complete checkpoint to go on from; ``None`` (and a warning) if there is none.
+    def check_contents(self, model: nn.Module, *, adapter_only: bool = False) -> None:
+        """Refuse a model of which :meth:`save` would not write all that is trained; call it before training.
+
+        Args:
+            model: converted, on any device.
+            adapter_only: whether resumable checkpoints hold the adapter alone.
 
         Raises:
-            CheckpointError: the run is finished.
+            CheckpointError: a parameter requires a gradient and would not be written.
+        """
+        check_contents(model, adapter_only=adapter_only)
+
+    def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
+        """The newest complete checkpoint to go on from; ``None`` (and a warning) if there is none.
+
+        Args:
+            cfg: settings of this run: what differs from the checkpoint's is logged, or refused.
+
+        Raises:
+            CheckpointError: the run is finished, or it cannot go on with these settings.
         """
         output_dir = self._output_dir()
-        return self._ranks.first(lambda: find_resume_point(output_dir))
+        point = self._ranks.first(lambda: find_resume_point(output_dir))
+        if point is not None and cfg is not None:
+            with self._ranks.together():
+                check_resumed_settings(cfg, point.path)
+        return point
 
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Put the trained weights of ``point`` into ``model`` and the rest into the values of ``state``.
@@ -257,10 +279,13 @@ class FullModelHFCheckpointer(LegacyInterface):
             the directory.
 
         Raises:
-            UserError: the disk is full or may not be written to; what was saved before is untouched.
+            UserError: something that is trained would not be written, or the disk is full or may not be written to;
+                what was saved before is untouched.
         """
         self._saver.wait()
         reshard(model)
+        # A resume reads the adapter alone, also where the merged model stands beside it.
+        check_contents(model, adapter_only=adapter_only or (merge and state is not None), merge=merge)
         files, contents = [], {}
         if not adapter_only:
             files, index = shards(model_parts(model, self._ranks, merge=merge), max_shard_bytes)

@@ -13,6 +13,7 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import (
     ConversionError,
     apply_conversions,
+    get_conversions,
     run_post_optimizer_hooks,
     run_pre_optimizer_hooks,
 )
@@ -175,14 +176,15 @@ def test_recipes_tell_the_load_without_a_line_of_their_own() -> None:
     assert "expert_load_max" not in Throughput(model=torch.nn.Linear(2, 2)).metrics()
 
 
-def test_lora_and_balancing_stand_in_this_order() -> None:
-    model = make(LoRA(rank=2, attn_modules=["q_proj"]), BalancingLoss(0.1))
+@pytest.mark.parametrize("turned", [False, True])
+def test_lora_and_balancing_in_any_order(turned: bool) -> None:
+    conversions = [LoRA(rank=2, attn_modules=["q_proj"]), BalancingLoss(0.1)]
+    model = make(*(conversions[::-1] if turned else conversions))
+    assert get_conversions(model) == conversions
     loss_fn = LinearCrossEntropyLoss()
     loss_fn.set_model_output(model)
     loss_fn(model(TOKENS), TOKENS).backward()
     assert model.layers[0].attn.q_proj.lora_b.weight.grad.any()
-    with pytest.raises(ConversionError, match="list them as LoRA, BalancingLoss"):
-        make(BalancingLoss(0.1), LoRA(rank=2))
 
 
 def test_selection_biases_move_towards_idle_experts() -> None:
