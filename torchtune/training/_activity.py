@@ -36,4 +36,6 @@ def place(step: int, phase: str) -> str:
     """Where in the loop ``phase`` is, when ``step`` steps are done: "in step 8", "saving after step 7" …"""
     if phase == "training":
         return f"in step {step + 1}"
+    if phase == "loading ahead":
+        return f"loading data for step {step + 2}"
     return f"{phase} for step {step + 1}" if phase == "loading data" else f"{phase} after step {step}"

@@ -4,9 +4,7 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,7 @@ import torch.distributed as dist
 
 from torchtune.training._activity import Activity
 from torchtune.training._heartbeats import FINISHED, Beat, Heartbeats, explain
-from torchtune.utils import dump_stacks, dump_stacks_after, get_logger, note_in_run_log
+from torchtune.utils import dump_stacks, dump_stacks_after, get_logger, note_in_run_log, set_collective_timeout
 
 if TYPE_CHECKING:
     from torchtune.training._parallel_dims import ParallelDims
@@ -63,7 +61,7 @@ class Watchdog:
         self._rank = dist.get_rank() if self._dims.world_size > 1 else 0
         self._watched = threading.get_ident()
         if self._dims.world_size > 1:
-            _let_collectives_wait(2 * self._timeout + 60)
+            set_collective_timeout(2 * self._timeout + 60)
             life = self._dims.max(time.time_ns() if self._rank == 0 else 0)
             self._beats = Heartbeats(self._rank, self._dims.world_size, self._interval, life, self._beat())
         self._since = time.monotonic()
@@ -173,15 +171,6 @@ class Watchdog:
                     "answer: it is stopped or gone, and may be what all wait for."
                 )
         return explain(beats, silent, time.time())
-
-
-def _let_collectives_wait(seconds: float) -> None:
-    """Set the time after which torch gives a collective up, in all groups there are."""
-    with warnings.catch_warnings():  # for backends that have none
-        warnings.filterwarnings("ignore", "Set timeout is now only supported", UserWarning)
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not None and dist.get_rank(group) >= 0:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _within(seconds: float, function: Callable[[], object]) -> None:
