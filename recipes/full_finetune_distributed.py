@@ -363,6 +363,7 @@ class FullFinetuneRecipeDistributed:
 
 
 @config.parse
+@training.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
     config.log_config("full_finetune_distributed", cfg)

@@ -327,6 +327,7 @@ class FullFinetuneRecipeSingleDevice:
 
 
 @config.parse
+@training.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
     config.log_config("full_finetune_single_device", cfg)

@@ -379,6 +379,7 @@ class LoRAFinetuneRecipeDistributed:
 
 
 @config.parse
+@training.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
     config.log_config("lora_finetune_distributed", cfg)

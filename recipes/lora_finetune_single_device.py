@@ -346,6 +346,7 @@ class LoRAFinetuneRecipeSingleDevice:
 
 
 @config.parse
+@training.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
     config.log_config("lora_finetune_single_device", cfg)

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from torchtune.training._activity import Activity
 from torchtune.training._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.memory import get_memory_stats
-from torchtune.utils import UserError, atomic_write, get_logger, note_in_run_log
+from torchtune.utils import Activity, UserError, atomic_write, get_logger, note_in_run_log
 
 _MOST = 4  # pieces of advice
 _SHORTEST = 256  # tokens below which sequences are not to blame

@@ -194,6 +194,7 @@ class RunControl:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._signals.__exit__(kind, error, trace)
+        self._throughput.activity.move("closing")
 
 
 def _count(batches: list[Mapping[str, torch.Tensor]]) -> tuple[int, int]:

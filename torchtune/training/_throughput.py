@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchtune.training._activity import Activity
 from torchtune.training._flops import count_flops, document_lengths, peak_flops
-from torchtune.utils import get_logger, log_once
+from torchtune.utils import Activity, get_logger, log_once, watched_activity
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +60,9 @@ class Throughput:
         self._flops = None if self._peak is None else count_flops(model)
         self._pair_flops = 0.0  # of attention, by token, in the step that is worked on
         self._expert_load = None if model is None else _expert_load(model)
-        self.activity = Activity(step)
+        self.activity = watched_activity() or Activity(step)
+        self.activity.step = step
+        self.activity.move("training")
         self.processed = 0
         self.trained = 0
         if model is not None:

@@ -21,7 +21,7 @@ def set_collective_timeout(seconds: float, known: int = 0) -> int:
 
     Args:
         seconds: the time.
-        known: do nothing if there are just so many groups.
+        known: do nothing if there are no more groups than that.
 
     Returns:
         how many groups there are.
@@ -30,12 +30,13 @@ def set_collective_timeout(seconds: float, known: int = 0) -> int:
     from torch.distributed import distributed_c10d
 
     groups = list(distributed_c10d._world.pg_map)
-    if len(groups) == known:
+    if len(groups) <= known:
         return known
     with warnings.catch_warnings():  # for backends that have none
         warnings.filterwarnings("ignore", "Set timeout is now only supported", UserWarning)
         for group in groups:
-            if group is None or dist.get_rank(group) < 0:
+            # a group that another thread is about to make has no ranks yet
+            if group not in distributed_c10d._world.pg_group_ranks or dist.get_rank(group) < 0:
                 continue
             if hasattr(dist, "set_timeout"):
                 dist.set_timeout(timedelta(seconds=seconds), group)

@@ -57,7 +57,7 @@ from torchtune.training.checkpointing._state import (
     optimizers_of,
     state_parts,
 )
-from torchtune.utils import UserError, get_logger, write_json
+from torchtune.utils import UserError, doing, get_logger, write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
 ADAPTER_DIR = "adapter"
@@ -129,6 +129,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         """The files of weights, opened."""
         return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files))
 
+    @doing("loading the checkpoint")
     def load_model(
         self, model: nn.Module, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> None:
@@ -192,6 +193,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         output_dir = self._output_dir()
         return self._ranks.first(lambda: find_resume_point(output_dir))
 
+    @doing("resuming")
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Put the trained weights of ``point`` into ``model`` and the rest into the values of ``state``.
 
