@@ -79,12 +79,13 @@ def rank(size: int, config: Path, module: Any, alone: bool) -> dict[str, Any]:
     if alone:
         return {"sockets": torch_alone(size) - before}
     cfg = load_and_check(config, [f"output_dir={config.parent / f'output_{size}'}"], module.recipe_main)
-    recipe = class_of(module)(cfg)
-    recipe.setup(cfg)
-    ready = sockets()
     with Collectives():
+        recipe = class_of(module)(cfg)
+        recipe.setup(cfg)
+        step_done()
+        setup = _steps.pop()
         recipe.train()
-    return {"ready": ready - before, "sockets": sockets() - before, "steps": _steps}
+    return {"setup": setup, "steps": _steps}
 
 
 def main(folder: Path) -> None:

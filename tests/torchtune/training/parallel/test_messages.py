@@ -51,6 +51,17 @@ def test_no_kind_of_collective_is_called_more_often_by_more_processes(counted: d
     }
 
 
+def test_set_up_gathers_nothing_from_every_rank(counted: dict[str, Any]) -> None:
+    """Ranks agree that nothing failed by a number, and hear what rank 0 found from it alone."""
+    calls = [run["setup"]["calls"] for name, run in counted.items() if name.startswith("ours")]
+    assert all(found == calls[0] for found in calls)
+    assert not any(kind.startswith("allgather_") for kind in calls[0]), calls[0]
+    sent = {size: counted[f"ours_{size}_1"]["setup"]["bytes"] for size in SIZES}
+    kinds = [kind for kind in sent[2] if "int64" in kind or "uint8" in kind]
+    assert kinds
+    assert all(sent[8][kind] == pytest.approx(sent[2][kind], abs=16) for kind in kinds), sent  # the folder's name
+
+
 def test_sockets_do_not_grow_with_the_number_of_processes(counted: dict[str, Any]) -> None:
     """Rank 0 serves the store here, which under torchrun its agent does: a socket more for each process."""
     most = dict.fromkeys(SIZES, 0)
