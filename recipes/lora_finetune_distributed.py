@@ -24,7 +24,6 @@ from torchtune.modules.conversion import (
     apply_conversions,
     run_post_optimizer_hooks,
     run_pre_optimizer_hooks,
-    run_skipped_step_hooks,
 )
 from torchtune.modules.peft import require_adapters
 
@@ -297,8 +296,6 @@ class LoRAFinetuneRecipeDistributed:
                 if self.guard.accepts(self.global_step + 1, metrics):
                     self.optimizer.step()
                     run_post_optimizer_hooks(self.model)
-                else:
-                    run_skipped_step_hooks(self.model)
                 self.optimizer.zero_grad(set_to_none=True)
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()

@@ -25,7 +25,6 @@ __all__ = [
     "nearest_module_names",
     "run_post_optimizer_hooks",
     "run_pre_optimizer_hooks",
-    "run_skipped_step_hooks",
 ]
 
 
@@ -173,18 +172,16 @@ def _run_hooks(model: nn.Module, hook: str) -> None:
 
 
 def run_pre_optimizer_hooks(model: nn.Module) -> None:
-    """Call ``pre_optimizer_hook(model)`` of every conversion that has one, in order of application."""
+    """Call ``pre_optimizer_hook(model)`` of every conversion that has one, in order of application.
+
+    It is called for every step, also for one that turns out to be skipped, for which no post hook follows.
+    """
     _run_hooks(model, "pre_optimizer_hook")
 
 
 def run_post_optimizer_hooks(model: nn.Module) -> None:
     """Call ``post_optimizer_hook(model)`` of every conversion that has one, in order of application."""
     _run_hooks(model, "post_optimizer_hook")
-
-
-def run_skipped_step_hooks(model: nn.Module) -> None:
-    """Call ``skipped_step_hook(model)`` of every conversion that has one, where the optimizer step is skipped."""
-    _run_hooks(model, "skipped_step_hook")
 
 
 def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> list[str]:

@@ -8,6 +8,8 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
     """Join all dimensions of a device mesh into one, a process group of its own; torch has no public way."""
@@ -43,3 +45,44 @@ def set_collective_timeout(seconds: float, known: int = 0) -> int:
             else:
                 distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
     return len(groups)
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd runs a backward pass in this thread: a forward pass inside of it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def record_memory_history(enabled: bool) -> None:
+    """Let a snapshot of CUDA's memory say where blocks came from; the documentation of torch names these functions."""
+    if enabled:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot() -> Any:
+    """What CUDA's memory is filled with, for https://pytorch.org/memory_viz."""
+    return torch.cuda.memory._snapshot()
+
+
+def verbose_profiling() -> Any:
+    """Setting of ``torch.profiler`` without which ``with_stack`` records no stacks, where there is one."""
+    profiler = torch._C._profiler
+    return profiler._ExperimentalConfig(verbose=True) if hasattr(profiler, "_ExperimentalConfig") else None
+
+
+def reduce_scatter_op() -> Any:
+    """The operation that compiled and sharded models reduce gradients with, for rules on what is recomputed."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+def has_cpp_compiler() -> bool:
+    """Whether the compiler that inductor writes C++ for can be found; only inductor knows where it looks."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
