@@ -188,7 +188,10 @@ def _run_hooks(model: nn.Module, hook: str) -> None:
 
 
 def run_pre_optimizer_hooks(model: nn.Module) -> None:
-    """Call ``pre_optimizer_hook(model)`` of every conversion that has one, in order of application."""
+    """Call ``pre_optimizer_hook(model)`` of every conversion that has one, in order of application.
+
+    It is called for every step, also for one that turns out to be skipped, for which no post hook follows.
+    """
     _run_hooks(model, "pre_optimizer_hook")
 
 

@@ -59,7 +59,7 @@ from torchtune.training.checkpointing._state import (
     optimizers_of,
     state_parts,
 )
-from torchtune.utils import UserError, get_logger, write_json
+from torchtune.utils import UserError, doing, get_logger, write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
 ADAPTER_DIR = "adapter"
@@ -131,6 +131,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         """The files of weights, opened."""
         return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files))
 
+    @doing("loading the checkpoint")
     def load_model(
         self, model: nn.Module, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> None:
@@ -214,6 +215,7 @@ class FullModelHFCheckpointer(LegacyInterface):
                 check_resumed_settings(cfg, point.path)
         return point
 
+    @doing("resuming")
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Put the trained weights of ``point`` into ``model`` and the rest into the values of ``state``.
 

@@ -22,7 +22,7 @@ from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._ranks import full, local_part
 from torchtune.training.checkpointing._sources import Source
-from torchtune.utils import get_logger
+from torchtune.utils import get_logger, sign_of_life
 
 # Fields that decide the arithmetic and that no shape of a tensor shows.
 _UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation")
@@ -150,6 +150,7 @@ def _load_external(
             box, local = local_part(materialize(model, name, device, dtype))
             for piece in group.pieces(name, box, shapes):
                 piece.fill(local, source.read(group.external[piece.external], piece.box))
+            sign_of_life()
 
 
 _OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the config"
