@@ -384,11 +384,11 @@ class LoRAFinetuneRecipeDistributed:
 @config.parse
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
-    config.log_config("lora_finetune_distributed", cfg)
     recipe = LoRAFinetuneRecipeDistributed(cfg)
     recipe.setup(cfg)
+    report = training.RunReport(recipe)
     try:
-        return recipe.train()
+        return report.end(recipe.train())
     finally:
         recipe.cleanup()
 

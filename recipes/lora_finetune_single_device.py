@@ -351,11 +351,11 @@ class LoRAFinetuneRecipeSingleDevice:
 @config.parse
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
-    config.log_config("lora_finetune_single_device", cfg)
     recipe = LoRAFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
+    report = training.RunReport(recipe)
     try:
-        return recipe.train()
+        return report.end(recipe.train())
     finally:
         recipe.cleanup()
 

@@ -23,7 +23,7 @@ class Template(string.Template):
     delimiter = "@"
 
 
-def render(recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: dict[str, str], **values: Any) -> str:
+def render(template: str, name: str, model: str, row: dict[str, Any], tokenizers: dict[str, str], **values: Any) -> str:
     """The text of one config."""
     family = model.split("/")[0]
     folder = f"/tmp/{row['repo'].rpartition('/')[2]}"
@@ -31,8 +31,8 @@ def render(recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: 
     tokenizer = tokenizers[row["tokenizer"]].replace("@family_tokenizer", f"{family}_tokenizer")
     common = {"title": row["title"], "repo": row["repo"], "dir": folder, "family": family, "builder": row["builder"]}
     filled = textwrap.indent(Template(tokenizer).substitute(common).rstrip(), "  ")
-    template = (SOURCES / f"{recipe}.yaml").read_text()
-    return Template(template).substitute(common, name=name, tokenizer=filled, **values)
+    text = (SOURCES / f"{template}.yaml").read_text()
+    return Template(text).substitute(common, name=name, tokenizer=filled, **values)
 
 
 def configs() -> Iterator[tuple[str, str]]:
@@ -48,7 +48,10 @@ def configs() -> Iterator[tuple[str, str]]:
                 yield name, render(recipe, name, model, row, table["tokenizers"], **values)
     for name, entry in table["single"].items():
         model = entry["model"]
-        yield name, render(entry["recipe"], name, model, table["models"][model], table["tokenizers"])
+        yield (
+            name,
+            render(entry.get("template", entry["recipe"]), name, model, table["models"][model], table["tokenizers"]),
+        )
 
 
 def main() -> int:

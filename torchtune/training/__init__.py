@@ -44,6 +44,7 @@ __getattr__, __dir__, __all__ = attach(
         "ProgressBar": "_progress",
         "RNGState": "_rng",
         "RunControl": "_run_control",
+        "RunReport": "_run_report",
         "SkippedStepsError": "_step_guard",
         "StepGuard": "_step_guard",
         "StopSignal": "_signals",

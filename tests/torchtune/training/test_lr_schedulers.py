@@ -26,7 +26,9 @@ def test_cosine_follows_the_formula():
     schedule = training.get_cosine_schedule_with_warmup(make_optimizer(), warmup, total)
     for step, rate in enumerate(rates(schedule, total + 3)):
         progress = (step - warmup) / (total - warmup)
-        factor = (step + 1) / (warmup + 1) if step < warmup else max(0.0, 0.5 * (1 + math.cos(math.pi * 2 * 0.5 * progress)))
+        factor = (
+            (step + 1) / (warmup + 1) if step < warmup else max(0.0, 0.5 * (1 + math.cos(math.pi * 2 * 0.5 * progress)))
+        )
         assert rate == pytest.approx(0.5 * factor, abs=1e-12) or (step > total and rate >= 0)
 
 
