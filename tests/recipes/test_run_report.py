@@ -87,7 +87,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
 
 @pytest.mark.parametrize("name", [LORA, FULL])
 def test_a_run_that_trains_nothing_is_warned_of(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, said, _ = run(name, tmp_path, caplog, optimizer__lr=0.0, max_steps_per_epoch=2)
+    run(name, tmp_path, caplog, optimizer__lr=0.0, max_steps_per_epoch=2)
     assert caplog.messages[-1].startswith("NOTHING WAS TRAINED: no trained parameter differs")
     assert caplog.records[-1].levelname == "WARNING"
 

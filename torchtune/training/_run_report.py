@@ -47,8 +47,10 @@ def component_name(node: Any) -> str:
 def _bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Sums, modulo 2**64, of the bits of what this rank holds of a tensor."""
     if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantised: what is inside
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _bits(getattr(tensor, name))
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in inner:
+            if isinstance(part, torch.Tensor):  # a sharded one also names its mesh
+                yield from _bits(part)
         return
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
@@ -138,8 +140,8 @@ class RunReport:
             reason = f"; {skipped} steps were skipped" if skipped else ""
             log_rank_zero(
                 get_logger(),
-                f"NOTHING WAS TRAINED: no trained parameter differs from what it was {steps:,} steps ago{reason}. Raise "
-                "optimizer.lr, or look at lr and grad_norm in the metrics.",
+                f"NOTHING WAS TRAINED: no trained parameter differs from what it was {steps:,} steps ago{reason}. "
+                "Raise optimizer.lr, or look at lr and grad_norm in the metrics.",
                 level=30,
             )
         return code
