@@ -368,6 +368,7 @@ class FullFinetuneRecipeDistributed:
 @config.parse
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
+    training.check_run(cfg)
     recipe = FullFinetuneRecipeDistributed(cfg)
     recipe.setup(cfg)
     report = training.RunReport(recipe)

@@ -332,6 +332,7 @@ class FullFinetuneRecipeSingleDevice:
 @config.parse
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
+    training.check_run(cfg)
     recipe = FullFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
     report = training.RunReport(recipe)

@@ -384,6 +384,7 @@ class LoRAFinetuneRecipeDistributed:
 @config.parse
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
+    training.check_run(cfg)
     recipe = LoRAFinetuneRecipeDistributed(cfg)
     recipe.setup(cfg)
     report = training.RunReport(recipe)

@@ -351,6 +351,7 @@ class LoRAFinetuneRecipeSingleDevice:
 @config.parse
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
+    training.check_run(cfg)
     recipe = LoRAFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
     report = training.RunReport(recipe)

@@ -67,7 +67,7 @@ def _fingerprint(model: torch.nn.Module) -> list[int]:
     return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
 
 
-def _count_tokens(dataset: Any) -> int | None:
+def count_tokens(dataset: Any) -> int | None:
     """Tokens of a dataset, where they are known without reading all rows."""
     lengths = None if getattr(dataset, "store", dataset) is None else getattr(dataset, "lengths", None)
     return None if lengths is None else int(sum(map(int, lengths)))
@@ -102,7 +102,7 @@ class RunReport:
         yield "model", f"{component_name(cfg.model)}, weights of {cfg.checkpointer.get('checkpoint_dir')}"
         yield "parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"
         dataset = recipe.loader.dataset
-        tokens = _count_tokens(dataset)
+        tokens = count_tokens(dataset)
         kind = "packs" if hasattr(dataset, "packs") else "rows"
         held_out = "" if recipe.loader_val is None else f"; {len(recipe.loader_val.dataset):,} for validation"
         yield "data", f"{len(dataset):,} {kind}{'' if tokens is None else f', {tokens:,} tokens'}{held_out}"
