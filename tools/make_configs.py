@@ -4,6 +4,8 @@
 """
 
 import argparse
+import ast
+import functools
 import string
 import sys
 import textwrap
@@ -14,7 +16,15 @@ from typing import Any
 import yaml
 
 SOURCES = Path(__file__).parent / "configs"
-CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
+RECIPES = Path(__file__).parents[1] / "recipes"
+CONFIGS = RECIPES / "configs"
+
+
+# Settings that everybody changes: configs show them, whatever their value.
+ALWAYS_SHOWN = {
+    *("batch_size", "gradient_accumulation_steps", "epochs", "dtype", "enable_activation_checkpointing", "compile"),
+    *("max_new_tokens", "temperature"),
+}
 
 
 class Template(string.Template):
@@ -23,7 +33,9 @@ class Template(string.Template):
     delimiter = "@"
 
 
-def render(template: str, name: str, model: str, row: dict[str, Any], tokenizers: dict[str, str], **values: Any) -> str:
+def render(
+    recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: dict[str, str], template: str, **values: Any
+) -> str:
     """The text of one config."""
     family = model.split("/")[0]
     folder = f"/tmp/{row['repo'].rpartition('/')[2]}"
@@ -32,7 +44,26 @@ def render(template: str, name: str, model: str, row: dict[str, Any], tokenizers
     common = {"title": row["title"], "repo": row["repo"], "dir": folder, "family": family, "builder": row["builder"]}
     filled = textwrap.indent(Template(tokenizer).substitute(common).rstrip(), "  ")
     text = (SOURCES / f"{template}.yaml").read_text()
-    return Template(text).substitute(common, name=name, tokenizer=filled, **values)
+    return without_defaults(Template(text).substitute(common, name=name, tokenizer=filled, **values), recipe)
+
+
+@functools.cache
+def default_settings(recipe: str) -> dict[str, Any]:
+    """Setting -> default, read from the text of the recipe: importing it would load torch."""
+    tree = ast.parse((RECIPES / f"{recipe}.py").read_text(encoding="utf-8"))
+    (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
+    fields = (node for node in settings.body if isinstance(node, ast.AnnAssign) and node.value is not None)
+    constants = (node for node in fields if isinstance(node.value, ast.Constant | ast.UnaryOp))
+    return {node.target.id: ast.literal_eval(node.value) for node in constants}
+
+
+def without_defaults(text: str, recipe: str) -> str:
+    """The config without the settings that repeat their default, but for those of ``ALWAYS_SHOWN``."""
+    defaults = default_settings(recipe)
+    values = yaml.safe_load(text)
+    repeated = {name for name in defaults.keys() & values.keys() - ALWAYS_SHOWN if values[name] == defaults[name]}
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if line.partition(":")[0] not in repeated)
 
 
 def configs() -> Iterator[tuple[str, str]]:
@@ -45,13 +76,11 @@ def configs() -> Iterator[tuple[str, str]]:
                 shared = changes.get("<<", {})
                 values = {**defaults, **shared, **{key: value for key, value in changes.items() if key != "<<"}}
                 name = f"{model}_{values.pop('suffix')}"
-                yield name, render(recipe, name, model, row, table["tokenizers"], **values)
+                yield name, render(recipe, name, model, row, table["tokenizers"], recipe, **values)
     for name, entry in table["single"].items():
         model = entry["model"]
-        yield (
-            name,
-            render(entry.get("template", entry["recipe"]), name, model, table["models"][model], table["tokenizers"]),
-        )
+        recipe, template = entry["recipe"], entry.get("template", entry["recipe"])
+        yield name, render(recipe, name, model, table["models"][model], table["tokenizers"], template)
 
 
 def main() -> int:

@@ -78,6 +78,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
     assert code == 128 + signal.SIGINT
     assert "Stopped after 2 steps in " in said
     (command,) = re.findall(r"go on with +(.*)", said)
+    assert f"{FULL}_changed.py --config" in command, "a copy of a recipe goes on with itself, whatever its config says"
     caplog.clear()
     with caplog.at_level("INFO", logger="torchtune"):
         assert typed(command, monkeypatch) == 0

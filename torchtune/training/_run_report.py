@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 
-from torchtune.training._parallel_dims import ParallelDims
 from torchtune.training.checkpointing._adapter import ADAPTER_FILE
 from torchtune.training.checkpointing._directories import complete_directories
 from torchtune.utils import get_logger, log_rank_zero
@@ -132,7 +130,7 @@ class RunReport:
         if recipe.global_step >= recipe.total_steps:
             text = f"Finished {steps:,} steps in {took}.\n{aligned(list(self._results()))}"
         else:
-            resume = _resume_command(self._cfg, recipe.dims)
+            resume = _resume_command(recipe)
             text = f"Stopped after {steps:,} steps in {took}.\n{aligned([('go on with', resume)])}"
         log_rank_zero(get_logger(), text)
         if steps and not changed:
@@ -164,12 +162,16 @@ class RunReport:
         yield "ask it", f"{shlex.join(words)} prompt.user={json.dumps('Who are you?')}"
 
 
-def _resume_command(cfg: Any, dims: ParallelDims) -> str:
+def _resume_command(recipe: Any) -> str:
     """What a user types to go on with a run that stopped."""
-    processes, local = dims.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    from torchtune._recipe_registry import recipe_at
+
+    processes, local = recipe.dims.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if processes != local:
         return "the same commands, with resume_from_checkpoint=True"
     words = ["tune", "run", *(["--nproc-per-node", str(processes)] if processes > 1 else [])]
-    words += [] if getattr(cfg, "recipe", None) else [sys.argv[0]]
-    settings = Path(cfg.output_dir) / "torchtune_config.yaml"
+    file = type(recipe).setup.__code__.co_filename
+    name = recipe_at(file) or file
+    words += [] if name == getattr(recipe.cfg, "recipe", None) else [name]  # else the config says it
+    settings = Path(recipe.cfg.output_dir) / "torchtune_config.yaml"
     return shlex.join([*words, "--config", str(settings), "resume_from_checkpoint=True"])
