@@ -4,6 +4,20 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 
+def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
+    """Whether a shipped recipe runs a config for one of another method, and not just for another number of devices."""
+    from torchtune._recipe_registry import find_recipe, recipe_at
+
+    own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
+    if own is None or not isinstance(named, str) or find_recipe(named) is None:
+        return False
+    return _method(own) != _method(named)
+
+
+def _method(recipe: str) -> str:
+    return recipe.removesuffix("_single_device").removesuffix("_distributed")
+
+
 def remark_on_recipe(data: Mapping[str, Any], scope: Mapping[str, Any], own_settings: Collection[str]) -> str | None:
     """A sentence that names the recipe which a config is for, if that is not the one that runs it.
 

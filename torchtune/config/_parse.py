@@ -14,7 +14,7 @@ from torchtune.config import _overrides, _unread
 from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
-from torchtune.config._for_recipe import remark_on_recipe
+from torchtune.config._for_recipe import is_other_method, remark_on_recipe
 from torchtune.config._interpolate import interpolate
 from torchtune.config._reader import Document, read
 from torchtune.config._schema import build_settings, settings_fields, settings_of
@@ -82,6 +82,8 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
     except ConfigError as error:
         raise ConfigError(error.errors, remark_on_recipe(given, scope, fields)) from None
     if remark := remark_on_recipe(given, scope, fields):
+        if is_other_method(given, scope):
+            raise ConfigError([Mistake(document.place(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):

@@ -223,9 +223,11 @@ def test_a_run_on_several_processes_is_checked_before_they_start(tune: Callable,
 def test_a_config_for_another_recipe_is_said_to_be(tune: Callable, tmp_path: Path, folder: Path) -> None:
     shipped = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device")
     assert shipped.code == 2
-    last = "The config is for the recipe lora_finetune_single_device, and this is full_finetune_single_device: "
-    assert shipped.err.splitlines()[-1].startswith(last)
-    assert "save_adapter_weights_only" in shipped.err
+    said = "The config is for the recipe lora_finetune_single_device, and this is full_finetune_single_device: "
+    assert f"recipe: {said}" in shipped.err.splitlines()[-1]
+    wrong = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device", "epochz=2")
+    assert "epochz: there is no such setting" in wrong.err
+    assert wrong.err.splitlines()[-1].startswith(said)
     config = write_config("full_finetune_distributed", tmp_path, tmp_path / "run", tensor_parallel_dim=2)
     config.write_text(config.read_text().replace("recipe: full_finetune_distributed\n", ""))
     bare = tune("run", "full_finetune_single_device", "--config", str(config))
