@@ -78,8 +78,7 @@ def test_models_and_layers_load_no_data_packages_nor_the_compiler() -> None:
     heavy = ("pandas", "pyarrow", "torchvision", "datasets", "transformers", "torchao", "huggingface_hub", "PIL")
     code = f"""if True:
         import importlib, sys, torch
-        # builds of torch for CUDA bring the compiler with their attention kernels
-        heavy = {heavy!r} + (("torch._dynamo",) if torch.version.cuda is None else ())
+        heavy = {heavy!r} + ("torch._dynamo",)
         for room in {rooms!r}:
             face = importlib.import_module("torchtune." + room)
             for name in () if room == "training" else face.__all__:

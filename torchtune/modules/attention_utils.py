@@ -122,6 +122,7 @@ def choose_kernel(
     """
     if device.type != "cuda":
         return Kernel.PER_DOCUMENT
+    _load_varlen()
     if softcap or dtype not in _FLASH_DTYPES or head_dim > 256 or _VARLEN is None:
         return Kernel.FLEX
     if sinks:
@@ -264,8 +265,12 @@ def log_attention_backend(device: torch.device, dtype: torch.dtype, **options: A
     log_once(get_logger(), f"Attention{given and ' with '}{given} on {device.type} in {dtype}: {name}.")
 
 
+@functools.cache
 def _find_varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
-    """(function, arguments that make it causal, whether it groups queries), by what this release of torch has."""
+    """(function, arguments that make it causal, whether it groups queries), by what this release of torch has.
+
+    Importing it loads the compiler, so that it happens when the first layer attends on CUDA and not before.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -280,9 +285,14 @@ def _find_varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
     return varlen_attn, causal, "enable_gqa" in known
 
 
-# Looked up here and not when first used, because compiled layers cannot import; it brings the compiler with it, which
-# builds of torch for the CPU alone are spared.
-_VARLEN = _find_varlen() if torch.version.cuda is not None else None
+_VARLEN: tuple[Callable[..., Tensor], dict[str, Any], bool] | None = None
+
+
+def _load_varlen() -> None:
+    """Look the kernel up while nothing is being compiled: compiled layers cannot import."""
+    global _VARLEN
+    if _VARLEN is None and not torch.compiler.is_compiling():
+        _VARLEN = _find_varlen()
 
 
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int = 0) -> Tensor:

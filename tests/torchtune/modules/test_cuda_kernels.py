@@ -125,10 +125,7 @@ def test_sinks_on_top_of_a_flash_kernel(length: int) -> None:
         (torch.float32, {"sinks": True}, Kernel.FLEX),
     ],
 )
-def test_no_kind_of_layer_falls_back_to_loops_on_cuda(
-    dtype: torch.dtype, kind: dict[str, Any], kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_utils, "_VARLEN", attention_utils._find_varlen())
+def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype: torch.dtype, kind: dict[str, Any], kernel: Kernel) -> None:
     assert choose_kernel(CUDA, dtype, **kind) is kernel
     assert attention_backend(CUDA, dtype, documents=True, **kind) == kernel.value
     assert choose_kernel(CPU, dtype, **kind) is Kernel.PER_DOCUMENT
