@@ -364,11 +364,12 @@ class FullFinetuneRecipeDistributed:
 @training.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
-    config.log_config("full_finetune_distributed", cfg)
+    training.check_run(cfg)
     recipe = FullFinetuneRecipeDistributed(cfg)
     recipe.setup(cfg)
+    report = training.RunReport(recipe)
     try:
-        return recipe.train()
+        return report.end(recipe.train())
     finally:
         recipe.cleanup()
 

@@ -328,11 +328,12 @@ class FullFinetuneRecipeSingleDevice:
 @training.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
-    config.log_config("full_finetune_single_device", cfg)
+    training.check_run(cfg)
     recipe = FullFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
+    report = training.RunReport(recipe)
     try:
-        return recipe.train()
+        return report.end(recipe.train())
     finally:
         recipe.cleanup()
 

@@ -129,7 +129,7 @@ class InferenceRecipe:
 @config.parse
 def recipe_main(cfg: Settings) -> Any:
     """Run the recipe with checked settings."""
-    config.log_config("generate", cfg)
+    training.check_run(cfg)
     recipe = InferenceRecipe(cfg)
     recipe.setup(cfg)
     recipe.generate(cfg)

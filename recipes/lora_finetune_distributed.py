@@ -380,11 +380,12 @@ class LoRAFinetuneRecipeDistributed:
 @training.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
-    config.log_config("lora_finetune_distributed", cfg)
+    training.check_run(cfg)
     recipe = LoRAFinetuneRecipeDistributed(cfg)
     recipe.setup(cfg)
+    report = training.RunReport(recipe)
     try:
-        return recipe.train()
+        return report.end(recipe.train())
     finally:
         recipe.cleanup()
 

@@ -347,11 +347,12 @@ class LoRAFinetuneRecipeSingleDevice:
 @training.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
-    config.log_config("lora_finetune_single_device", cfg)
+    training.check_run(cfg)
     recipe = LoRAFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
+    report = training.RunReport(recipe)
     try:
-        return recipe.train()
+        return report.end(recipe.train())
     finally:
         recipe.cleanup()
 

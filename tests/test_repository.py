@@ -26,10 +26,11 @@ ROOM_BUDGET = {
     "torchtune/models": 6100,  # and what every field of a config.json may be, and is where it is left out
     "torchtune/modules": 9000,
     # Checkpoints are half of it: any number of processes reads and writes them in slices, behind training's back.
-    # What a run says of itself (time, operations, hangs, lack of memory) is a sixth, so that recipes need not.
+    # What a run says of itself (time, operations, hangs, lack of memory, what it is about to do and what came of it) is
+    # a fifth, so that recipes need not; what keeps it from starting is found in one place, before anything is loaded.
     # That nothing is lost in silence (contents of a save, settings of a resume, of adapters' files) is 400 of these.
-    # Watching all of a run, and one message a step in the place of five, are its newest 200 lines.
-    "torchtune/training": 9600,
+    # Watching all of a run, and one message a step in the place of five, are 200 lines.
+    "torchtune/training": 10000,
     # Of these a third is docstrings and blank lines: what is left over 1,200 is what messages cost that name the file,
     # the line, the reason and the nearest right name, and that follow **kwargs to the function that takes them.
     "torchtune/config": 1900,

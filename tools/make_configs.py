@@ -33,7 +33,9 @@ class Template(string.Template):
     delimiter = "@"
 
 
-def render(recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: dict[str, str], **values: Any) -> str:
+def render(
+    recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: dict[str, str], template: str, **values: Any
+) -> str:
     """The text of one config."""
     family = model.split("/")[0]
     folder = f"/tmp/{row['repo'].rpartition('/')[2]}"
@@ -41,8 +43,8 @@ def render(recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: 
     tokenizer = tokenizers[row["tokenizer"]].replace("@family_tokenizer", f"{family}_tokenizer")
     common = {"title": row["title"], "repo": row["repo"], "dir": folder, "family": family, "builder": row["builder"]}
     filled = textwrap.indent(Template(tokenizer).substitute(common).rstrip(), "  ")
-    template = (SOURCES / f"{recipe}.yaml").read_text()
-    return without_defaults(Template(template).substitute(common, name=name, tokenizer=filled, **values), recipe)
+    text = (SOURCES / f"{template}.yaml").read_text()
+    return without_defaults(Template(text).substitute(common, name=name, tokenizer=filled, **values), recipe)
 
 
 @functools.cache
@@ -74,10 +76,11 @@ def configs() -> Iterator[tuple[str, str]]:
                 shared = changes.get("<<", {})
                 values = {**defaults, **shared, **{key: value for key, value in changes.items() if key != "<<"}}
                 name = f"{model}_{values.pop('suffix')}"
-                yield name, render(recipe, name, model, row, table["tokenizers"], **values)
+                yield name, render(recipe, name, model, row, table["tokenizers"], recipe, **values)
     for name, entry in table["single"].items():
         model = entry["model"]
-        yield name, render(entry["recipe"], name, model, table["models"][model], table["tokenizers"])
+        recipe, template = entry["recipe"], entry.get("template", entry["recipe"])
+        yield name, render(recipe, name, model, table["models"][model], table["tokenizers"], template)
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ A recipe is a ``.py`` file of the ``recipes`` package that lies beside ``torchtu
 installation; a config is a ``.yaml`` file under ``recipes/configs`` whose first key, ``recipe:``, names its recipe.
 """
 
+import ast
 import functools
 import re
 from dataclasses import dataclass, field
@@ -83,6 +84,20 @@ def get_all_recipes() -> list[Recipe]:
 def find_recipe(name: str) -> Path | None:
     """The file of the recipe called ``name``."""
     return next((recipe.path for recipe in _scan() if recipe.name == name), None)
+
+
+def recipe_at(path: str | Path) -> str | None:
+    """The name of the shipped recipe whose file this is, or ``None``."""
+    return next((recipe.name for recipe in _scan() if recipe.path == Path(path).resolve()), None)
+
+
+def settings_of_recipe(recipe: Recipe) -> set[str]:
+    """Names of a recipe's settings, read from its text without importing it."""
+    classes = (
+        node for node in ast.parse(recipe.path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
+    )
+    fields = (item for node in classes if node.name == "Settings" for item in node.body)
+    return {item.target.id for item in fields if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
 
 
 def find_config(name: str, recipe: str | None = None) -> Path | None:

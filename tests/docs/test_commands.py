@@ -28,7 +28,7 @@ NOT_RUN = {
     "tune run --nproc-per-node 8 --config llama3_1/8B_full": "eight GPUs",
     "tune run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 --config llama3_3/70B_full": "two machines",
     "sbatch --nodes 2 examples/launch/slurm.sh llama3_3/70B_full output_dir=/shared/run": "needs Slurm",
-    "pip install torchtune": "needs the package registry",
+    "pip install .": "changes the environment; tests/test_repository.py installs a wheel",
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": "needs the hub",
     "tune download meta-llama/Llama-3.2-1B-Instruct --hf-token $HF_TOKEN": "needs the hub",
     "make quickstart": "makes an environment of its own and downloads a model",
@@ -51,6 +51,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
+    tiny_models.make_outline(tmp_path_factory.mktemp("outline") / "SmolLM2-135M-Instruct")
     write_gguf(folder / "SmolLM2-135M-Instruct.gguf", "llama_tied", "Q8_0")
     return tiny_models.make(folder / "SmolLM2-135M-Instruct")
 
@@ -115,12 +116,15 @@ class Page:
         return code, output.getvalue()
 
     def _argument(self, word: str, before: str, tiny: bool) -> str:
-        if not tiny or before != "--config":
+        if before != "--config" or (find_config(word) is None and not Path(word).is_file()):
             return self.placed(word, tiny=tiny)
         text = (find_config(word) or Path(word)).read_text()
+        text = self.placed(text, tiny=tiny)
+        if not tiny:  # sizes are those of the real model: so must be those of its checkpoint
+            text = text.replace(f"{self.tmp}/SmolLM2-135M-Instruct", str(tiny_models.OUTLINE[0]))
         path = self.tmp / "configs" / f"{word.removesuffix('.yaml').replace('/', '_')}.yaml"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(self.placed(text, tiny=True))
+        path.write_text(text)
         return str(path)
 
     def do(self, block: Block) -> None:

@@ -1,13 +1,18 @@
 """Builders with the signatures of those that the pages name, of a model that trains in seconds."""
 
+import json
 from pathlib import Path
 
-from tests.tiny import write_checkpoint
+import torch
+
+from tests.tiny import write_checkpoint, write_tokenizer
 from torchtune.models import from_hf_config
 from torchtune.models._builders import lora_builder
+from torchtune.models.smol import smollm2_135m as real_smollm2_135m
 from torchtune.modules import TransformerDecoder
 
 FOLDER: list[Path] = []  # the folder of the tiny checkpoint, once there is one
+OUTLINE: list[Path] = []  # that of a checkpoint that has the names and shapes of the real model, and no numbers
 
 
 def make(folder: Path) -> Path:
@@ -15,6 +20,29 @@ def make(folder: Path) -> Path:
     write_checkpoint(folder)
     FOLDER[:] = [folder]
     return folder
+
+
+def make_outline(folder: Path) -> None:
+    """Write a checkpoint with the names and shapes of SmolLM2 135M and a hole in the place of its numbers."""
+    with torch.device("meta"):
+        model = real_smollm2_135m()
+    parameters, header, end = dict(model.named_parameters()), {}, 0
+    for group in model.spec.weight_map("hf").groups(model.description):
+        tensors = group.to_external([parameters[name] for name in group.tune])
+        for name, tensor in zip(group.external, tensors, strict=True):
+            header[name] = {
+                "dtype": "BF16",
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + 2 * tensor.numel()],
+            }
+            end += 2 * tensor.numel()
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    OUTLINE[:] = [folder]
+    write_tokenizer(folder)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def smollm2_135m(tie_word_embeddings: bool = True) -> TransformerDecoder:

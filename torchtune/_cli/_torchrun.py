@@ -36,12 +36,22 @@ def count_options(tokens: list[str], usage: str) -> int:
     return len(tokens) - len(parsed.training_script_args)
 
 
-def count_processes(options: list[str]) -> int:
-    """How many processes torchrun would start at most; as many as it can tell without looking at the machine."""
+def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
+    """How many processes torchrun would start at most, as far as that shows without looking at the machine.
+
+    Args:
+        options: as given.
+        exactly: None where their number may change, or does not show.
+
+    Raises:
+        UserError: the number does not show, and not ``exactly``.
+    """
     if not options:
         return 1
     args = _parser("").parse_args([*options, "<end>"])
     nodes, each = str(args.nnodes).rpartition(":")[2], str(args.nproc_per_node)
+    if exactly and not (len(set(str(args.nnodes).split(":"))) == 1 and nodes.isdigit() and each.isdigit()):
+        return None
     if not (nodes.isdigit() and each.isdigit()):
         raise UserError(f"--dry-run needs to know how many processes there are: give numbers, not '{each}'.")
     return int(nodes) * int(each)

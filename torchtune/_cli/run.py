@@ -134,11 +134,12 @@ class Run(Subcommand):
         print(describe_settings(settings_of(recipe.load_main())), end="")
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
+        """Print what can be known of the run, and then, last on the screen, why it cannot start."""
+        from torchtune._cli._dry_run import dry_run
         from torchtune.config import load_and_check
-        from torchtune.training import plan_run
 
-        settings = load_and_check(config, command.overrides, recipe.load_main())
-        print(plan_run(settings, count_processes(command.torchrun)))
+        self._check_distributed(recipe, wanted=bool(command.torchrun))
+        dry_run(load_and_check(config, command.overrides, recipe.load_main()), count_processes(command.torchrun))
 
     def _run_here(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
         """Run in this process, as ``python recipe.py --config …`` would; the recipe's decorator checks the config."""
@@ -153,9 +154,13 @@ class Run(Subcommand):
     def _run_distributed(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Check the config once, then start one process per device with torchrun."""
         from torchtune.config import load_and_check
+        from torchtune.training import check_run
 
         self._check_distributed(recipe, wanted=True)
-        load_and_check(config, command.overrides, recipe.load_main())
+        settings = load_and_check(config, command.overrides, recipe.load_main())
+        if (processes := count_processes(command.torchrun, exactly=True)) is not None:
+            # Here, where the reasons stand last on the screen; the workers find what one machine alone knows.
+            check_run(settings, processes)
         program = [str(recipe.path)] if recipe.path is not None else ["--module", recipe.module]
         args = torchrun_arguments(command.torchrun, [*program, "--config", str(config), *command.overrides])
         # Workers import from this directory too, as a run in this process does.

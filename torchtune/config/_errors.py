@@ -23,12 +23,17 @@ class Mistake:
 
 
 class ConfigError(UserError, ValueError):
-    """Everything that is wrong with a config, found before anything was opened; ``errors`` lists the mistakes."""
+    """Everything that is wrong with a config, found before anything was opened; ``errors`` lists the mistakes.
 
-    def __init__(self, errors: Sequence[object]) -> None:
+    ``remark`` is a sentence about all of them, which comes last.
+    """
+
+    def __init__(self, errors: Sequence[object], remark: str | None = None) -> None:
         self.errors = list(errors)
         count = "1 mistake" if len(self.errors) == 1 else f"{len(self.errors)} mistakes"
-        super().__init__("\n  ".join([f"the config has {count}:", *map(str, self.errors)]))
+        super().__init__(
+            "\n  ".join([f"the config has {count}:", *map(str, self.errors)]) + (f"\n{remark}" if remark else "")
+        )
 
 
 class InstantiationError(UserError):

@@ -14,6 +14,7 @@ from torchtune.config import _overrides, _unread
 from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
+from torchtune.config._for_recipe import is_other_method, remark_on_recipe
 from torchtune.config._interpolate import interpolate
 from torchtune.config._reader import Document, read
 from torchtune.config._schema import build_settings, settings_fields, settings_of
@@ -74,8 +75,16 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
             del document.data[key]
     name = document.data.get("recipe") if "recipe" not in fields else None
     checker = Checker(document, scope)
-    values = checker.fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
-    checker.finish()
+    given = dict(document.data)
+    try:
+        values = checker.fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
+        checker.finish()
+    except ConfigError as error:
+        raise ConfigError(error.errors, remark_on_recipe(given, scope, fields)) from None
+    if remark := remark_on_recipe(given, scope, fields):
+        if is_other_method(given, scope):
+            raise ConfigError([Mistake(document.place(("recipe",)).text, "recipe", remark)])
+        log_once(get_logger(), remark, level=30)
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # kept for save_config: the saved file still says which recipe it is for

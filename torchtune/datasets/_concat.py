@@ -34,6 +34,11 @@ class ConcatDataset(Dataset):
         """Changes when any part's does."""
         return tuple(getattr(dataset, "fingerprint", None) for dataset in self._datasets)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [examples]: tokens of every example."""
+        return np.concatenate([np.asarray(dataset.lengths) for dataset in self._datasets])
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError
+from torchtune.datasets._preview import limited, look
 from torchtune.utils import get_logger
 
 # Suffix of a file -> loader of the datasets package.
@@ -139,6 +140,7 @@ def load_rows(
 
     where, kwargs = resolve_source(source, load_dataset_kwargs)
     names = _files(kwargs["data_files"]) if where in LOADERS.values() else []
+    look(source, is_remote=any(map(_is_remote, names)) if names else not Path(where).is_dir())
     shown = ", ".join(names) or source
     split = kwargs.get("split")
     if kwargs.get("streaming"):
@@ -174,7 +176,7 @@ def load_rows(
     if hasattr(rows, "__len__") and len(rows) == 0:
         part = "filter_fn leaves no rows" if filter_fn is not None else "There are no rows"
         raise DataError(f"{part} in {shown}{'' if split is None else f' (split {split})'}.")
-    return rows
+    return limited(rows)
 
 
 def _is_saved(source: str) -> bool:

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from torchtune.utils import UserError
+from torchtune.utils._device import parse_device
+
 
 def check_settings(cfg: Any) -> Iterator[tuple[str, str]]:
     """Yield (setting, what is wrong and what to do) for settings that do not go together.
@@ -18,5 +21,9 @@ def check_settings(cfg: Any) -> Iterator[tuple[str, str]]:
         yield "enable_activation_offloading", "needs enable_activation_checkpointing=True"
     if cfg.enable_activation_offloading and cfg.device is not None and not cfg.device.startswith("cuda"):
         yield "enable_activation_offloading", f"needs device=cuda, not {cfg.device}"
+    try:
+        parse_device(cfg.device)
+    except UserError as error:
+        yield "device", str(error).removeprefix("device: ").rstrip(".")
     if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
         yield "run_val_every_n_steps", "needs dataset_val"

@@ -1,7 +1,8 @@
 """Splitting a model over the processes of a run, before any of its weights exist."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -76,27 +77,93 @@ def _split_sequences(model: nn.Module, dims: ParallelDims) -> None:
     from torchtune.modules.parallel import ContextParallelAttention
 
     for module in _heads(model):
-        queries, keys = module.num_heads // dims.tp, module.num_kv_heads // dims.tp
-        if queries % dims.cp or (keys % dims.cp and dims.cp % max(keys, 1)):
-            raise ParallelDimsError(
-                f"context_parallel_dim is {dims.cp}: it must divide the {queries} query heads of a rank, and divide "
-                f"its {keys} key heads or be a multiple of them."
-            )
+        _check_sequence_heads(module, dims)
         module.attention = ContextParallelAttention(dims.mesh["cp"].get_group())
+
+
+def _check_sequence_heads(module: nn.Module, dims: ParallelDims) -> None:
+    queries, keys = module.num_heads // dims.tp, module.num_kv_heads // dims.tp
+    if queries % dims.cp or (keys % dims.cp and dims.cp % max(keys, 1)):
+        raise ParallelDimsError(
+            f"context_parallel_dim is {dims.cp}: it must divide the {queries} query heads of a rank, and divide "
+            f"its {keys} key heads or be a multiple of them."
+        )
+
+
+def _check_layer_heads(module: nn.Module, ranks: int) -> None:
+    if module.num_heads % ranks or module.num_kv_heads % ranks:
+        raise ParallelDimsError(
+            f"tensor_parallel_dim is {ranks}: it must divide the {module.num_heads} query heads and the "
+            f"{module.num_kv_heads} key heads of the model."
+        )
+
+
+def check_split(
+    model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None = None
+) -> Mapping[str, Any] | None:
+    """Find out whether :func:`parallelize` can split ``model``, without other processes and without changing it.
+
+    Args:
+        model: as for ``parallelize``.
+        dims: sizes are enough, there need be no mesh.
+        plan: instead of the plan of the model's family.
+
+    Returns:
+        the plan by which its layers are split; None where they are not.
+
+    Raises:
+        ParallelDimsError, ParallelError: it cannot be split like that.
+    """
+    for module in _heads(model) if dims.tp > 1 else ():
+        _check_layer_heads(module, dims.tp)
+    for module in _heads(model) if dims.cp > 1 else ():
+        _check_sequence_heads(module, dims)
+    if dims.tp == 1:
+        return None
+    found = _layer_plan(model, plan)
+    for pattern, style in found.items():
+        for name, module in model.named_modules():
+            if _matches(name, pattern):
+                _check_size(name, module, style, dims.tp)
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a module is meant by a pattern of a plan, as torch reads it: every part of the name for itself."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _check_size(name: str, module: nn.Module, style: Any, ranks: int) -> None:
+    from torchtune.modules.parallel import ByColumns, ByRows, ByVocabulary
+    from torchtune.modules.parallel._styles import check_linear
+
+    if isinstance(style, ByColumns | ByRows):
+        check_linear(module)
+    split = {ByColumns: 0, ByVocabulary: 0, ByRows: 1}.get(type(style))
+    if split is not None and module.weight.shape[split] % ranks:
+        raise ParallelDimsError(
+            f"tensor_parallel_dim: {ranks} does not divide the size {module.weight.shape[split]} of {name}: choose one "
+            "that does."
+        )
+
+
+def _layer_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> Mapping[str, Any]:
+    if plan is None and getattr(model, "spec", None) is None:
+        raise ParallelDimsError(
+            f"tensor_parallel_dim: {type(model).__name__} carries no ModelSpec that says how it is split: give a "
+            "tensor_parallel_plan, or build it with a builder of torchtune.models."
+        )
+    return dict((plan or model.spec.parallel_plan)(model))
 
 
 def _split_layers(model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None) -> None:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
-    if plan is None and getattr(model, "spec", None) is None:
-        raise ParallelDimsError(
-            f"tensor_parallel_dim: {type(model).__name__} carries no ModelSpec that says how it is split: give a "
-            "tensor_parallel_plan, or build it with a builder of torchtune.models."
-        )
     mesh = dims.mesh["tp"]
     prepare_mha_for_tp(model, mesh)
-    parallelize_module(model, mesh, dict((plan or model.spec.parallel_plan)(model)))
+    parallelize_module(model, mesh, _layer_plan(model, plan))
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if whole:
         raise ParallelDimsError(f"tensor_parallel_plan: it says nothing of {', '.join(whole[:3])}: add them.")
@@ -109,11 +176,7 @@ def prepare_mha_for_tp(model: nn.Module, tp_mesh: Any) -> nn.Module:
         ParallelDimsError: the heads cannot be divided by the ranks.
     """
     for module in _heads(model):
-        if module.num_heads % tp_mesh.size() or module.num_kv_heads % tp_mesh.size():
-            raise ParallelDimsError(
-                f"tensor_parallel_dim is {tp_mesh.size()}: it must divide the {module.num_heads} query heads and the "
-                f"{module.num_kv_heads} key heads of the model."
-            )
+        _check_layer_heads(module, tp_mesh.size())
         module.num_heads //= tp_mesh.size()
         module.num_kv_heads //= tp_mesh.size()
     return model

@@ -151,7 +151,7 @@ def _gathered_bytes(model: torch.nn.Module) -> int:
     return sum(map(_num_bytes, model.parameters())) - sum(layers) + sum(layers[:2])
 
 
-def _dims(settings: Any, processes: int) -> ParallelDims:
+def arrange(settings: Any, processes: int) -> ParallelDims:
     """How a recipe arranges its processes. Raises ``ParallelDimsError`` if it cannot."""
     if not hasattr(settings, "data_parallel_shard_dim"):
         return ParallelDims()
@@ -182,7 +182,7 @@ def _show(number_of_bytes: float) -> str:
     return f"{number_of_bytes / 2**30:8.2f} GiB"
 
 
-def _build(settings: Any) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
+def build_on_meta(settings: Any) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
     """(model on the meta device, type of its weights, what was converted)."""
     from torchtune import config
     from torchtune.modules.conversion import apply_conversions
@@ -214,13 +214,13 @@ def memory_by_processes(settings: Any, counts: Sequence[int]) -> dict[int, Memor
         settings: see :func:`plan_run`.
         counts: numbers of processes.
     """
-    model, dtype, _ = _build(settings)
+    model, dtype, _ = build_on_meta(settings)
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, settings.optimizer_precision)
     whole, gathered, found = _estimate(settings, model, state_bytes), _gathered_bytes(model), {}
     offload = getattr(settings, "fsdp_cpu_offload", False)
     for count in counts:
         try:
-            found[count] = whole.share(_dims(settings, count), gathered, offload=offload)
+            found[count] = whole.share(arrange(settings, count), gathered, offload=offload)
         except ParallelDimsError:
             continue
     return found
@@ -238,8 +238,8 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     Returns:
         Text of about ten lines.
     """
-    dims = _dims(settings, processes)
-    model, dtype, reports = _build(settings)
+    dims = arrange(settings, processes)
+    model, dtype, reports = build_on_meta(settings)
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     lines = [

@@ -70,6 +70,8 @@ class StepGuard:
         self._window: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
         self.num_skipped = 0
+        self.first_loss: tuple[int, float] | None = None  # (step, loss) of this process's first step, and of its last
+        self.last_loss: tuple[int, float] | None = None
 
     def add(self, loss: torch.Tensor) -> None:
         """Add what a micro-batch contributes to the loss of the step, before its backward pass.
@@ -126,6 +128,7 @@ class StepGuard:
             self._record(step, reason, loss, grad_norm)
         self._losses = []
         metrics["loss"] = loss
+        self.first_loss, self.last_loss = self.first_loss or (step, loss), (step, loss)
         if self.num_skipped:
             metrics["skipped_steps"] = self.num_skipped
         if self._in_a_row >= self._max:

@@ -1,11 +1,19 @@
-"""Schedules of the learning rate."""
+"""Schedules of the learning rate.
 
+The warmup of ``W`` steps takes step ``i < W`` with ``(i + 1) / (W + 1)`` of the full rate: the first step trains, and
+step ``W`` is the first with the full rate. A warmup that is as long as the run would end before the full rate is
+reached: it is shortened to a tenth of the run, with a warning.
+"""
+
+import logging
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+
+from torchtune.utils import get_logger, log_rank_zero
 
 if TYPE_CHECKING:
     from torchtune.training._optimizer_in_backward import OptimizerInBackwardWrapper
@@ -29,19 +37,37 @@ class WarmupSchedule(LambdaLR):
         self._last_lr = rates
 
 
+def _shortened(num_warmup_steps: int, num_training_steps: int) -> int:
+    """A warmup that leaves steps for the full rate."""
+    if num_warmup_steps < max(1, num_training_steps):
+        return num_warmup_steps
+    shorter = num_training_steps // 10
+    log_rank_zero(
+        get_logger(),
+        f"num_warmup_steps: a warmup of {num_warmup_steps} steps is as long as the run's {num_training_steps} steps or "
+        f"longer, and the full learning rate would not be reached: the run warms up for {shorter} steps instead; set "
+        "lr_scheduler.num_warmup_steps to choose another number.",
+        logging.WARNING,
+    )
+    return shorter
+
+
 def _with_warmup(
     optimizer: torch.optim.Optimizer,
     num_warmup_steps: int,
-    num_training_steps: int,
+    num_training_steps: int | None,
     decay: Callable[[float], float],
     last_epoch: int,
 ) -> WarmupSchedule:
-    """Linear warmup step / num_warmup_steps, then ``decay`` of the progress, which runs from 0 to 1."""
+    """Linear warmup, then ``decay`` of the progress, which runs from 0 to 1."""
+    warmup, total = num_warmup_steps, num_training_steps
+    if total is not None:
+        warmup = _shortened(warmup, total)
 
     def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            return step / num_warmup_steps
-        return max(0.0, decay((step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)))
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return max(0.0, decay((step - warmup) / max(1, (total or 1) - warmup)))
 
     return WarmupSchedule(optimizer, factor, last_epoch)
 
@@ -57,7 +83,7 @@ def get_cosine_schedule_with_warmup(
 
     Args:
         optimizer: whose rates are scheduled.
-        num_warmup_steps: steps from 0 to the full rate.
+        num_warmup_steps: steps below the full rate, at its start.
         num_training_steps: steps of the whole run.
         num_cycles: waves after the warmup; 0.5 goes from the full rate to 0.
         last_epoch: index of the last step of a run that is continued, -1 for a new one.
@@ -76,7 +102,7 @@ def get_linear_schedule_with_warmup(
 
     Args:
         optimizer: whose rates are scheduled.
-        num_warmup_steps: steps from 0 to the full rate.
+        num_warmup_steps: steps below the full rate, at its start.
         num_training_steps: steps of the whole run.
         last_epoch: index of the last step of a run that is continued, -1 for a new one.
     """
@@ -90,11 +116,11 @@ def get_constant_schedule_with_warmup(
 
     Args:
         optimizer: whose rates are scheduled.
-        num_warmup_steps: steps from 0 to the full rate.
+        num_warmup_steps: steps below the full rate, at its start.
         num_training_steps: not needed; taken so that recipes may hand it over to any schedule.
         last_epoch: index of the last step of a run that is continued, -1 for a new one.
     """
-    return _with_warmup(optimizer, num_warmup_steps, num_training_steps or 1, lambda _: 1.0, last_epoch)
+    return _with_warmup(optimizer, num_warmup_steps, num_training_steps, lambda _: 1.0, last_epoch)
 
 
 def get_lr(optimizer: "torch.optim.Optimizer | OptimizerInBackwardWrapper") -> float:

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -170,6 +171,11 @@ class WandBLogger(MetricLoggerInterface):
         UserError: wandb is not installed.
     """
 
+    @staticmethod
+    def check_installed() -> ModuleType:
+        """The package, imported. Raises ``UserError`` if it is not installed."""
+        return require("wandb", extra="wandb", purpose="WandBLogger")
+
     def __init__(
         self,
         project: str = "torchtune",
@@ -178,7 +184,7 @@ class WandBLogger(MetricLoggerInterface):
         log_dir: str | None = None,
         **kwargs: Any,
     ) -> None:
-        wandb = require("wandb", extra="wandb", purpose="WandBLogger")
+        wandb = self.check_installed()
         self._run = None
         if get_world_size_and_rank()[1] != 0:
             return
@@ -231,8 +237,13 @@ class TensorBoardLogger(MetricLoggerInterface):
         UserError: tensorboard is not installed.
     """
 
+    @staticmethod
+    def check_installed() -> ModuleType:
+        """The package, imported. Raises ``UserError`` if it is not installed."""
+        return require("tensorboard", extra="tensorboard", purpose="TensorBoardLogger")
+
     def __init__(self, log_dir: str, organize_logs: bool = True, **kwargs: Any) -> None:
-        require("tensorboard", extra="tensorboard", purpose="TensorBoardLogger")
+        self.check_installed()
         self._writer = None
         if get_world_size_and_rank()[1] == 0:
             from torch.utils.tensorboard import SummaryWriter
@@ -283,6 +294,11 @@ class CometLogger(MetricLoggerInterface):
         UserError: comet_ml is not installed.
     """
 
+    @staticmethod
+    def check_installed() -> ModuleType:
+        """The package, imported. Raises ``UserError`` if it is not installed."""
+        return require("comet_ml", extra="comet", purpose="CometLogger")
+
     def __init__(
         self,
         api_key: str | None = None,
@@ -296,7 +312,7 @@ class CometLogger(MetricLoggerInterface):
         log_code: bool = True,
         **kwargs: Any,
     ) -> None:
-        comet_ml = require("comet_ml", extra="comet", purpose="CometLogger")
+        comet_ml = self.check_installed()
         self._experiment = None
         if get_world_size_and_rank()[1] == 0:
             self._experiment = comet_ml.start(
@@ -347,6 +363,11 @@ class MLFlowLogger(MetricLoggerInterface):
         UserError: mlflow is not installed.
     """
 
+    @staticmethod
+    def check_installed() -> ModuleType:
+        """The package, imported. Raises ``UserError`` if it is not installed."""
+        return require("mlflow", extra="mlflow", purpose="MLFlowLogger")
+
     def __init__(
         self,
         experiment_name: str | None = None,
@@ -354,7 +375,7 @@ class MLFlowLogger(MetricLoggerInterface):
         run_id: str | None = None,
         run_name: str | None = None,
     ) -> None:
-        self._mlflow = require("mlflow", extra="mlflow", purpose="MLFlowLogger")
+        self._mlflow = self.check_installed()
         self._run = None
         if get_world_size_and_rank()[1] == 0:
             if tracking_uri is not None:

@@ -66,21 +66,31 @@ def get_torch_device_namespace() -> Any:
     return getattr(torch, get_device_support().device_type)
 
 
-def get_device(device: str | None = None) -> "torch.device":
-    """Turn a name into a device; ``None`` picks the best one.
-
-    In a distributed run a device type without an index becomes this process's local rank.
+def parse_device(device: str | None) -> "torch.device":
+    """The device that a name means; ``None`` means the best one.
 
     Raises:
-        UserError: the device does not exist on this machine.
+        UserError: it is not the name of a device.
     """
     import torch
 
     try:
-        chosen = torch.device(device or get_device_support().device_type)
+        return torch.device(device or get_device_support().device_type)
     except RuntimeError as error:
         names = ", ".join(member.device_type for member in DeviceSupport)
-        raise UserError(f"device: '{device}' is not a device name: use one of {names}.") from error
+        hint = "; NVIDIA and AMD GPUs are called cuda" if str(device).lower().startswith("gpu") else ""
+        raise UserError(f"device: '{device}' is not a device name: use one of {names}{hint}.") from error
+
+
+def find_device(device: str | None = None) -> "torch.device":
+    """The device that a name means, if this machine has it; nothing is started on it.
+
+    Raises:
+        UserError: it is not the name of a device, or not one of this machine.
+    """
+    import torch
+
+    chosen = parse_device(device)
     if not _available(chosen.type):
         best = get_device_support().device_type
         raise UserError(
@@ -93,8 +103,22 @@ def get_device(device: str | None = None) -> "torch.device":
     index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
     if index >= count:
         raise UserError(f"device: '{chosen.type}:{index}' was asked for, but this machine has {count}.")
-    chosen = torch.device(chosen.type, index)
-    getattr(torch, chosen.type).set_device(chosen)
+    return torch.device(chosen.type, index)
+
+
+def get_device(device: str | None = None) -> "torch.device":
+    """Turn a name into a device, which becomes the current one; ``None`` picks the best one.
+
+    In a distributed run a device type without an index becomes this process's local rank.
+
+    Raises:
+        UserError: the device does not exist on this machine.
+    """
+    import torch
+
+    chosen = find_device(device)
+    if chosen.index is not None and chosen.type not in ("cpu", "mps"):
+        getattr(torch, chosen.type).set_device(chosen)
     return chosen
 
 

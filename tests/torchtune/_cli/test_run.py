@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes.runs import write_config
 from torchtune._cli.run import split
 from torchtune.utils import UserError
 
@@ -178,15 +179,71 @@ def test_a_file_without_a_main_function_is_no_recipe(tune: Callable, folder: Pat
     assert "no function recipe_main(cfg)" in result.err
 
 
-def test_dry_run_says_what_a_run_needs_and_stops(tune: Callable, tmp_path: Path) -> None:
+def test_dry_run_says_what_a_run_needs_and_what_keeps_it_from_starting(tune: Callable, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    result = tune("run", "--config", "smol/135M_lora_single_device", "--dry-run", "device=cpu", f"output_dir={output}")
-    assert result.code == 0
+    nowhere = [f"checkpointer.checkpoint_dir={tmp_path}/no_model", f"tokenizer.path={tmp_path}/no_tokenizer"]
+    command = ("run", "--config", "smol/135M_lora_single_device", "--dry-run", f"output_dir={output}", "device=cpu")
+    result = tune(*command, *nowhere)
+    assert result.code == 2
     assert "139,399,488, of which 4,884,480 are trained" in result.out
+    assert result.err.startswith("error: the run cannot start, for 2 reasons:\n")
+    assert "no_model" in result.err
+    assert "no_tokenizer" in result.err
     assert not output.exists()
     wrong = tune("run", "--config", "smol/135M_lora_single_device", "--dry-run", "epochs=-1")
     assert wrong.code == 2
     assert "epochs" in wrong.err
+
+
+def test_dry_run_of_a_run_that_can_start(tune: Callable, tmp_path: Path) -> None:
+    config = write_config("lora_finetune_single_device", tmp_path, tmp_path / "run")
+    result = tune("run", "--config", str(config), "--dry-run")
+    assert (result.code, result.err.count("error")) == (0, 0)
+    assert "data        24 rows, " in result.out
+    assert "steps       12 = 1 epoch of 12\n" in result.out
+    assert result.out.endswith("Nothing was found that would keep this run from starting.\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_of_a_recipe_of_ones_own(tune: Callable, folder: Path) -> None:
+    result = tune("run", "--config", "own.yaml", "--dry-run")
+    assert (result.code, result.out) == (0, "Nothing was found that would keep this run from starting.\n")
+    assert not (folder / "note_0.json").exists()
+
+
+def test_a_run_on_several_processes_is_checked_before_they_start(tune: Callable, tmp_path: Path) -> None:
+    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "run", tensor_parallel_dim=3)
+    result = tune("run", "--nproc-per-node", "3", "--config", str(config))
+    assert (result.code, result.out) == (2, "")
+    error = result.err[result.err.index("error: ") :]
+    assert error.startswith("error: the run cannot start, for 1 reason:\n  tensor_parallel_dim is 3: it must")
+    assert error.count("\n") == 2, "nothing stands below it"
+
+
+def test_a_config_for_another_recipe_is_said_to_be(tune: Callable, tmp_path: Path, folder: Path) -> None:
+    shipped = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device")
+    assert shipped.code == 2
+    said = "The config is for the recipe lora_finetune_single_device, and this is full_finetune_single_device: "
+    assert f"recipe: {said}" in shipped.err.splitlines()[-1]
+    wrong = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device", "epochz=2")
+    assert "epochz: there is no such setting" in wrong.err
+    assert wrong.err.splitlines()[-1].startswith(said)
+    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "run", tensor_parallel_dim=2)
+    config.write_text(config.read_text().replace("recipe: full_finetune_distributed\n", ""))
+    bare = tune("run", "full_finetune_single_device", "--config", str(config))
+    assert bare.code == 2
+    last = "The config fits the recipe full_finetune_distributed or lora_finetune_distributed: name it after `tune run`"
+    assert bare.err.splitlines()[-1].startswith(last)
+    assert "The config" not in tune("run", "--config", "own.yaml", "nte=second").err.splitlines()[-1]
+
+
+def test_a_config_that_fits_another_recipe_too_is_only_remarked_on(
+    tune: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run")
+    result = tune("run", "--nproc-per-node", "2", "full_finetune_distributed", "--config", str(config), "--dry-run")
+    assert result.code == 0
+    assert "The config is for the recipe full_finetune_single_device, and this is full_finetune_distri" in caplog.text
 
 
 def test_parts_of_a_command_line() -> None:

@@ -62,7 +62,8 @@ def _shared(parameter: Tensor | None, group: dist.ProcessGroup) -> Tensor | None
     return sum_gradients(own, group) if own.requires_grad else own
 
 
-def _check_linear(module: nn.Module) -> None:
+def check_linear(module: nn.Module) -> None:
+    """Raises :class:`ParallelError` unless it is known how a projection is split."""
     if isinstance(module, DoRALinear):
         raise ParallelError(
             "tensor_parallel_dim: the row norms of DoRA need whole rows: use LoRA (use_dora=False), or shard with "
@@ -85,7 +86,7 @@ class ByColumns(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_linear(module)
+        check_linear(module)
         _place(module, device_mesh, {"weight": Shard(0), "bias": Shard(0), "lora_b.weight": Shard(0)})
         group = device_mesh.get_group()
 
@@ -106,7 +107,7 @@ class ByRows(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_linear(module)
+        check_linear(module)
         _place(module, device_mesh, {"weight": Shard(1), "lora_a.weight": Shard(1)})
         group = device_mesh.get_group()
 

@@ -38,6 +38,7 @@ from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.training.checkpointing._legacy import LegacyInterface
 from torchtune.training.checkpointing._load import (
+    check_base,
     check_config,
     check_description,
     initialize_rest,
@@ -169,6 +170,25 @@ class FullModelHFCheckpointer(LegacyInterface):
         loaded = {name for name, _ in model.named_parameters() if adapter is not None or not own(name)}
         with self._ranks.same_randomness():
             initialize_rest(model, loaded, device, dtype)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Find out whether :meth:`load_model` can fill ``model``: files, family, names and shapes; no data are read.
+
+        Args:
+            model: on the meta device, not split.
+
+        Raises:
+            CheckpointError: see :meth:`load_model`; files that are cut are found out when they are read.
+        """
+        self._check_model_type(model)
+        source = self.source()
+        if isinstance(source, GGUFFile):
+            check_description(model, source.description, source.path)
+        else:
+            check_config(model, self.checkpoint_dir / "config.json")
+        check_base(model, source)
+        own = is_adapter_key(model)
+        self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
 
     def _adapter_file(self, *, wanted: bool) -> Path | None:
         if self.adapter_checkpoint is None:

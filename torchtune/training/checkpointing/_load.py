@@ -1,8 +1,10 @@
 """Weights from files straight into the parameters of a model."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._ranks import full, local_part
 from torchtune.training.checkpointing._sources import Source
-from torchtune.utils import get_logger, sign_of_life
+from torchtune.utils import get_logger, log_once, sign_of_life
 
 # Fields that decide the arithmetic and that no shape of a tensor shows.
 _UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation")
@@ -135,8 +137,19 @@ def _load_external(
     spec, description = identity(model)
     weight_map = spec.weight_map(kind)
     _check_tied(model, weight_map, description, source)
+    for group, shapes in _fitting_groups(model, source, kind):
+        for name in group.tune:
+            box, local = local_part(materialize(model, name, device, dtype))
+            for piece in group.pieces(name, box, shapes):
+                piece.fill(local, source.read(group.external[piece.external], piece.box))
+            sign_of_life()
+
+
+def _fitting_groups(model: nn.Module, source: Source, kind: str) -> Iterator[tuple[Any, list[tuple[int, ...]]]]:
+    """The groups of the weight map and the shapes of their tensors in the source, found to be those of the model."""
+    spec, description = identity(model)
     try:
-        groups = weight_map.select(source.names(), description)
+        groups = spec.weight_map(kind).select(source.names(), description)
     except WeightMapError as error:
         raise CheckpointError(f"{_folder(source)}: {str(error).rstrip('.')}: {_OTHER_MODEL}.") from error
     for group in groups:
@@ -146,11 +159,7 @@ def _load_external(
         )
         for name, shape, like in zip(group.external, shapes, outline, strict=True):
             check_shape(source.where(name), name, shape, like.shape)
-        for name in group.tune:
-            box, local = local_part(materialize(model, name, device, dtype))
-            for piece in group.pieces(name, box, shapes):
-                piece.fill(local, source.read(group.external[piece.external], piece.box))
-            sign_of_life()
+        yield group, shapes
 
 
 _OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the config"
@@ -176,7 +185,8 @@ def _check_tied(model: nn.Module, weight_map: WeightMap, description: Descriptio
             )
 
 
-def _load_own(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None) -> None:
+def _own_names(model: nn.Module, source: Source) -> set[str]:
+    """Names of the base parameters, found to be those of a source that bears our names."""
     own = is_adapter_key(model)
     wanted = {name for name, _ in model.named_parameters() if not own(name)}
     names = set(source.names())
@@ -187,9 +197,15 @@ def _load_own(model: nn.Module, source: Source, device: torch.device, dtype: tor
             raise CheckpointError(
                 f"{source.where(name)}: the tensor '{name}' has no place in the model: {_OTHER_MODEL}."
             )
+    for name in wanted:
+        check_shape(source.where(name), name, source.shape(name), parameter_at(model, name).shape)
+    return wanted
+
+
+def _load_own(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None) -> None:
+    wanted = _own_names(model, source)
     for name in source.names():
         if name in wanted:
-            check_shape(source.where(name), name, source.shape(name), parameter_at(model, name).shape)
             box, local = local_part(materialize(model, name, device, dtype))
             if local.numel():
                 local.copy_(source.read(name, box))
@@ -213,6 +229,25 @@ def load_base(model: nn.Module, source: Source, device: torch.device, dtype: tor
         _load_own(model, source, device, dtype)
     else:
         _load_external(model, source, kind, device, dtype)
+
+
+def check_base(model: nn.Module, source: Source) -> None:
+    """Compare names and shapes of a source with what :func:`load_base` would need; no data are read.
+
+    Args:
+        model: on the meta device, not split.
+        source: see :func:`load_base`.
+
+    Raises:
+        CheckpointError: see :func:`load_base`.
+    """
+    spec, description = identity(model)
+    kind = recognise(source, spec, description)
+    if kind == "tune":
+        _own_names(model, source)
+    else:
+        for _ in _fitting_groups(model, source, kind):
+            pass
 
 
 def check_config(model: nn.Module, config_file: Path) -> None:
@@ -263,9 +298,11 @@ def check_description(model: nn.Module, theirs: Description, where: Path) -> Non
         )
     for name in _UNSEEN:
         if getattr(theirs, name) != getattr(ours, name):
-            get_logger().warning(
+            log_once(
+                get_logger(),
                 f"{where} says {name} = {getattr(theirs, name)}, the model in the config is built with "
-                f"{getattr(ours, name)}: the latter holds."
+                f"{getattr(ours, name)}: the latter holds.",
+                level=logging.WARNING,
             )
 
 

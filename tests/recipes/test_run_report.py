@@ -1,0 +1,118 @@
+"""What a run says before and after: true numbers, and commands that work when they are typed."""
+
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes.runs import load_recipe, read_log, write_config
+from torchtune._cli import tune
+from torchtune.config import load_and_check
+from torchtune.training._run_report import _fingerprint
+
+LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
+
+
+def run(
+    name: str, folder: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, str] | None = None, **settings: Any
+) -> tuple[int, str, Path]:
+    """Run a recipe by its ``recipe_main``; returns its exit code, what it said and where it wrote."""
+    module, output_dir = load_recipe(name, folder, changes), folder / f"run_{len(list(folder.iterdir()))}"
+    config = write_config(name, folder, output_dir, log_level="INFO", **settings)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="torchtune"):
+        code = module.recipe_main(load_and_check(config, [], module.recipe_main))
+    return code, "\n".join(caplog.messages), output_dir
+
+
+def typed(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Exit code of a command of `tune`."""
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    try:
+        tune.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, said, output = run(LORA, tmp_path, caplog, gradient_accumulation_steps=3, epochs=2)
+    assert code == 0
+    assert "model       from_hf_config, weights of " in said
+    assert re.search(r"parameters  4,096 of 32,\d+ are trained", said)  # 14 adapters of rank 4, counted by hand below
+    assert 4096 == 2 * 4 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 64) * 3)
+    assert re.search(r"data        24 rows, [\d,]+ tokens\n", said)
+    assert "batch       6 rows a step = 2 (batch_size) x 3 (accumulation)\n" in said
+    assert "steps       8 = 2 epochs of 4\n" in said
+    assert f"settings    {output}/torchtune_config.yaml" in said
+    assert load_and_check(output / "torchtune_config.yaml", []).batch_size == 2
+    assert "resolved config" not in said
+    losses = [record["loss"] for record in read_log(output) if "loss" in record]
+    assert f"loss        {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step 8\n" in said
+    assert losses[-1] < losses[0]
+    assert f"result      {output}/epoch_1, a Hugging Face model with the adapter merged" in said
+    assert "NOTHING WAS TRAINED" not in said
+    capsys.readouterr()
+    (command,) = re.findall(r"ask it +(.*)", said)
+    assert typed(command + " max_new_tokens=2", monkeypatch) == 0
+
+
+def test_a_run_that_is_stopped_says_how_to_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = {
+        "control.after_step(self.global_step)": "self.global_step == 2 and __import__('signal').raise_signal(2)\n"
+        "                    control.after_step(self.global_step)"
+    }
+    code, said, output = run(FULL, tmp_path, caplog, stop, max_steps_per_epoch=3)
+    assert code == 128 + signal.SIGINT
+    assert "Stopped after 2 steps in " in said
+    (command,) = re.findall(r"go on with +(.*)", said)
+    assert f"{FULL}_changed.py --config" in command, "a copy of a recipe goes on with itself, whatever its config says"
+    caplog.clear()
+    with caplog.at_level("INFO", logger="torchtune"):
+        assert typed(command, monkeypatch) == 0
+    assert "steps       3 = 1 epoch of 3, from step 2" in caplog.text
+    assert (output / "epoch_0").is_dir()
+
+
+@pytest.mark.parametrize("name", [LORA, FULL])
+def test_a_run_that_trains_nothing_is_warned_of(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(name, tmp_path, caplog, optimizer__lr=0.0, max_steps_per_epoch=2)
+    assert caplog.messages[-1].startswith("NOTHING WAS TRAINED: no trained parameter differs")
+    assert caplog.records[-1].levelname == "WARNING"
+
+
+def test_only_the_last_save_of_adapters_alone_is_an_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, said, output = run(LORA, tmp_path, caplog, save_adapter_weights_only=True, max_steps_per_epoch=2)
+    assert f"result      {output}/epoch_0, an adapter in PEFT's layout for {tmp_path / 'checkpoint'}" in said
+    assert "ask it" not in said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_bit_of_any_trained_parameter_counts(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    base = torch.randn(100, dtype=dtype)
+    model = torch.nn.Module()
+    model.trained = torch.nn.ParameterList([torch.nn.Parameter(base[3:40].clone()), torch.nn.Parameter(base[41:78])])
+    model.frozen = torch.nn.Parameter(torch.randn(4, dtype=dtype), requires_grad=False)
+    before = _fingerprint(model)
+    model.frozen.data[0] += 1
+    assert _fingerprint(model) == before
+    for parameter in model.trained:
+        for index in (0, 20, 36):
+            old = parameter.data[index].clone()
+            parameter.data[index] = torch.nextafter(old, old.new_tensor(float("inf")))
+            assert _fingerprint(model) != before
+            parameter.data[index] = old
+            assert _fingerprint(model) == before

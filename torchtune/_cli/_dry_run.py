@@ -1,0 +1,41 @@
+"""``tune run --dry-run``."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torchtune.utils import UserError
+
+
+def dry_run(settings: Any, processes: int) -> None:
+    """Print what a run needs and what keeps it from starting.
+
+    Args:
+        settings: checked settings of a recipe.
+        processes: of the run.
+
+    Raises:
+        RunError: it cannot start; everything that can be known without training is printed all the same.
+    """
+    from torchtune.training import RunError, plan_data, plan_run
+    from torchtune.training._check_run import find_problems
+
+    problems = find_problems(settings, processes, tokenizer=True)
+
+    def show(make: Callable[[], str]) -> None:
+        try:
+            text = make()
+        except UserError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
+        else:
+            print(text, flush=True)
+
+    if getattr(settings, "model", None) is not None:
+        show(lambda: plan_run(settings, processes))
+    if getattr(settings, "dataset", None) is not None and hasattr(settings, "epochs"):
+        show(lambda: "\n".join(f"{name:<12}{text}" for name, text in plan_data(settings, processes)))
+    if problems:
+        sys.stdout.flush()
+        raise RunError(problems)
+    print("Nothing was found that would keep this run from starting.")

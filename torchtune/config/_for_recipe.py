@@ -1,0 +1,48 @@
+"""Whether a config is for the recipe that runs it."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+
+def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
+    """Whether a shipped recipe runs a config for one of another method, and not just for another number of devices."""
+    from torchtune._recipe_registry import find_recipe, recipe_at
+
+    own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
+    if own is None or not isinstance(named, str) or find_recipe(named) is None:
+        return False
+    return _method(own) != _method(named)
+
+
+def _method(recipe: str) -> str:
+    return recipe.removesuffix("_single_device").removesuffix("_distributed")
+
+
+def remark_on_recipe(data: Mapping[str, Any], scope: Mapping[str, Any], own_settings: Collection[str]) -> str | None:
+    """A sentence that names the recipe which a config is for, if that is not the one that runs it.
+
+    Its key ``recipe:`` says so where a shipped recipe runs it; else the settings do, if this recipe lacks some of them
+    and just one kind of shipped recipe has them all.
+
+    Args:
+        data: the config.
+        scope: globals of the recipe.
+        own_settings: names of the recipe's settings.
+    """
+    from torchtune._recipe_registry import get_all_recipes, recipe_at, settings_of_recipe
+
+    own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
+    shipped = {recipe.name: recipe for recipe in get_all_recipes()}
+    if own is not None and named in shipped:
+        if named == own:
+            return None
+        return f"The config is for the recipe {named}, and this is {own}: `tune run --config` alone runs the right one."
+    keys = {key for key in data if key != "recipe"}
+    if keys <= set(own_settings):
+        return None
+    fitting = [name for name, recipe in shipped.items() if keys <= settings_of_recipe(recipe)]
+    if not fitting:
+        return None
+    return (
+        f"The config fits the recipe {' or '.join(fitting)}: name it after `tune run`, or in the config as `recipe:`."
+    )
