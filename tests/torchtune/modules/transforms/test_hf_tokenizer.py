@@ -153,9 +153,23 @@ def test_truncation(folder: Path, length: int) -> None:
         [*mask[: length - 1], True],
     )
     tokens, cut = hf_tokenizer(str(folder), max_seq_len=length, truncation_type="left").tokenize_messages(CHAT)
-    assert tokens[:-1] == whole[-length:-1]
-    assert cut[:-1] == mask[-length:-1]
+    assert (tokens, cut) == (whole[-length:], mask[-length:])
     assert len(hf_tokenizer(str(folder)).tokenize_messages(CHAT, max_seq_len=length)[0]) == length
+
+
+@pytest.mark.parametrize("cut", ["left", "right"])
+def test_a_cut_row_keeps_the_label_of_the_end_of_its_turn(folder: Path, cut: str) -> None:
+    """The template ends turns with another token than the end of the sequence, as Llama 3's does."""
+    change(folder, eos_token="<|endoftext|>", chat_template=CHATML)
+    whole, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
+    end = len(whole) - whole[::-1].index(2)  # behind the last <|im_end|>
+    assert not mask[end - 1]
+    length = end if cut == "right" else len(whole) - 3
+    extra = [Message("user", "one two", masked=True)] if cut == "right" else []
+    tokenizer = hf_tokenizer(str(folder), max_seq_len=length, truncation_type=cut)
+    tokens, masked = tokenizer.tokenize_messages([*CHAT, *extra])
+    assert [token for token, hidden in zip(tokens, masked, strict=True) if not hidden][-1] == 2
+    assert 0 not in tokens
 
 
 def test_special_tokens_that_only_the_config_names(folder: Path) -> None:

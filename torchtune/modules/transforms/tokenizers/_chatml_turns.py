@@ -132,4 +132,6 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
         if closed:
             tokens, mask = [*tokens, self.eos_id], [*mask, mask[-1] if mask else True]
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        return truncate_row(
+            tokens, mask, self.max_seq_len, self.truncation_type, eos_id, [*self.stop_tokens, self.im_end_id]
+        )

@@ -149,7 +149,8 @@ class HarmonyTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             if self.truncation_type == "right" and self.max_seq_len and len(tokens) > self.max_seq_len:
                 break
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        ends = [*self.stop_tokens, self._control["end"]]
+        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id, ends)
 
     def _other(self, message: Message, called: str) -> list[int]:
         """A turn that is not the assistant's; ``called`` is the function that was called before it."""

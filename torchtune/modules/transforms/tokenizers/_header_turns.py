@@ -176,4 +176,4 @@ class HeaderTurns(MessageTransform, ModelTokenizer):
         if closed:
             tokens, mask = [*tokens, self.eos_id], [*mask, True]
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id, self.stop_tokens)

@@ -89,6 +89,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         self.stop_tokens = list(dict.fromkeys([*learned, *self.base_tokenizer.stop_tokens]))
         text_of = {token_id: text for text, token_id in self.special_tokens.items()}
         self._stops += [text_of[i] for i in self.stop_tokens if i in text_of and text_of[i] not in self._stops]
+        self._ends_turn = {self.special_tokens[stop] for stop in self._stops}
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Token ids of ``text``, with the tokens of beginning and end where the tokenizer has them."""
@@ -155,7 +156,8 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             if eos_id is None:
                 raise DataError("neither the chat template nor the tokenizer's config names a token that ends a turn")
             tokens, mask = [*tokens, eos_id], [*mask, False]
-        return truncate_row(tokens, mask, max_seq_len or self.max_seq_len, self.truncation_type, eos_id)
+        length = max_seq_len or self.max_seq_len
+        return truncate_row(tokens, mask, length, self.truncation_type, eos_id, self._ends_turn)
 
     def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"

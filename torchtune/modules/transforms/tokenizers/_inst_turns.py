@@ -125,7 +125,7 @@ class InstTurnsTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             if self.truncation_type == "right" and self.max_seq_len and len(tokens) > self.max_seq_len:
                 break
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id, self.stop_tokens)
 
     def _assistant(self, message: Message) -> list[int]:
         calls = message.extra.get("tool_calls")

@@ -91,7 +91,7 @@ class MarkedTurnsTokenizer(MessageTransform, ModelTokenizer):
         end = self.closing() if closed else []
         tokens, mask = tokens + end, mask + [True] * len(end)
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id, self.stop_tokens)
 
 
 def required_ids(special_tokens: dict[str, int], names: tuple[str, ...], family: str) -> list[int]:

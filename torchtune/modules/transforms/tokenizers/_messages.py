@@ -40,7 +40,6 @@ def tokenize_messages_no_special_tokens(
     tokens: list[int] = []
     mask: list[bool] = []
     starts_turn, ends_with_space = True, False
-    message = None
     for i, message in enumerate(messages):
         before = len(tokens)
         if starts_turn and bos_id is not None and not (begins_once and tokens):
@@ -63,6 +62,5 @@ def tokenize_messages_no_special_tokens(
         mask += [message.masked] * (len(tokens) - before)
         if truncation_type == "right" and tokenizer.max_seq_len and len(tokens) > tokenizer.max_seq_len:
             break
-    masked = message.masked if message is not None else True
     cut_id = None if is_open else eos_id
-    return truncate_row(tokens, mask, tokenizer.max_seq_len, truncation_type, cut_id, masked)
+    return truncate_row(tokens, mask, tokenizer.max_seq_len, truncation_type, cut_id, tokenizer.stop_tokens)
