@@ -18,8 +18,12 @@ from torchtune.modules.transforms.tokenizers import BaseTokenizer
 class TextCompletionDataset(Dataset):
     """Rows of text, tokenized when the dataset is made.
 
+    A text begins with the token of the beginning where the tokenizer puts it before texts, and ends with that of the
+    end. A control token that it spells, such as ``<|im_end|>``, is plain text, unless the tokenizer was made with
+    ``parse_special_tokens=True``.
+
     Args:
-        tokenizer: has ``encode(text, add_bos, add_eos)`` and ``max_seq_len``.
+        tokenizer: has ``encode(text, add_bos, add_eos)``, or ``encode_text``, and ``max_seq_len``.
         source: a dataset of the hub, a folder, a file, or a loader's name.
         column: the column with the text.
         add_eos: end every text with the end-of-sequence token.
@@ -43,7 +47,8 @@ class TextCompletionDataset(Dataset):
         cut: bool = True,
         **load_dataset_kwargs: Any,
     ) -> None:
-        self._tokenizer = tokenizer
+        # Control tokens that a document spells are text; tokenizers that never read them need no method for that.
+        self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
         self._column = column
         self._add_eos = add_eos
         self._max_seq_len = (max_seq_len or getattr(tokenizer, "max_seq_len", None)) if cut else None
@@ -55,7 +60,7 @@ class TextCompletionDataset(Dataset):
 
     def _tokenize(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
         text = text_column(row, self._column)
-        tokens = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
+        tokens = self._encode(text=text, add_bos=True, add_eos=self._add_eos)
         if self._max_seq_len is not None:
             tokens = truncate(tokens, self._max_seq_len - 1)
         return {"tokens": tokens, "labels": [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]}

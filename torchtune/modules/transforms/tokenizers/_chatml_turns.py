@@ -26,7 +26,7 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: texts added to the turns before the layout.
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-        parse_special_tokens: control tokens in the text of a turn become their ids.
+        parse_special_tokens: control tokens in the text of a turn or a document become their ids.
 
     Raises:
         DataError: a file is missing or broken, or ``special_tokens`` lacks one that is named.
@@ -75,6 +75,10 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
         if add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         return [*ids, self.eos_id] if add_eos else ids
+
+    def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """The same for a text of training data: control tokens in it are plain text."""
+        return self.encode(self._guard.hide(text), add_bos=add_bos, add_eos=add_eos)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids."""

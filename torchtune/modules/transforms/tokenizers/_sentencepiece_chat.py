@@ -75,6 +75,15 @@ class SentencePieceChatTokenizer(MessageTransform, ModelTokenizer):
             text, add_bos=add_bos, add_eos=add_eos, trim_leading_whitespace=trim_leading_whitespace
         )
 
+    def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """The same for a text of training data: control texts in it are plain text."""
+        pieces = _halves(text, self.control_texts)
+        ids: list[int] = []
+        for i, piece in enumerate(pieces):
+            is_first, is_last = i == 0, i == len(pieces) - 1
+            ids += self.encode(piece, add_bos and is_first, add_eos and is_last, trim_leading_whitespace=not is_first)
+        return ids
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids."""
         return self._spm_model.decode(token_ids)
