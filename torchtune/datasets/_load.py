@@ -7,13 +7,14 @@ import socket
 import threading
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from torchtune.data import DataError
+from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.utils import get_logger
 
 # Suffix of a file -> loader of the datasets package.
@@ -21,6 +22,8 @@ LOADERS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
     ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
+# The name of a dataset of the hub, a folder, a file or a loader; or rows in memory.
+Source = str | Path | Iterable[Mapping[str, Any]]
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
@@ -157,6 +160,126 @@ def _broken_line(names: Sequence[str]) -> str | None:
     return None
 
 
+class RowSource:
+    """Where rows come from, by name or in memory.
+
+    Args:
+        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``csv``, ``parquet`` …); or rows: a
+            ``datasets.Dataset``, or any iterable of mappings column -> value.
+        filter_fn: rows for which it is false are left out.
+        filter_kwargs: arguments of ``datasets.Dataset.filter``.
+        **kwargs: arguments of ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
+
+    Attributes:
+        shown: what the rows are from, for messages.
+
+    Raises:
+        DataError: rows in memory are no rows, or arguments are given that rows in memory cannot have.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        filter_fn: Callable[..., bool] | None = None,
+        filter_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs
+        self._rows: Any = None
+        self._is_here = not isinstance(source, str | Path)
+        if self._is_here:
+            self._rows = _rows_in_memory(source, kwargs)
+            self.shown = f"the {type(source).__name__} of {len(self._rows)} rows in memory"
+        else:
+            self._source = str(source)
+            self.shown = str(kwargs.get("data_files") or source)
+
+    def rows(self) -> Any:
+        """The rows, with a length; loaded at the first call. Raises :class:`DataError` as :func:`load_rows` does."""
+        if self._is_here:
+            return _filtered(self._rows, self._filter, self._filter_kwargs, self.shown)
+        if self._rows is None:
+            self._rows = load_rows(
+                self._source, filter_fn=self._filter, filter_kwargs=self._filter_kwargs, **self._kwargs
+            )
+        return self._rows
+
+    def add_to(self, fingerprint: Fingerprint) -> None:
+        """Add what the rows depend on. Local files are not loaded for that; what is on the hub is.
+
+        Raises:
+            DataError: a file is missing, or see :func:`load_rows`.
+        """
+        fingerprint.add([self._filter, self._filter_kwargs])
+        if not self._is_here:
+            where, kwargs = resolve_source(self._source, self._kwargs)
+            names = _flat(kwargs["data_files"]) if where in LOADERS.values() else [where]
+            if kwargs.get("streaming") is None and all(not _is_remote(name) and _exists(name) for name in names):
+                files = kwargs.pop("data_files", None) if where in LOADERS.values() else None
+                fingerprint.add([where if files is not None else "folder", kwargs])
+                fingerprint.add({split: len(_flat(part)) for split, part in files.items()} if _is_map(files) else None)
+                fingerprint.add_files(names)
+                return
+        rows = self._rows if self._is_here else self.rows()
+        known = getattr(rows, "_fingerprint", None)  # of the datasets package: of content and all that was done to it
+        if isinstance(known, str):
+            fingerprint.add(known)
+        else:
+            fingerprint.add_rows(rows)
+
+
+def _is_map(files: Any) -> bool:
+    return isinstance(files, Mapping)
+
+
+def _flat(data_files: Any) -> list[str]:
+    return [str(Path(name).expanduser()) if not _is_remote(name) else name for name in _files(data_files)]
+
+
+def _exists(name: str) -> bool:
+    return Path(name).exists() or bool(glob.glob(name, recursive=True))
+
+
+def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Rows with a length, from whatever holds them."""
+    others = sorted(name for name, value in kwargs.items() if name != "split" and value is not None)
+    if others:
+        raise DataError(f"{others[0]} does not go with rows in memory: leave it out.")
+    split = kwargs.get("split")
+    is_table = type(source).__module__.partition(".")[0] == "datasets"
+    if isinstance(source, Mapping):
+        if not is_table:
+            raise DataError("source is a mapping: rows in memory must be a list of mappings column -> value.")
+        if split not in source:
+            raise DataError(f"source has the splits {', '.join(source)}: set split to one of them, not {split!r}.")
+        return source[split]
+    if split not in (None, "train"):
+        raise DataError(f"split='{split}' does not go with rows in memory: hand over the rows that are meant.")
+    if (is_table and hasattr(source, "__len__")) or isinstance(source, list | tuple):
+        return source
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not hasattr(source, "columns"):
+        return [source[i] for i in range(len(source))]
+    if not hasattr(source, "__iter__") or hasattr(source, "columns"):
+        raise DataError(
+            f"source must be a name, or rows (a list of mappings, a datasets.Dataset), not {type(source).__name__}."
+        )
+    return list(source)
+
+
+def _filtered(
+    rows: Any, filter_fn: Callable[..., bool] | None, filter_kwargs: Mapping[str, Any] | None, shown: str
+) -> Any:
+    if filter_fn is not None:
+        if hasattr(rows, "filter"):
+            rows = rows.filter(filter_fn, **(filter_kwargs or {}))
+        else:
+            rows = [row for row in rows if filter_fn(row)]
+    if hasattr(rows, "__len__") and len(rows) == 0:
+        raise DataError(f"{'filter_fn leaves no rows' if filter_fn is not None else 'There are no rows'} in {shown}.")
+    return rows
+
+
 def load_rows(
     source: str,
     *,
@@ -222,12 +345,8 @@ def load_rows(
         raise DataError(f"Cannot load {shown}: {_first_line(error)}.") from error
     if isinstance(rows, dict):
         raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
-    if filter_fn is not None:
-        rows = rows.filter(filter_fn, **(filter_kwargs or {}))
-    if hasattr(rows, "__len__") and len(rows) == 0:
-        part = "filter_fn leaves no rows" if filter_fn is not None else "There are no rows"
-        raise DataError(f"{part} in {shown}{'' if split is None else f' (split {split})'}.")
-    return rows
+    part = "" if split is None else f" (split {split})"
+    return _filtered(rows, filter_fn, filter_kwargs, shown + part)
 
 
 @contextmanager

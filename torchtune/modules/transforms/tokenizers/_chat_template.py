@@ -1,6 +1,7 @@
 """A checkpoint's own Jinja chat template, in a sandbox."""
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -17,6 +18,10 @@ from torchtune.data import DataError
 _OPEN, _CLOSE = (f"\ue000{uuid.uuid4().hex}\ue001" for _ in range(2))
 # What an expression inside a template may raise on data that it was not made for.
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+_CLOCK_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_DIRECTIVE = re.compile(r"%-?(.)")
+_DATE = frozenset("aAwdbBmyYjUWGVux%")  # directives of strftime that change once a day at most
 
 
 class _Generation(Extension):
@@ -78,6 +83,14 @@ class ChatTemplate:
             line = getattr(error, "lineno", None)
             raise DataError(f"The chat template has an error in line {line}: {error}.") from error
         self.marks_generation = "generation" in source and "endgeneration" in source
+
+    def fingerprint_parts(self) -> list[Any] | None:
+        """What renderings depend on; None where that is the time of the day."""
+        layouts = _CLOCK_CALL.findall(self.source)
+        mentions = len(re.findall(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)", self.source))
+        if len(layouts) != mentions or any(set(_DIRECTIVE.findall(layout)) - _DATE for _, layout in layouts):
+            return None
+        return [self.source, self.variables, [self._strftime_now(layout) for _, layout in layouts]]
 
     def _strftime_now(self, layout: str) -> str:
         return (self.now or datetime.now()).strftime(layout)

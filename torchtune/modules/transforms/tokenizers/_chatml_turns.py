@@ -1,8 +1,8 @@
 """ChatML over byte-level BPE, as Qwen writes it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from torchtune.data import ChatMLTemplate, DataError, Message, PromptTemplateInterface
+from torchtune.data import ChatMLTemplate, DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._byte_level_bpe import ByteLevelBPE
 from torchtune.modules.transforms.tokenizers._guard import TextGuard
@@ -105,7 +105,7 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
         return f"{IM_START}{role}\n{body}{'' if is_open else f'{IM_END}' + chr(10)}"
 
     def tokenize_messages(
-        self, messages: list[Message], *, add_end_tokens: bool = True, add_eos: bool | None = None
+        self, messages: Sequence[MessageLike], *, add_end_tokens: bool = True, add_eos: bool | None = None
     ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation.
 
@@ -121,6 +121,7 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
             DataError: the content has no place in the layout.
         """
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = as_messages(messages)
         messages = [self._guard.hide_message(message) for message in messages]
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)

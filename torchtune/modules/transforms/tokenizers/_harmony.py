@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchtune.data import DataError, Message, PromptTemplateInterface
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._marked_turns import required_ids
 from torchtune.modules.transforms.tokenizers._protocols import MessagesWithToolsTransform, ModelTokenizer, end_tokens
@@ -103,7 +103,7 @@ class HarmonyTokenizer(MessagesWithToolsTransform, ModelTokenizer):
 
     def tokenize_messages(
         self,
-        messages: list[Message],
+        messages: Sequence[MessageLike],
         *,
         add_end_tokens: bool = True,
         add_eos: bool | None = None,
@@ -125,6 +125,7 @@ class HarmonyTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             DataError: the content has no place in the layout.
         """
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = as_messages(messages)
         if tools:
             raise DataError(
                 "Harmony is written here without descriptions of tools: use the checkpoint's own chat template "

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message
+from torchtune.data import DataError, Message, MessageLike, as_messages
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
 from torchtune.modules.transforms.tokenizers._files import read_json, read_text
@@ -118,7 +118,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
 
     def tokenize_messages(
         self,
-        messages: list[Message],
+        messages: Sequence[MessageLike],
         add_end_tokens: bool = True,
         *,
         add_eos: bool | None = None,
@@ -144,6 +144,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         if not messages:
             raise DataError("the conversation has no turns")
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = as_messages(messages)
         turns, tools = self._guard.hide([_as_turn(message) for message in messages]), self._guard.hide(tools)
         if not closed:
             text = self._open_text(turns, tools)

@@ -1,14 +1,15 @@
 """Conversations for tokenizers whose layout is plain text."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from torchtune.data import DataError, Message
+from torchtune.data import DataError, MessageLike, as_messages
 from torchtune.data._truncate import truncate_row
 
 
 def tokenize_messages_no_special_tokens(
     tokenizer: Any,
-    messages: list[Message],
+    messages: Sequence[MessageLike],
     *,
     bos_id: int | None = None,
     eos_id: int | None = None,
@@ -37,6 +38,7 @@ def tokenize_messages_no_special_tokens(
     Raises:
         DataError: a message holds an image.
     """
+    messages = as_messages(messages)
     tokens: list[int] = []
     mask: list[bool] = []
     starts_turn, ends_with_space = True, False

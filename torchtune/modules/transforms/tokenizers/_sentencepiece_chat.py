@@ -1,10 +1,11 @@
 """Tokenizers of SentencePiece models whose layout of conversations is plain text."""
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from torchtune.data import DataError, Message, PromptTemplateInterface
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.modules.transforms.tokenizers._messages import tokenize_messages_no_special_tokens
 from torchtune.modules.transforms.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens
 from torchtune.modules.transforms.tokenizers._sentencepiece import SentencePieceBaseTokenizer
@@ -90,7 +91,7 @@ class SentencePieceChatTokenizer(MessageTransform, ModelTokenizer):
 
     def tokenize_messages(
         self,
-        messages: list[Message],
+        messages: Sequence[MessageLike],
         *,
         add_start_tokens: bool = True,
         add_end_tokens: bool = True,
@@ -110,6 +111,7 @@ class SentencePieceChatTokenizer(MessageTransform, ModelTokenizer):
         Raises:
             DataError: a message holds an image.
         """
+        messages = as_messages(messages)
         if any(message.extra.get("tool_calls") for message in messages):
             raise DataError(f"{type(self).__name__} has no layout for tool_calls.")
         closed = end_tokens(add_end_tokens, add_eos)
