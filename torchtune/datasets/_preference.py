@@ -7,7 +7,8 @@ from typing import Any
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from torchtune.data import ChosenRejectedToMessages, DataError, Message, Transform
+from torchtune.data import ChosenRejectedToMessages, DataError, Message, Transform, as_messages
+from torchtune.data._common import as_sample
 from torchtune.data._messages import mask_messages
 from torchtune.data._to_messages import check_column_map, resolve_masking, text_column
 from torchtune.datasets._bad_rows import BadRows
@@ -73,8 +74,11 @@ class PreferenceDataset(Dataset):
     @staticmethod
     def _tokenize(pair: Mapping[str, Any], tokenizer: Any) -> dict[str, dict[str, list[int]]]:
         samples = {}
+        pair = as_sample(pair, "message_transform")
         for side in _SIDES:
-            row = tokenizer({"messages": pair[side]})
+            if side not in pair:
+                raise DataError(f"message_transform gives no '{side}' among {', '.join(map(repr, pair)) or 'nothing'}")
+            row = tokenizer({"messages": as_messages(pair[side])})
             samples[side] = {"tokens": row["tokens"], "labels": shifted_labels(row["tokens"], row["mask"])}
             if not has_label(samples[side]):
                 raise DataError(f"{NO_LABEL} in the {side} answer")
