@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchtune.data._documents import Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.attention_utils import _MaskType, log_attention_backend
+from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
 
 
@@ -252,10 +252,8 @@ class TransformerDecoder(nn.Module):
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
             input_pos = self._positions(h, documents)
-        if not torch.compiler.is_compiling():
-            log_attention_backend(h.device, h.dtype, documents=documents is not None, mask=mask is not None)
         tables = self._rope_tables(input_pos, documents)
-        boundaries = None if documents is None else Boundaries.of(documents)
+        boundaries = self._boundaries(h, documents, mask)
         hidden = []
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
@@ -282,6 +280,25 @@ class TransformerDecoder(nn.Module):
         if self.skip_output_layer:
             return h
         return self.output(h).float()
+
+    def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
+        """What kernels need of the documents, made once for all layers; says once which kernels those are."""
+        attentions = (getattr(layer, "attn", None) for layer in self.layers)
+        kinds = {
+            (attn.head_dim, attn.window, attn.softcap, attn.sinks is not None)
+            for attn in attentions
+            if isinstance(attn, MultiHeadAttention)
+        }
+        windows = set()
+        for head_dim, window, softcap, sinks in kinds:
+            options = {"head_dim": head_dim, "window": window or 0, "softcap": softcap or 0.0, "sinks": sinks}
+            if not torch.compiler.is_compiling():
+                log_attention_backend(
+                    h.device, h.dtype, documents=documents is not None, mask=mask is not None, **options
+                )
+            if choose_kernel(h.device, h.dtype, **options) is Kernel.FLEX:
+                windows.add(window or 0)
+        return None if documents is None else Boundaries.of(documents, block_masks=windows)
 
     def _check(self, h: Tensor, mask: _MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
         longest = h.shape[1] if documents is None else documents.max_length
