@@ -13,7 +13,15 @@ from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, Transfor
 from torchtune.data._documents import Documents
 from torchtune.data._images import format_content_with_images
 from torchtune.data._loader import BatchLoader
-from torchtune.data._messages import MaskingStrategy, Message, Role, mask_messages, validate_messages
+from torchtune.data._messages import (
+    MaskingStrategy,
+    Message,
+    MessageLike,
+    Role,
+    as_messages,
+    mask_messages,
+    validate_messages,
+)
 from torchtune.data._prompt_templates import (
     ChatMLTemplate,
     GrammarErrorCorrectionTemplate,
@@ -37,6 +45,7 @@ __all__ = [
     "InputOutputToMessages",
     "MaskingStrategy",
     "Message",
+    "MessageLike",
     "OpenAIToMessages",
     "PromptTemplate",
     "PromptTemplateInterface",
@@ -45,6 +54,7 @@ __all__ = [
     "ShareGPTToMessages",
     "SummarizeTemplate",
     "Transform",
+    "as_messages",
     "collate_documents",
     "format_content_with_images",
     "left_pad_sequence",

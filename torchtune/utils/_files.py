@@ -74,10 +74,11 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
 
 @contextmanager
-def atomic_directory(path: str | Path) -> Iterator[Path]:
+def atomic_directory(path: str | Path, replace: bool = True) -> Iterator[Path]:
     """Give a temporary directory that becomes ``path`` when the block ends without an error.
 
-    A directory that stood at ``path`` is replaced. Everything is on the disk before the rename.
+    A directory that stands at ``path`` is replaced or, without ``replace``, kept, and the temporary one dropped.
+    Everything is on the disk before the rename.
 
     Raises:
         UserError: the disk is full or the parent may not be written to.
@@ -89,9 +90,13 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         yield temporary
         _fsync_tree(temporary)
         replaced = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp")
-        if path.exists():
+        if replace and path.exists():
             os.rename(path, replaced)
-        os.rename(temporary, path)
+        try:
+            os.rename(temporary, path)
+        except OSError as error:
+            if replace or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
         fsync_directory(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
