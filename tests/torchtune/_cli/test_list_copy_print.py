@@ -95,6 +95,22 @@ def test_cp_overwrites_unless_told_not_to(tune: Callable, tmp_path: Path) -> Non
     assert mine.read_text().startswith("recipe:")
 
 
+def test_cp_keeps_a_changed_file(tune: Callable, tmp_path: Path) -> None:
+    mine, shipped = tmp_path / "mine.yaml", find_config(CONFIG).read_text()
+    assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n"
+    assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n", "nothing was changed, nothing is kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"]
+    kept = f"Copied file to {mine}\nThe file that was there is kept as {mine}.bak"
+    for text, name in (("a", ""), ("b", "1"), ("a", ""), ("c", "2")):
+        mine.write_text(text)
+        mine.chmod(0o640)
+        assert tune("cp", CONFIG, str(mine)).out == f"{kept}{name}\n"
+        assert mine.read_text() == shipped
+    backups = {path.name: path.read_text() for path in tmp_path.iterdir() if path != mine}
+    assert backups == {"mine.yaml.bak": "a", "mine.yaml.bak1": "b", "mine.yaml.bak2": "c"}
+    assert (tmp_path / "mine.yaml.bak").stat().st_mode & 0o777 == 0o640
+
+
 def test_cp_into_a_missing_directory(tune: Callable, tmp_path: Path) -> None:
     missing = tmp_path / "a" / "b" / "mine.yaml"
     result = tune("cp", CONFIG, str(missing))
