@@ -11,6 +11,7 @@ from torchtune._cli.download import Download
 from torchtune._cli.ls import List
 from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
+from torchtune.config._secrets import hide
 from torchtune.utils import UserError
 
 
@@ -44,7 +45,7 @@ def main() -> None:
         parser.run(args)
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {hide(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

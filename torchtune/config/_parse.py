@@ -16,7 +16,9 @@ from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
 from torchtune.config._interpolate import interpolate
 from torchtune.config._reader import Document, read
+from torchtune.config._save import keep_references
 from torchtune.config._schema import build_settings, settings_fields, settings_of
+from torchtune.config._secrets import escape, hide
 from torchtune.config._values import anything
 from torchtune.utils import UserError, get_logger, log_once, note_in_run_log
 
@@ -79,6 +81,7 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # kept for save_config: the saved file still says which recipe it is for
+    keep_references(settings, document)
     return settings
 
 
@@ -91,6 +94,9 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
     if recipe is not None:
         _unread.check(document, recipe, references)
     checker.finish()
+    document.data = escape(document.data)
+    for path, (text, _) in document.environment.items():
+        document.set(path, text, document.place(path))  # resolved whenever it is read, so never written resolved
     return OmegaConf.create(document.data)
 
 
@@ -129,8 +135,8 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
             # What every rank finds, or was told by the others, one says.
             shared = isinstance(error, ConfigError) or getattr(error, "told_by_rank_0", False)
             if not shared or os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"error: {error}", file=sys.stderr)
-            note_in_run_log(str(error))
+                print(f"error: {hide(str(error))}", file=sys.stderr)
+            note_in_run_log(hide(str(error)))
             sys.exit(2)
         sys.exit(result)
 
