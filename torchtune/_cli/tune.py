@@ -47,12 +47,20 @@ def main() -> None:
     except UserError as error:
         print(f"error: {hide(str(error))}", file=sys.stderr)
         sys.exit(2)
+    except SyntaxError as error:  # of a recipe or module of the user's
+        print(f"error: {error.filename}, line {error.lineno}: it is not valid Python: {error.msg}.", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if isinstance(getattr(args.func, "__self__", None), Run):
+            raise  # in the midst of a recipe: where it was matters
+        print(f"error: {error.filename}: {error.strerror}: choose another path.", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

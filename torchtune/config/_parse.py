@@ -15,12 +15,12 @@ from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
 from torchtune.config._interpolate import interpolate
-from torchtune.config._reader import Document, read
+from torchtune.config._reader import Document, leaves, read
 from torchtune.config._save import keep_references
 from torchtune.config._schema import build_settings, settings_fields, settings_of
 from torchtune.config._secrets import escape, hide
 from torchtune.config._values import anything
-from torchtune.utils import UserError, get_logger, log_once, note_in_run_log
+from torchtune.utils import ForeignPathError, UserError, get_logger, log_once, note_in_run_log, refuse_foreign
 
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
 
@@ -77,6 +77,7 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
     name = document.data.get("recipe") if "recipe" not in fields else None
     checker = Checker(document, scope)
     values = checker.fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
+    _refuse_foreign(document)
     checker.finish()
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
@@ -85,12 +86,24 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
     return settings
 
 
+def _refuse_foreign(document: Document) -> None:
+    """Note every folder and file that is to be read or written and that another user controls."""
+    for path, value in leaves(document.data):
+        names = [key for key in path if isinstance(key, str)]
+        if isinstance(value, str) and names and names[-1].endswith(("dir", "path", "file")) and os.sep in value:
+            try:
+                refuse_foreign(value)
+            except (ForeignPathError, ValueError) as error:  # a ValueError: no path at all
+                document.add(path, str(error))
+
+
 def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any:
     from omegaconf import OmegaConf
 
     references = interpolate(document, {})
     checker = Checker(document, recipe.__globals__ if recipe else {})
     anything((), document.data, checker)
+    _refuse_foreign(document)
     if recipe is not None:
         _unread.check(document, recipe, references)
     checker.finish()

@@ -1,6 +1,7 @@
 """YAML with positions: plain values, and the file and line where every key stands."""
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -172,7 +173,8 @@ def _scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
         if numeric and len(node.value) > 100:
             raise ValueError
         value = loader.construct_object(node)
-        if kind == "int" and abs(value) >= _MAX_INT:
+        too_large = kind == "int" and abs(value) >= _MAX_INT
+        if too_large or (kind == "float" and math.isinf(value) and "inf" not in node.value.lower()):
             raise ValueError
     except (ValueError, LookupError) as error:
         size = " of at most 64 bits" if numeric else ""

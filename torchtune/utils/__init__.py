@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "DeviceSupport": "_device",
+        "ForeignPathError": "_ownership",
         "UserError": "_errors",
         "atomic_directory": "_files",
         "atomic_write": "_files",
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = attach(
         "log_once": "_logging",
         "log_rank_zero": "_logging",
         "note_in_run_log": "_log_files",
+        "refuse_foreign": "_ownership",
         "require": "_optional",
         "run_log_path": "_log_files",
         "torch_version_ge": "_version",

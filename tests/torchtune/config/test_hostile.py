@@ -67,6 +67,7 @@ BOMBS = {
     "long int": ("a: " + "9" * 100_000, "is no int of at most 64 bits"),
     "int of 65 bits": ("a: 18446744073709551616", "is no int of at most 64 bits"),
     "int of base 60": ("a: " + "1:" * 100_000 + "1", "is no int of at most 64 bits"),
+    "float beyond all": ("a: 1e999", "'1e999' is no float of at most 64 bits"),
     "tagged int": ("a: 1\nb: !!int x", "c.yaml:2: 'x' is no int"),
     "tagged bool": ("a: !!bool x", "'x' is no bool"),
     "python object": ("a: !!python/object/apply:os.system ['touch here']", "tag '!!python/object/apply:os.system'"),

@@ -1,4 +1,4 @@
-"""bfloat16 training against float32 and float64: moments, weights and norms without bias; noise apart on every shard."""
+"""bfloat16 training against float32 and float64: moments, weights and norms without bias, noise by shard."""
 
 import threading
 from collections.abc import Iterator
