@@ -12,6 +12,7 @@ from torchtune._cli._target import RecipeTarget, recipe_named_by, resolve_config
 from torchtune._cli._torchrun import count_options, count_processes, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import get_all_recipes
+from torchtune.config._secrets import hide
 from torchtune.utils import UserError
 
 _USAGE = "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [key=value ...] [~key ...]"
@@ -138,7 +139,7 @@ class Run(Subcommand):
         from torchtune.training import plan_run
 
         settings = load_and_check(config, command.overrides, recipe.load_main())
-        print(plan_run(settings, count_processes(command.torchrun)))
+        print(hide(plan_run(settings, count_processes(command.torchrun))))
 
     def _run_here(self, recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
         """Run in this process, as ``python recipe.py --config …`` would; the recipe's decorator checks the config."""
