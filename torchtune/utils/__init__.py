@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "Activity": "_activity",
         "DeviceSupport": "_device",
+        "ForeignPathError": "_ownership",
         "LOOP_PHASES": "_activity",
         "UserError": "_errors",
         "atomic_directory": "_files",
@@ -34,6 +35,7 @@ __getattr__, __dir__, __all__ = attach(
         "log_rank_zero": "_logging",
         "memory_snapshot": "_torch_private",
         "note_in_run_log": "_log_files",
+        "refuse_foreign": "_ownership",
         "place": "_activity",
         "read_json": "_json",
         "record_memory_history": "_torch_private",

@@ -5,6 +5,7 @@ disk, then renamed over the final name. A process that dies, or a disk that fill
 """
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -51,8 +52,13 @@ def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
 
 
 @contextmanager
-def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
+def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -> Iterator[IO[Any]]:
     """Open a temporary file that takes the place of ``path`` when the block ends without an error.
+
+    Args:
+        path: of the file; missing directories are made.
+        mode: ``"wb"`` or ``"w"`` (UTF-8).
+        private: nobody but its owner may read the file (mode 0600), not even before it is complete.
 
     Raises:
         UserError: the disk is full or the directory may not be written to.
@@ -61,7 +67,8 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        opener = functools.partial(os.open, mode=0o600 if private else 0o666)
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8", opener=opener) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

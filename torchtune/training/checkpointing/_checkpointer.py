@@ -60,7 +60,7 @@ from torchtune.training.checkpointing._state import (
     optimizers_of,
     state_parts,
 )
-from torchtune.utils import UserError, doing, get_logger, write_json
+from torchtune.utils import UserError, doing, get_logger, refuse_foreign, write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
 ADAPTER_DIR = "adapter"
@@ -110,6 +110,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         if model_type is not None and model_type not in ModelType.__members__:
             raise CheckpointError(f"model_type: '{model_type}' is none of {', '.join(ModelType.__members__)}.")
         self.checkpoint_dir = Path(checkpoint_dir)
+        refuse_foreign(self.checkpoint_dir, "checkpointer.checkpoint_dir")
         self.checkpoint_files = checkpoint_files
         self.model_type = None if model_type is None else ModelType[model_type]
         self.output_dir = None if output_dir is None else Path(output_dir)
