@@ -5,7 +5,9 @@ from torchtune._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "AppendedFile": "_appended",
         "DeviceSupport": "_device",
+        "FolderLock": "_folder_lock",
         "UserError": "_errors",
         "atomic_directory": "_files",
         "atomic_write": "_files",
@@ -29,6 +31,7 @@ __getattr__, __dir__, __all__ = attach(
         "require": "_optional",
         "run_log_path": "_log_files",
         "torch_version_ge": "_version",
+        "valid_json": "_files",
         "write_json": "_files",
     },
 )

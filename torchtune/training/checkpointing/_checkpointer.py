@@ -57,7 +57,7 @@ from torchtune.training.checkpointing._state import (
     optimizers_of,
     state_parts,
 )
-from torchtune.utils import UserError, get_logger, write_json
+from torchtune.utils import FolderLock, UserError, get_logger, write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
 ADAPTER_DIR = "adapter"
@@ -122,8 +122,12 @@ class FullModelHFCheckpointer(LegacyInterface):
         return Ranks()
 
     @cached_property
+    def _lock(self) -> FolderLock:
+        return FolderLock(self._output_dir())
+
+    @cached_property
     def _saver(self) -> Saver:
-        return Saver(self._ranks)
+        return Saver(self._ranks, self._lock)
 
     def source(self) -> Source:
         """The files of weights, opened."""
@@ -183,6 +187,18 @@ class FullModelHFCheckpointer(LegacyInterface):
         output_dir = self._output_dir()
         self._ranks.first(lambda: check_output_dir(output_dir, self.checkpoint_dir, resume=resume))
 
+    def lock_output_dir(self) -> None:
+        """Keep other runs out of the output folder until :meth:`close`, or until the process ends.
+
+        What a killed run left locked is taken over: at once on the same machine, or after a minute without a sign of
+        life. Without this call, every save and search for a checkpoint locks the folder for as long as it takes.
+
+        Raises:
+            UserError: another run has it, or it cannot be written to.
+        """
+        self._output_dir()
+        self._ranks.first(lambda: self._lock.acquire())
+
     def find_resume_point(self) -> ResumePoint | None:
         """The newest complete checkpoint to go on from; ``None`` (and a warning) if there is none.
 
@@ -190,7 +206,14 @@ class FullModelHFCheckpointer(LegacyInterface):
             CheckpointError: the run is finished.
         """
         output_dir = self._output_dir()
-        return self._ranks.first(lambda: find_resume_point(output_dir))
+
+        def find() -> ResumePoint | None:
+            if not output_dir.is_dir():
+                return find_resume_point(output_dir)
+            with self._lock.held():
+                return find_resume_point(output_dir)
+
+        return self._ranks.first(find)
 
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Put the trained weights of ``point`` into ``model`` and the rest into the values of ``state``.
@@ -213,7 +236,8 @@ class FullModelHFCheckpointer(LegacyInterface):
                 f"{point.path} holds {theirs}, but the model of this run {ours}: resume with the saved "
                 "torchtune_config.yaml."
             )
-        self._saver.wait()
+        if self.output_dir is not None:
+            self._saver.wait()
         reshard(model)
         with self._ranks.together():
             if has_adapter:
@@ -294,11 +318,13 @@ class FullModelHFCheckpointer(LegacyInterface):
         return output_dir / name
 
     def close(self) -> None:
-        """Wait until everything is written.
+        """Wait until everything is written, and let other runs into the output folder.
 
         Raises:
             UserError: that failed; where another error is on its way up, this one is only logged.
         """
+        if self.output_dir is None:
+            return
         on_its_way = sys.exc_info()[0] is not None
         try:
             self._saver.wait()
@@ -306,6 +332,8 @@ class FullModelHFCheckpointer(LegacyInterface):
             if not on_its_way:
                 raise
             get_logger().warning(f"The last checkpoint was not written: {error}")
+        finally:
+            self._lock.release()
 
     def _carry(self, folder: Path) -> None:
         """Tokenizer, template and generation settings, from the source folder or out of a GGUF file."""

@@ -163,6 +163,12 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
             )
     if output_dir.exists() and not output_dir.is_dir():
         raise CheckpointError(f"output_dir: {output_dir} is a file: choose a folder.")
+    for path in (output_dir, *output_dir.parents):
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"output_dir: {path} is a link to {os.readlink(path)}, which is not there: make that folder, or choose "
+                "another output_dir."
+            )
     held = complete_directories(output_dir) or sorted(_named_directories(output_dir))
     if held and not resume:
         raise CheckpointError(

@@ -18,7 +18,7 @@ from torchtune.training.checkpointing._directories import new_directory, prune
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._ranks import Ranks
 from torchtune.training.checkpointing._safetensors_file import Block, TensorFile, write_at
-from torchtune.utils import UserError, explain_os_error, get_logger
+from torchtune.utils import FolderLock, UserError, explain_os_error, get_logger
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class Saver:
 
     Args:
         ranks: all of them; every method is called by all.
+        lock: of the folder of checkpoints; rank 0's counts.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, lock: FolderLock) -> None:
+        self._ranks, self._lock = ranks, lock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         # The copy in the making, of which checkpoint it is, and the seconds that it has cost.
@@ -143,6 +144,7 @@ class Saver:
         return copied
 
     def _write(self, job: Job, blocks: Callable[[], Iterable[tuple[TensorFile, Block]]]) -> None:
+        self._ranks.first(self._lock.check)  # a run that has lost its folder to another must not go on
         try:
             self._write_or_fail(job, blocks)
         except (UserError, OSError) as error:
@@ -153,7 +155,13 @@ class Saver:
     def _write_or_fail(self, job: Job, blocks: Callable[[], Iterable[tuple[TensorFile, Block]]]) -> None:
         ranks, path = self._ranks, job.output_dir / job.name
         with ExitStack() as stack:
-            folder = ranks.first(lambda: stack.enter_context(new_directory(job.output_dir, job.name)))
+
+
+            def begin() -> Path:
+                stack.enter_context(self._lock.held())
+                return stack.enter_context(new_directory(job.output_dir, job.name))
+
+            folder = ranks.first(begin)
             files = _OpenFiles(folder)
             stack.callback(files.close)
             with ranks.together():
