@@ -134,7 +134,9 @@ class FolderLock:
                 f"output_dir: {self.folder} was taken over by another run ({_describe(found[0])}), so this one must "
                 "not write there any more: stop one of them, and give the other an output_dir of its own."
             )
-            if not (_is_here(found[0]) and found[0]["pid"] == os.getpid()):  # else it was left open, and is no other run
+            if not (
+                _is_here(found[0]) and found[0]["pid"] == os.getpid()
+            ):  # else it was left open, and is no other run
                 get_logger().error(self._lost)
             return
         os.utime(self.path)

@@ -177,7 +177,7 @@ def test_removed_and_taken(tmp_path: Path) -> None:
         lock.check()
         assert any("was removed, with everything in it, under the running run" in text for text in said), said
         elsewhere(folder)
-        with pytest.raises(UserError, match="taken over by another run .* on other"):
+        with pytest.raises(UserError, match=r"taken over by another run .* on other"):
             lock.check()
         lock.release()
         assert (folder / ".run.lock").exists(), "it is somebody else's"

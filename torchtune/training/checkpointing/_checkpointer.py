@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,11 @@ from torchtune.training.checkpointing._directories import (
     MARKER,
     ResumePoint,
     check_output_dir,
-    find_resume_point,
+    damage,
+    marked_files,
+    refuse_damaged,
+    resume_candidates,
+    resume_point,
 )
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import (
@@ -52,7 +56,6 @@ from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source,
 from torchtune.training.checkpointing._state import (
     STATE_DIR,
     STRUCTURE,
-    TENSORS,
     load_state,
     optimizers_of,
     state_parts,
@@ -80,7 +83,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         resume_from_checkpoint: accepted for older configs; the recipe's setting of that name decides.
         safe_serialization: accepted for older configs; safetensors are always written.
         should_load_recipe_state: for :meth:`load_checkpoint`: read the newest checkpoint of ``output_dir``.
-        keep_last_n_checkpoints: older ones are removed after each save; all are kept by default.
+        keep_last_n_checkpoints: older ones are removed after each save. By default those of epochs are all kept, and
+            the last three of those by steps.
         enable_dcp: accepted for older configs; reading and writing stream anyway.
 
     Raises:
@@ -200,20 +204,36 @@ class FullModelHFCheckpointer(LegacyInterface):
         self._ranks.first(lambda: self._lock.acquire())
 
     def find_resume_point(self) -> ResumePoint | None:
-        """The newest complete checkpoint to go on from; ``None`` (and a warning) if there is none.
+        """The newest complete checkpoint that is whole; ``None`` (and a warning) if there is none to go on from.
+
+        What a resume needs is read and compared with the checksums of the save, each rank a share of the files. From a
+        damaged checkpoint the one before takes over, which is said as an error.
 
         Raises:
-            CheckpointError: the run is finished.
+            CheckpointError: the run is finished, no checkpoint is whole, or another run has the folder.
         """
-        output_dir = self._output_dir()
+        output_dir, held = self._output_dir(), self._lock.is_held
 
-        def find() -> ResumePoint | None:
-            if not output_dir.is_dir():
-                return find_resume_point(output_dir)
-            with self._lock.held():
-                return find_resume_point(output_dir)
+        def begin() -> list[Path]:
+            if output_dir.is_dir():
+                self._lock.acquire()
+            return resume_candidates(output_dir)
 
-        return self._ranks.first(find)
+        try:
+            candidates = self._ranks.first(begin)
+            for number, path in enumerate(candidates):
+                mine, faults = [], []
+                with self._ranks.together():
+                    mine = marked_files(path, everything=False)[self._ranks.rank :: self._ranks.size]
+                    faults = damage(path, mine)
+                faults = [fault for found in self._ranks.gather(faults) for fault in found]
+                if not faults:
+                    return self._ranks.first(partial(resume_point, path))
+                self._ranks.first(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
+            return None
+        finally:
+            if not held:
+                self._lock.release()
 
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Put the trained weights of ``point`` into ``model`` and the rest into the values of ``state``.
@@ -295,10 +315,7 @@ class FullModelHFCheckpointer(LegacyInterface):
             files.append(tensor_file(folder + ADAPTER_FILE, parts))
             contents[folder + ADAPTER_CONFIG_FILE] = settings
         contents["config.json"] = config_of_model(model, self.checkpoint_dir)
-        structure = None
-        if state is not None:
-            parts, structure = state_parts(state, model, self._ranks)
-            files.append(tensor_file(f"{STATE_DIR}/{TENSORS}", parts))
+        saved = None if state is None else state_parts(state, model, self._ranks)
 
         def small(folder: Path) -> None:
             for name, content in contents.items():
@@ -308,11 +325,13 @@ class FullModelHFCheckpointer(LegacyInterface):
                 from torchtune.config import save_config
 
                 save_config(cfg, folder / "torchtune_config.yaml")
-            if structure is not None:
-                (folder / STATE_DIR / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
+            if saved is not None:
+                (folder / STATE_DIR).mkdir(exist_ok=True)
+                (folder / STATE_DIR / STRUCTURE).write_text(json.dumps(saved.structure), encoding="utf-8")
 
         output_dir = self._output_dir()
-        job = Job(output_dir, name, files, small, self.keep_last_n_checkpoints, optional)
+        own, agreed = (None, b"") if saved is None else (saved.file, saved.agreed)
+        job = Job(output_dir, name, files, own, agreed, small, self.keep_last_n_checkpoints, optional)
         optimizers = [] if merge else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
         self._saver.save(job, behind=async_save, optimizers=optimizers)
         return output_dir / name
@@ -327,7 +346,7 @@ class FullModelHFCheckpointer(LegacyInterface):
             return
         on_its_way = sys.exc_info()[0] is not None
         try:
-            self._saver.wait()
+            self._saver.close()
         except (UserError, OSError) as error:
             if not on_its_way:
                 raise
