@@ -163,7 +163,11 @@ class FileWriter:
         path = folder / file.path
         path.parent.mkdir(exist_ok=True)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._append(file.header)
+        try:
+            self._append(file.header)
+        except OSError:
+            self.close()
+            raise
 
     def _append(self, values: memoryview | bytes | bytearray) -> None:
         values = memoryview(values)
