@@ -1,11 +1,15 @@
 # Every verb is a line of ordinary commands: `make -n VERB` shows it.
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+# `make test TORCH=2.14.1` tries another release of torch, in an environment of its own inside .venv.
+VENV := .venv$(if $(TORCH),/torch-$(TORCH))
+BIN := $(VENV)/bin
+PINS := $(BIN)/constraints.txt
+CREATE = $(PYTHON) -m venv $(VENV) && sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
+INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e
 # Threads that spin while they wait slow down everything else on a shared machine.
 ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help quickstart test lint format docs bench configs sync clean
+.PHONY: help quickstart test lint format docs bench cuda configs sync clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +32,9 @@ docs: $(BIN)/.test  ## Build the documentation into docs/_build/html
 bench: $(BIN)/.bench  ## Compare speed and memory with TRL on this machine
 	$(BIN)/python benchmarks/compare_trl.py
 
+cuda: $(BIN)/.test  ## Check which kernels attend on CUDA, without a GPU: make cuda TORCH=2.14.1 where that is a CUDA build
+	$(BIN)/python tools/check_cuda.py
+
 configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table of models, and what they need
 	$(BIN)/python tools/make_configs.py
 	$(BIN)/python tools/make_model_table.py
@@ -40,10 +47,10 @@ clean:  ## Remove what the other verbs made
 	rm -rf .venv build dist docs/_build quickstart *.egg-info
 
 $(BIN)/.quickstart: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv && $(INSTALL) '.[gguf,report]' && touch $@
+	$(INSTALL) '.[gguf,report]' && touch $@
 
 $(BIN)/.test: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv && $(INSTALL) '.[test]' && touch $@
+	$(INSTALL) '.[test]' && touch $@
 
 $(BIN)/.bench: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv && $(INSTALL) '.[bench]' && touch $@
+	$(INSTALL) '.[bench]' && touch $@

@@ -25,6 +25,7 @@ from torchtune.modules.conversion import (
     run_post_optimizer_hooks,
     run_pre_optimizer_hooks,
 )
+from torchtune.modules.loss import setup_loss
 
 
 @dataclass(kw_only=True)
@@ -157,8 +158,7 @@ class FullFinetuneRecipeSingleDevice:
         self.total_steps = cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
-        self.loss_fn = config.instantiate(cfg.loss)
-        self.loss_fn.set_model_output(self.model)
+        self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
         if cfg.compile:
             training.compile_loss(self.loss_fn)
         self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
@@ -213,11 +213,13 @@ class FullFinetuneRecipeSingleDevice:
 
     # twin
     def compute_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Mean loss over the labels of one batch, as a scalar."""
+        """Loss summed over the labels of one batch, as a scalar."""
         utils.batch_to_device(batch, self.device)
         labels = batch.pop("labels")
         with self.activations_handling_ctx:
-            return self.loss_fn(self.model(**batch), labels)
+            hidden = self.model(**batch, output="hidden")
+            total, _ = self.loss_fn.sum_and_count(hidden, labels, self.model.output)
+            return total
 
     # twin
     def train(self) -> int:
@@ -240,8 +242,8 @@ class FullFinetuneRecipeSingleDevice:
                     counts = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
                     num_tokens = sum(batch["tokens"].numel() for batch in batches)
                     num_tokens, num_labels = self.dims.sum(num_tokens, sum(counts))
-                    for batch, count in zip(batches, counts, strict=True):
-                        loss = self.compute_loss(batch) * (count / max(num_labels, 1))
+                    for batch in batches:
+                        loss = self.compute_loss(batch) / max(num_labels, 1)
                         self.guard.add(loss)
                         loss.backward()
 
@@ -295,9 +297,8 @@ class FullFinetuneRecipeSingleDevice:
         self.model.eval()
         total, num_labels = 0.0, 0
         for (batch,) in self.loader_val:
-            count = int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum())
-            total += self.compute_loss(batch).item() * count
-            num_labels += count
+            num_labels += int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum())
+            total += self.compute_loss(batch).item()
         self.model.train()
         total, num_labels = self.dims.sum(total, num_labels)
         return total / max(num_labels, 1)

@@ -1,6 +1,8 @@
 """Generate text with a model: one prompt in, one answer out, printed as it is made.
 
-tune run generate --config generation prompt.user="Why is the sky blue?"
+Model and tokenizer are those of the checkpoint's folder, unless the config names others.
+
+    tune run generate --config generation prompt.user="Why is the sky blue?"
 """
 
 import sys
@@ -14,20 +16,21 @@ import torch
 from torchtune import config, generation, training, utils
 from torchtune.config import Component, Range
 from torchtune.data import Message
+from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
-from torchtune.modules.transforms.tokenizers import StreamDecoder
+from torchtune.modules.transforms.tokenizers import StreamDecoder, hf_tokenizer
 
 
 @dataclass(kw_only=True)
 class Settings:
     """Settings of text generation."""
 
-    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b.
-    model: Component
+    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b; null reads the checkpoint's config.json.
+    model: Component | None = None
     # Conversions of the described model, applied in order before any weight exists.
     model_converters: list[Component] = field(default_factory=list)
-    # Tokenizer of the model, with its prompt layout.
-    tokenizer: Component
+    # Tokenizer of the model, with its prompt layout; null takes that of the checkpoint's folder.
+    tokenizer: Component | None = None
     # Where weights come from.
     checkpointer: Component
 
@@ -37,8 +40,8 @@ class Settings:
     max_new_tokens: Annotated[int, Range(min=1)] = 300
     # Randomness of sampling; 0 always takes the likeliest token.
     temperature: Annotated[float, Range(min=0)] = 0.6
-    # Sample among the k likeliest tokens; null samples among all.
-    top_k: Annotated[int | None, Range(min=1)] = None
+    # Sample among the k likeliest tokens; null or 0 samples among all.
+    top_k: Annotated[int | None, Range(min=0)] = None
     # Keep keys and values of earlier tokens instead of computing them again.
     enable_kv_cache: bool = True
     # Seed of sampling.
@@ -63,6 +66,9 @@ class Settings:
         for role in self.prompt:
             if role not in ("system", "user"):
                 yield f"prompt.{role}", "is not a role: use system and user"
+        for name in ("model", "tokenizer"):
+            if getattr(self, name) is None and "checkpoint_dir" not in self.checkpointer:
+                yield name, "is not given, and checkpointer has no checkpoint_dir to take it from: give one of them"
         if not self.prompt.get("user"):
             yield "prompt.user", "is empty: give the text to answer"
 
@@ -79,13 +85,13 @@ class InferenceRecipe:
 
     def setup(self, cfg: Settings) -> None:
         """Load tokenizer and model."""
-        self.tokenizer = config.instantiate(cfg.tokenizer)
+        folder = cfg.checkpointer.get("checkpoint_dir")
+        self.tokenizer = hf_tokenizer(folder) if cfg.tokenizer is None else config.instantiate(cfg.tokenizer)
         checkpointer = config.instantiate(cfg.checkpointer)
         with training.set_default_dtype(self.dtype), torch.device("meta"):
-            self.model = config.instantiate(cfg.model)
+            self.model = from_hf_config(folder) if cfg.model is None else config.instantiate(cfg.model)
             apply_conversions(self.model, [config.instantiate(converter) for converter in cfg.model_converters])
         checkpointer.load_model(self.model, device=self.device)
-        self.model.eval()
 
     def prompt_tokens(self, prompt: dict[str, str | None]) -> list[int]:
         """Token ids of the prompt, up to where the answer begins."""

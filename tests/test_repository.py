@@ -1,5 +1,7 @@
 """What holds for the repository as a whole: budgets, light imports, one truth in one place, a wheel that works."""
 
+import dataclasses
+import inspect
 import os
 import re
 import shutil
@@ -77,8 +79,7 @@ def test_models_and_layers_load_no_data_packages_nor_the_compiler() -> None:
     heavy = ("pandas", "pyarrow", "torchvision", "datasets", "transformers", "torchao", "huggingface_hub", "PIL")
     code = f"""if True:
         import importlib, sys, torch
-        # builds of torch for CUDA bring the compiler with their attention kernels
-        heavy = {heavy!r} + (("torch._dynamo",) if torch.version.cuda is None else ())
+        heavy = {heavy!r} + ("torch._dynamo",)
         for room in {rooms!r}:
             face = importlib.import_module("torchtune." + room)
             for name in () if room == "training" else face.__all__:
@@ -135,6 +136,25 @@ def test_every_shipped_config_is_well_formed() -> None:
             main = mains.setdefault(recipe.name, RecipeTarget(recipe.name, path=recipe.path).load_main())
             load_and_check(config.path, [], main)
     assert len(mains) >= 3
+
+
+def test_configs_show_what_people_edit() -> None:
+    """A setting that stands in a config differs from its default, or is one that everybody changes."""
+    shown = set("batch_size gradient_accumulation_steps epochs dtype enable_activation_checkpointing compile".split())
+    shown |= {"max_new_tokens", "temperature"}
+    repeated, seen = [], 0
+    for recipe in get_all_recipes():
+        settings = inspect.get_annotations(RecipeTarget(recipe.name, path=recipe.path).load_main(), eval_str=True)[
+            "cfg"
+        ]
+        defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+        for config in recipe.configs:
+            for name, value in yaml.safe_load(config.path.read_text()).items():
+                seen += name in defaults
+                if name not in shown and name in defaults and value == defaults[name]:
+                    repeated.append(f"{config.path.name}: {name}")
+    assert seen > 1000
+    assert not repeated
 
 
 def test_imports_keep_to_the_floors() -> None:

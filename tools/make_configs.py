@@ -4,6 +4,8 @@
 """
 
 import argparse
+import ast
+import functools
 import string
 import sys
 import textwrap
@@ -14,7 +16,15 @@ from typing import Any
 import yaml
 
 SOURCES = Path(__file__).parent / "configs"
-CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
+RECIPES = Path(__file__).parents[1] / "recipes"
+CONFIGS = RECIPES / "configs"
+
+
+# Settings that everybody changes: configs show them, whatever their value.
+ALWAYS_SHOWN = {
+    *("batch_size", "gradient_accumulation_steps", "epochs", "dtype", "enable_activation_checkpointing", "compile"),
+    *("max_new_tokens", "temperature"),
+}
 
 
 class Template(string.Template):
@@ -32,7 +42,26 @@ def render(recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: 
     common = {"title": row["title"], "repo": row["repo"], "dir": folder, "family": family, "builder": row["builder"]}
     filled = textwrap.indent(Template(tokenizer).substitute(common).rstrip(), "  ")
     template = (SOURCES / f"{recipe}.yaml").read_text()
-    return Template(template).substitute(common, name=name, tokenizer=filled, **values)
+    return without_defaults(Template(template).substitute(common, name=name, tokenizer=filled, **values), recipe)
+
+
+@functools.cache
+def default_settings(recipe: str) -> dict[str, Any]:
+    """Setting -> default, read from the text of the recipe: importing it would load torch."""
+    tree = ast.parse((RECIPES / f"{recipe}.py").read_text(encoding="utf-8"))
+    (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
+    fields = (node for node in settings.body if isinstance(node, ast.AnnAssign) and node.value is not None)
+    constants = (node for node in fields if isinstance(node.value, ast.Constant | ast.UnaryOp))
+    return {node.target.id: ast.literal_eval(node.value) for node in constants}
+
+
+def without_defaults(text: str, recipe: str) -> str:
+    """The config without the settings that repeat their default, but for those of ``ALWAYS_SHOWN``."""
+    defaults = default_settings(recipe)
+    values = yaml.safe_load(text)
+    repeated = {name for name in defaults.keys() & values.keys() - ALWAYS_SHOWN if values[name] == defaults[name]}
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if line.partition(":")[0] not in repeated)
 
 
 def configs() -> Iterator[tuple[str, str]]:

@@ -51,17 +51,17 @@ def test_edits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "output"),
+    ("text", "output", "reason"),
     [
-        ("tune ls --nonsense", ""),
-        ("tune ls", "RECIPE CONFIG"),
-        ("tune validate smol/135M_lora_single_device epochz=1", ""),
-        ("tune validate smol/135M_lora_single_device", "error: ..."),
-        ("false", ""),
-        ("no_such_command_anywhere", ""),
-        ("echo yes", "no"),
+        ("tune ls --nonsense", "", "exit code 2"),
+        ("tune ls", "RECIPE CONFIG", "shown:"),
+        ("tune validate smol/135M_lora_single_device epochz=1", "", "exit code 2"),
+        ("tune validate smol/135M_lora_single_device", "error: ...", "shown:"),
+        ("false", "", "exit code 1"),
+        ("no_such_command_anywhere", "", "exit code 127"),
+        ("echo yes", "no", "shown:"),
     ],
 )
-def test_what_is_not_as_shown_fails(text: str, output: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
+def test_what_is_not_as_shown_fails(text: str, output: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=reason):
         Page(tmp_path).run(Command(text, output))

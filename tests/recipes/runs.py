@@ -26,13 +26,18 @@ TRAINING = (
 _count = itertools.count()
 
 
+class NotInjected(Exception):
+    """A bug was to be put in and was not: the harness is wrong, not what it tests. Never an AssertionError."""
+
+
 def load_recipe(name: str, folder: Path, changes: dict[str, str] | None = None) -> ModuleType:
     """Import a recipe from its file; ``changes`` (old text -> new text) make a wrong copy of it first."""
     path = RECIPES / f"{name}.py"
     if changes:
         text = path.read_text()
         for old, new in changes.items():
-            assert text.count(old) == 1, f"'{old}' stands {text.count(old)} times in {path.name}"
+            if text.count(old) != 1:
+                raise NotInjected(f"'{old}' stands {text.count(old)} times in {path.name}, not once")
             text = text.replace(old, new)
         path = folder / f"{name}_changed.py"
         path.write_text(text)
@@ -118,14 +123,19 @@ class Run:
     output_dir: Path
 
     @property
+    def records(self) -> list[dict[str, float]]:
+        """Everything logged, in order."""
+        return read_log(self.output_dir)
+
+    @property
     def losses(self) -> dict[int, float]:
         """Step -> loss, the last one logged for a step."""
-        return {record["step"]: record["loss"] for record in read_log(self.output_dir) if "loss" in record}
+        return {record["step"]: record["loss"] for record in self.records if "loss" in record}
 
     @property
     def lrs(self) -> dict[int, float]:
         """Step -> learning rate."""
-        return {record["step"]: record["lr"] for record in read_log(self.output_dir) if "lr" in record}
+        return {record["step"]: record["lr"] for record in self.records if "lr" in record}
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:

@@ -50,6 +50,11 @@ def test_loss_equals_transformers(name: str, tmp_path: Path) -> None:
     checks.loss_equals_transformers(name, tmp_path)
 
 
+@pytest.mark.parametrize("name", [n for n in TRAINING if n.startswith("full")], indirect=True)
+def test_losses_follow_plain_torch(name: str, tmp_path: Path) -> None:
+    checks.losses_follow_plain_torch(name, tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_resume_equals_uninterrupted(name: str, tmp_path: Path, dtype: str) -> None:
     checks.resume_equals_uninterrupted(name, tmp_path, dtype=dtype)
@@ -110,24 +115,15 @@ def test_saved_config_runs_again_unchanged(name: str, tmp_path: Path) -> None:
 
 
 def test_validation_is_the_mean_over_labels(name: str, tmp_path: Path) -> None:
-    settings = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}, "lr_scheduler": None, "shuffle": False}
-    first = start(name, tmp_path, **settings, batch_size=24, max_steps_per_epoch=1)
-    data = {
-        "_component_": "torchtune.datasets.chat_dataset",
-        "source": "json",
-        "data_files": str(tmp_path / "data.jsonl"),
-        "conversation_column": "messages",
-        "conversation_style": "openai",
-    }
-    run = start(name, tmp_path, **settings, dataset_val=data, batch_size_val=5, run_val_every_n_steps=6)
-    validated = {r["step"]: r["val_loss"] for r in read_log(run.output_dir) if "val_loss" in r}
-    assert list(validated) == [6, 12]
-    assert validated[6] == pytest.approx(first.losses[1], abs=1e-6)
+    checks.validation_is_the_mean_over_labels(name, tmp_path)
+
+
+def test_validation_leaves_training_alone(name: str, tmp_path: Path) -> None:
+    checks.validation_leaves_training_alone(name, tmp_path)
 
 
 def test_training_learns(name: str, tmp_path: Path) -> None:
-    losses = start(name, tmp_path, epochs=6, batch_size=8).losses
-    assert losses[max(losses)] < losses[1] - 1.0
+    checks.training_learns(name, tmp_path)
 
 
 def test_an_output_folder_that_holds_a_run_is_refused(name: str, tmp_path: Path) -> None:

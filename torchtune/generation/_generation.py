@@ -1,9 +1,11 @@
 """Sampling text from a decoder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtune.generation._masks import get_causal_mask_from_padding_mask, get_position_ids_from_padding_mask
 from torchtune.modules.transformer import TransformerDecoder
@@ -18,16 +20,21 @@ def sample(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None
     Args:
         logits: ``[..., v]``.
         temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw among the k most likely tokens only.
+        top_k: draw among the k most likely tokens only; ``None`` or 0 draws among all.
         q: noise ``[..., v]``; by default drawn here.
 
     Returns:
         int64 ``[..., 1]``.
+
+    Raises:
+        ValueError: ``top_k`` or ``temperature`` below 0.
     """
+    if temperature < 0.0 or (top_k or 0) < 0:
+        raise ValueError(f"temperature is {temperature} and top_k is {top_k}: neither may be below 0.")
     if temperature == 0.0:
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / max(temperature, 1e-5)
-    if top_k is not None:
+    if top_k:
         lowest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < lowest, float("-inf"))
     probabilities = logits.softmax(dim=-1)
@@ -66,14 +73,14 @@ def generate_next_token(
 
 def _last_logits(model: TransformerDecoder, x: Tensor, input_pos: Tensor, mask: Tensor | None) -> Tensor:
     """float32 ``[b, 1, v]``: only the last position passes through the output projection."""
-    if x.shape[1] == 1 or model.skip_output_layer or model.output_hidden_states:
-        return model(x, input_pos=input_pos, mask=mask)[:, -1:]
-    model.skip_output_layer = True
-    try:
-        hidden = model(x, input_pos=input_pos, mask=mask)
-    finally:
-        model.skip_output_layer = False
-    return model.output(hidden[:, -1:]).float()
+    return model.output(last_hidden(model, x, input_pos, mask, -1)).float()
+
+
+def last_hidden(model: TransformerDecoder, x: Tensor, input_pos: Tensor, mask: Tensor | None, at: int) -> Tensor:
+    """Hidden states ``[b, 1, d]`` of one position, whatever flags the model carries."""
+    hidden = model(x, input_pos=input_pos, mask=mask, output="hidden")
+    hidden = hidden[-1] if model.output_hidden_states else hidden
+    return hidden.narrow(1, at % hidden.shape[1], 1)
 
 
 @torch.no_grad()
@@ -82,7 +89,7 @@ def generate(
     prompt: Tensor,
     *,
     max_generated_tokens: int,
-    pad_id: int = 0,
+    pad_id: int | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     stop_tokens: Sequence[int] | None = None,
@@ -90,30 +97,71 @@ def generate(
     compiled_generate_next_token: Callable[..., tuple[Tensor, Tensor]] | None = None,
     prompt_lengths: Tensor | Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Continue prompts, token by token.
+    """Continue prompts, token by token, and keep the logits of every step.
 
-    With key-value caches (``model.setup_caches``, or :func:`torchtune.modules.local_kv_cache`) each step costs one
-    position; the caches must be empty and hold prompt and continuation. Without, each step reads everything again.
+    :func:`generate_tokens` returns log-probabilities instead of logits, which take the size of the vocabulary less
+    memory. With key-value caches (``model.setup_caches``, or :func:`torchtune.modules.local_kv_cache`) each step costs
+    one position; the caches must be empty and hold prompt and continuation. Without, each step reads everything again.
+    The model is in evaluation mode meanwhile.
 
     Args:
         model: the decoder.
         prompt: tokens ``[b, s]`` or ``[s]``; shorter prompts are padded on their left.
         max_generated_tokens: length of the longest continuation.
-        pad_id: what pads prompts, and what follows a stop token.
+        pad_id: what prompts begin with where they are shorter, and what follows a stop token. By default no token
+            is padding, and a stop token is followed by itself.
         temperature: see :func:`sample`.
         top_k: see :func:`sample`.
         stop_tokens: tokens that end a row (they are kept). Generation ends when all rows have.
         rng: source of randomness, on the device of the model.
         compiled_generate_next_token: takes the place of :func:`generate_next_token` after the first token.
-        prompt_lengths: number of tokens of each prompt; by default, every ``pad_id`` in a prompt counts as padding.
+        prompt_lengths: number of tokens of each prompt; by default, all but the ``pad_id`` that it begins with.
 
     Returns:
-        Tokens ``[b, s + new]``, prompts first, and the logits ``[b, new, v]`` of the new ones; both are filled with
-        ``pad_id`` and 0 after a stop token.
+        Tokens ``[b, s + new]``, prompts first, and the logits ``[b, new, v]`` of the new ones, which are 0 after a
+        stop token.
 
     Raises:
-        ValueError: fewer than one token asked for, or caches too small.
+        ValueError: fewer than one token asked for, caches too small, or prompts some of which begin with token 0 as
+            if they were padded, without a word on what pads them.
     """
+    with evaluating(model):
+        return _generate(
+            model,
+            prompt,
+            max_generated_tokens,
+            pad_id,
+            {"temperature": temperature, "top_k": top_k},
+            stop_tokens or (),
+            rng,
+            compiled_generate_next_token,
+            prompt_lengths,
+        )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; after it, every module has the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _generate(
+    model: TransformerDecoder,
+    prompt: Tensor,
+    max_generated_tokens: int,
+    pad_id: int | None,
+    sampling: dict[str, Any],
+    stop_tokens: Sequence[int],
+    rng: torch.Generator | None,
+    compiled_generate_next_token: Callable[..., tuple[Tensor, Tensor]] | None,
+    prompt_lengths: Tensor | Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:
     tokens = prompt.unsqueeze(0) if prompt.ndim == 1 else prompt
     b, s = tokens.shape
     cached = model.caches_are_enabled()
@@ -124,17 +172,18 @@ def generate(
             f"The key-value caches hold {model.decoder_max_cache_seq_len} positions, too few for a prompt of {s} and "
             f"{max_generated_tokens} new tokens: set them up with decoder_max_seq_len={s + max_generated_tokens}."
         )
-    state = _Progress(tokens, pad_id, prompt_lengths, model.decoder_max_cache_seq_len if cached else None)
-    stop = torch.tensor(list(stop_tokens or ()), dtype=tokens.dtype, device=tokens.device)
+    if prompt_lengths is None:
+        prompt_lengths = _lengths(tokens, pad_id)
+    state = Progress(tokens, prompt_lengths, model.decoder_max_cache_seq_len if cached else None)
+    stop = torch.tensor(list(stop_tokens), dtype=tokens.dtype, device=tokens.device)
     running = torch.ones(b, 1, dtype=torch.bool, device=tokens.device)
     all_logits = []
     for step in range(max_generated_tokens):
         draw = compiled_generate_next_token if step and compiled_generate_next_token else generate_next_token
         x, input_pos, mask = state.inputs()
-        next_tokens, logits = draw(
-            model, input_pos, x, _noise(model, b, rng, tokens), mask=mask, temperature=temperature, top_k=top_k
-        )
-        state.append(torch.where(running, next_tokens.to(tokens.dtype), pad_id))
+        next_tokens, logits = draw(model, input_pos, x, noise(model, b, rng, tokens), mask=mask, **sampling)
+        after = state.tokens[:, -1:] if pad_id is None else pad_id
+        state.append(torch.where(running, next_tokens.to(tokens.dtype), after))
         all_logits.append(logits * running[:, :, None])
         if len(stop):
             running = running & ~torch.isin(next_tokens, stop)
@@ -143,35 +192,47 @@ def generate(
     return state.tokens, torch.cat(all_logits, dim=1)
 
 
-def _noise(model: TransformerDecoder, b: int, rng: torch.Generator | None, like: Tensor) -> Tensor | None:
+def _lengths(tokens: Tensor, pad_id: int | None) -> Tensor:
+    """Lengths ``[b]`` of prompts ``[b, s]`` without the padding that they begin with."""
+    b, s = tokens.shape
+    if pad_id is None:
+        zeros = tokens[:, 0] == 0
+        if zeros.any() and not zeros.all():
+            raise ValueError(
+                "Some prompts begin with token 0 and others do not: give pad_id=0 if it is padding, or prompt_lengths."
+            )
+        return torch.full((b,), s, device=tokens.device)
+    return (tokens != pad_id).cumsum(1).bool().sum(1)
+
+
+def noise(model: TransformerDecoder, b: int, rng: torch.Generator | None, like: Tensor) -> Tensor | None:
+    """Exponential noise ``[b, v]`` for :func:`sample`, or ``None`` without a generator."""
     if rng is None:
         return None
     shape = (b, model.tok_embeddings.num_embeddings)
     return torch.empty(shape, device=like.device).exponential_(1, generator=rng)
 
 
-class _Progress:
+class Progress:
     """Tokens so far, and what the model needs to see for the next ones.
 
     Args:
-        tokens: prompts ``[b, s]``.
-        pad_id: what pads them.
-        lengths: their lengths, or ``None`` to find padding by ``pad_id``.
+        tokens: prompts ``[b, s]``, padded on the left.
+        lengths: their lengths ``[b]``.
         cache_length: positions of the key-value cache, or ``None`` without one.
     """
 
-    def __init__(
-        self, tokens: Tensor, pad_id: int, lengths: Tensor | Sequence[int] | None, cache_length: int | None
-    ) -> None:
+    def __init__(self, tokens: Tensor, lengths: Tensor | Sequence[int], cache_length: int | None) -> None:
         self.tokens = tokens
         self._cache_length = cache_length
         self._started = False
-        if lengths is None:
-            self._real = tokens != pad_id
-        else:
-            first = tokens.shape[1] - torch.as_tensor(lengths, device=tokens.device)
-            self._real = torch.arange(tokens.shape[1], device=tokens.device) >= first[:, None]
+        first = tokens.shape[1] - torch.as_tensor(lengths, device=tokens.device)
+        self._real = torch.arange(tokens.shape[1], device=tokens.device) >= first[:, None]
         self._padded = not bool(self._real.all())
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order; a row may come more than once."""
+        self.tokens, self._real = self.tokens[rows], self._real[rows]
 
     def append(self, tokens: Tensor) -> None:
         """Add a column ``[b, 1]``."""

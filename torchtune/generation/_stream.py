@@ -1,17 +1,13 @@
 """One prompt in, tokens out as they are made."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
-from torchtune.generation._generation import _Progress, generate_next_token
-from torchtune.modules.common_utils import local_kv_cache
+from torchtune.generation._tokens import stream_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
 
-@torch.no_grad()
 def stream(
     model: TransformerDecoder,
     prompt: Tensor,
@@ -29,24 +25,23 @@ def stream(
         prompt: tokens ``[s]``.
         max_generated_tokens: length of the longest continuation.
         temperature: 0 takes the most likely token.
-        top_k: draw among the k most likely tokens only.
+        top_k: draw among the k most likely tokens only; ``None`` or 0 draws among all.
         stop_tokens: tokens that end the continuation.
         use_cache: keep keys and values of earlier tokens while this runs.
     """
-    stop = set(stop_tokens or ())
-    length = prompt.shape[0] + max_generated_tokens
-    dtype = model.tok_embeddings.weight.dtype
-    cache = (
-        local_kv_cache(model, batch_size=1, device=prompt.device, dtype=dtype, decoder_max_seq_len=length)
-        if use_cache
-        else nullcontext()
+    steps = stream_tokens(
+        model,
+        [prompt],
+        max_new_tokens=max_generated_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        stop_tokens=stop_tokens,
+        use_cache=use_cache,
     )
-    with cache:
-        state = _Progress(prompt.unsqueeze(0), 0, [prompt.shape[0]], length if use_cache else None)
-        for _ in range(max_generated_tokens):
-            x, input_pos, mask = state.inputs()
-            token, _ = generate_next_token(model, input_pos, x, mask=mask, temperature=temperature, top_k=top_k)
-            if token.item() in stop:
+    try:
+        for step in steps:
+            if (token := step.tokens.item()) in (stop_tokens or ()):
                 return
-            state.append(token)
-            yield token.item()
+            yield token
+    finally:
+        steps.close()

@@ -1,8 +1,9 @@
 """Attention document by document, as one operator that compilers leave whole."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch.nn import functional as F
 
 from torchtune.data._documents import Documents
 from torchtune.modules._block_attention import block_attention, block_attention_backward, suits_blocks
+from torchtune.modules._block_mask import document_block_mask
+from torchtune.modules._sinks import add_sinks, sinks_gradient
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -19,15 +25,24 @@ class Boundaries:
     Attributes:
         cu_seqlens: int32 ``[documents + 1]``, where documents begin, ending with the number of positions.
         max_length: at least the length of the longest; rounded up, so that it takes few values.
+        block_masks: window (0: none) -> mask of flex attention, made once for all layers that need it.
     """
 
     cu_seqlens: Tensor
     max_length: int
+    block_masks: dict[int, "BlockMask"] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, documents: Documents, step: int = 512) -> "Boundaries":
-        """The boundaries of documents, the longest length rounded up to a multiple of ``step``."""
-        return cls(documents.cu_seqlens, -(-documents.max_length // step) * step)
+    def of(cls, documents: Documents, step: int = 512, block_masks: Iterable[int] = ()) -> "Boundaries":
+        """The boundaries of documents.
+
+        Args:
+            documents: whose boundaries.
+            step: the longest length is rounded up to a multiple of it.
+            block_masks: windows of the layers that run flex attention.
+        """
+        masks = {w: document_block_mask(documents.cu_seqlens, documents.num_tokens, w) for w in block_masks}
+        return cls(documents.cu_seqlens, -(-documents.max_length // step) * step, masks)
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -54,6 +69,14 @@ def _pieces(cu_seqlens: Tensor, *tensors: Tensor) -> Iterator[tuple[int, int, tu
         raise ValueError(f"The documents cover {start} positions, the batch has {tensors[0].shape[0]}.")
 
 
+def _in_blocks(q: Tensor, length: int, window: int, softcap: float, sinks: Tensor | None) -> bool:
+    """Whether a document of ``length`` runs in blocks: what no kernel knows, and where blocks are faster."""
+    if window or softcap:
+        return True
+    on_cpu = q.device.type == "cpu"
+    return suits_blocks(length, q.dtype) if on_cpu else sinks is not None
+
+
 @torch.library.custom_op("torchtune::document_attention", mutates_args=())
 def _forward(
     q: Tensor,
@@ -69,14 +92,15 @@ def _forward(
     for length, count, (q_run, k_run, v_run, out_run, lse_run) in _pieces(cu_seqlens, q, k, v, out, lse):
         rows = [t.unflatten(0, (count, length)) for t in (q_run, k_run, v_run)]
         here = window if window < length else 0
-        on_cpu = q.device.type == "cpu"
-        if here or softcap or sinks is not None or (on_cpu and suits_blocks(length, q.dtype)):
+        if _in_blocks(q, length, here, softcap, sinks):
             block_attention(*rows, out_run.unflatten(0, (count, length)), here, softcap, sinks)
-        elif not on_cpu:
+        elif q.device.type != "cpu":
             out_run.copy_(_run_attention(length, count, q_run, k_run, v_run))
         else:
             heads = (t.transpose(1, 2) for t in rows)
             attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
+            if sinks is not None:
+                attended, sums = add_sinks(attended, sums, sinks)
             out_run.unflatten(0, (count, length)).copy_(attended.transpose(1, 2))
             lse_run.unflatten(0, (count, length)).copy_(sums.transpose(1, 2))
     return out, lse
@@ -101,18 +125,19 @@ def _backward(
         inputs, results = parts[:6], parts[6:]
         rows = [t.unflatten(0, (count, length)) for t in inputs]
         here = window if window < length else 0
-        on_cpu = q.device.type == "cpu"
-        if here or softcap or sinks is not None or (on_cpu and suits_blocks(length, q.dtype)):
+        if _in_blocks(q, length, here, softcap, sinks):
             outputs = (t.unflatten(0, (count, length)) for t in results)
             more = {} if sinks is None else {"sinks": sinks, "grad_sinks": grad_sinks}
             block_attention_backward(*rows[:4], *outputs, here, softcap, **more)
             continue
-        if not on_cpu:
+        if q.device.type != "cpu":
             with torch.enable_grad():
                 leaves = [t.detach().requires_grad_() for t in inputs[1:4]]
                 found = torch.autograd.grad(_run_attention(length, count, *leaves), leaves, inputs[0])
         else:
-            heads = (t.transpose(1, 2) for t in rows)
+            heads = [t.transpose(1, 2) for t in rows]
+            if sinks is not None:
+                grad_sinks += sinks_gradient(heads[0], heads[4], heads[5], sinks)
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
             found = [t.transpose(1, 2).flatten(0, 1) for t in found]
         for result, value in zip(results, found, strict=True):

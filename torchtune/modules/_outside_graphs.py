@@ -16,12 +16,13 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     Optimizers load the compiler too, so that the first step of a run pays nothing for this; what is only described
     or checked never does.
     """
-    disabled: list[Callable[P, R]] = []
+    disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
+        nonlocal disabled
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
 
     return call

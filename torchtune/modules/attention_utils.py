@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtune.data._documents import Documents
+from torchtune.modules._block_mask import document_block_mask
 from torchtune.modules._document_attention import Boundaries, document_attention, document_attention_with_dropout
+from torchtune.modules._flash_attention import flash_attention_with_sinks
 from torchtune.utils import get_logger, log_once
 
 if TYPE_CHECKING:  # flex attention brings the compiler with it, which costs a second to import
@@ -65,9 +68,7 @@ def attention(
     if documents is not None:
         if mask is not None:
             raise ValueError("Attention takes either documents or a mask, not both.")
-        if not scored and _use_varlen(q, dropout_p) and (window is None or "window_size" in _VARLEN[1]):
-            return _varlen_attention(q, k, v, documents.cu_seqlens, documents.max_length, window)
-        return per_document_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
+        return _packed_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
     if mask is not None and not isinstance(mask, Tensor):
         if dropout_p > 0.0:
             raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
@@ -82,14 +83,80 @@ def attention(
         and (special or q.device.type == "cpu")
     ):
         b, s = q.shape[:2]  # every row is a document
-        cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
-        flat = (t.flatten(0, 1) for t in (q, k, v))
-        return document_attention(*flat, cu_seqlens, window or 0, softcap or 0.0, sinks).view(q.shape)
+        rows = Boundaries(torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device), s)
+        return _packed_attention(q, k, v, rows, 0.0, window or 0, softcap or 0.0, sinks)
     if mask is not None and window is not None and window < k.shape[1]:
         mask = mask & _in_window(mask, window)
     if scored:
         return _scored_attention(q, k, v, mask, softcap, sinks)
     return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
+
+
+class Kernel(Enum):
+    """What computes attention within documents; the value says it in the log."""
+
+    VARLEN = "torch's varlen_attn (flash attention over documents)"
+    FLASH_WITH_SINKS = "torch's flash attention over documents, sinks added by its log-sum-exp"
+    FLEX = "flex attention with a block mask of the documents"
+    PER_DOCUMENT = "documents one by one"
+
+
+def choose_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int = 128,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
+) -> Kernel:
+    """The kernel of attention within documents, without dropout.
+
+    Args:
+        device: of the queries.
+        dtype: of the queries.
+        head_dim: h.
+        window: how many positions a query sees; 0: all before it.
+        softcap: bound of the scores; 0: none.
+        sinks: whether there are sinks.
+    """
+    if device.type != "cuda":
+        return Kernel.PER_DOCUMENT
+    _load_varlen()
+    if softcap or dtype not in _FLASH_DTYPES or head_dim > 256 or _VARLEN is None:
+        return Kernel.FLEX
+    if sinks:
+        return Kernel.FLEX if torch.version.hip else Kernel.FLASH_WITH_SINKS  # ROCm lays log-sum-exps out differently
+    return Kernel.VARLEN if not window or "window_size" in _VARLEN[1] else Kernel.FLEX
+
+
+def _packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | Boundaries,
+    dropout_p: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention ``[b, s, n, h]`` within each document."""
+    has_sinks = sinks is not None
+    kernel = choose_kernel(q.device, q.dtype, head_dim=q.shape[-1], window=window, softcap=softcap, sinks=has_sinks)
+    if dropout_p or kernel is Kernel.PER_DOCUMENT:
+        return per_document_attention(q, k, v, documents, dropout_p, window, softcap, sinks)
+    if kernel is Kernel.VARLEN:
+        return _varlen_attention(q, k, v, documents.cu_seqlens, documents.max_length, window)
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    if kernel is Kernel.FLASH_WITH_SINKS:
+        boundaries = (documents.cu_seqlens, documents.max_length)
+        return flash_attention_with_sinks(*flat, *boundaries, sinks, window).view(q.shape)
+    mask = documents.block_masks.get(window) if isinstance(documents, Boundaries) else None
+    if mask is None:
+        mask = document_block_mask(documents.cu_seqlens, flat[0].shape[0], window)
+    heads = (t.transpose(0, 1)[None] for t in flat)
+    out = compile_friendly_flex_attention(*heads, mask, softcap=softcap or None, sinks=sinks)
+    return out[0].transpose(0, 1).reshape(q.shape)
 
 
 def _in_window(mask: Tensor, window: int) -> Tensor:
@@ -168,31 +235,42 @@ def per_document_attention(
     return out.view(q.shape)
 
 
-def attention_backend(device: torch.device, dtype: torch.dtype, *, documents: bool, mask: bool = False) -> str:
-    """Name of the kernel that :func:`attention` uses for tensors of this kind, without dropout."""
+def attention_backend(
+    device: torch.device, dtype: torch.dtype, *, documents: bool, mask: bool = False, **kind: Any
+) -> str:
+    """Name of the kernel that :func:`attention` uses for layers of this kind, without dropout.
+
+    Args:
+        device: of the queries.
+        dtype: of the queries.
+        documents: whether attention stays within documents.
+        mask: whether it is given a mask.
+        kind: ``head_dim``, ``window``, ``softcap`` and ``sinks``, as of :func:`choose_kernel`.
+    """
+    scored = kind.get("softcap") or kind.get("sinks")
     if mask:
-        return "torch's scaled_dot_product_attention with a mask"
+        return "all scores at once" if scored else "torch's scaled_dot_product_attention with a mask"
     if device.type == "cpu":
         return f"{'documents' if documents else 'rows'} one by one, in blocks or by torch's fused kernel after length"
-    if not documents:
+    if not (documents or scored or kind.get("window")):
         return "torch's scaled_dot_product_attention, causal"
-    if device.type == "cuda" and dtype in _FLASH_DTYPES and _VARLEN is not None:
-        return "torch's varlen_attn (flash attention over documents)"
-    return "torch's scaled_dot_product_attention, documents one by one"
+    return choose_kernel(device, dtype, **kind).value
 
 
-def log_attention_backend(device: torch.device, dtype: torch.dtype, *, documents: bool, mask: bool = False) -> None:
-    """Say once which kernel attention uses."""
-    name = attention_backend(device, dtype, documents=documents, mask=mask)
-    log_once(get_logger(), f"Attention on {device.type} in {dtype}: {name}.")
+def log_attention_backend(device: torch.device, dtype: torch.dtype, **options: Any) -> None:
+    """Say once which kernel attention uses in layers of a kind; ``options`` as of :func:`attention_backend`."""
+    name = attention_backend(device, dtype, **options)
+    special = {"window": "a window", "softcap": "a soft cap", "sinks": "sinks"}
+    given = " and ".join(word for option, word in special.items() if options.get(option))
+    log_once(get_logger(), f"Attention{given and ' with '}{given} on {device.type} in {dtype}: {name}.")
 
 
-def _use_varlen(q: Tensor, dropout_p: float) -> bool:
-    return q.is_cuda and q.dtype in _FLASH_DTYPES and dropout_p == 0.0 and q.shape[-1] <= 256 and _VARLEN is not None
-
-
+@functools.cache
 def _find_varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
-    """(function, arguments that make it causal, whether it groups queries), by what this release of torch has."""
+    """(function, arguments that make it causal, whether it groups queries), by what this release of torch has.
+
+    Importing it loads the compiler, so that it happens when the first layer attends on CUDA and not before.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -207,17 +285,20 @@ def _find_varlen() -> tuple[Callable[..., Tensor], dict[str, Any], bool] | None:
     return varlen_attn, causal, "enable_gqa" in known
 
 
-# Looked up here and not when first used, because compiled layers cannot import; it brings the compiler with it, which
-# builds of torch for the CPU alone are spared.
-_VARLEN = _find_varlen() if torch.version.cuda is not None else None
+_VARLEN: tuple[Callable[..., Tensor], dict[str, Any], bool] | None = None
 
 
-def _varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int | None = None
-) -> Tensor:
+def _load_varlen() -> None:
+    """Look the kernel up while nothing is being compiled: compiled layers cannot import."""
+    global _VARLEN
+    if _VARLEN is None and not torch.compiler.is_compiling():
+        _VARLEN = _find_varlen()
+
+
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int = 0) -> Tensor:
     b, s, n, h = q.shape
     function, options, groups = _VARLEN
-    if window is not None:
+    if window:
         options = {**options, "window_size": (window - 1, 0)}
     if n != k.shape[2]:
         if groups:

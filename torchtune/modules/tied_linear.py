@@ -32,7 +32,12 @@ class TiedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., d]`` to ``[..., v]``."""
-        return soft_cap(F.linear(x, self.tied_module.weight), self.softcap)
+        weight = self.tied_module.weight
+        if hasattr(weight, "device_mesh"):  # sharded over its vocabulary
+            from torchtune.modules.parallel import vocabulary_parallel_linear  # takes its time to import
+
+            return soft_cap(vocabulary_parallel_linear(x, weight), self.softcap)
+        return soft_cap(F.linear(x, weight), self.softcap)
 
 
 class CappedLinear(nn.Linear):

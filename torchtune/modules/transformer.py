@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torchtune.data._documents import Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.attention_utils import _MaskType, log_attention_backend
+from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
 
 
@@ -123,7 +124,8 @@ class TransformerDecoder(nn.Module):
         ValueError: ``num_layers`` with a list of layers, or a single layer without it.
 
     Attributes:
-        skip_output_layer: if set to True, :meth:`forward` returns what the output projection would have read.
+        skip_output_layer: what :meth:`forward` returns to callers that do not say it: hidden states if True. Kept for
+            older recipes; everything here says what it wants.
         description: what the model was built from, if :func:`torchtune.models.build` built it.
         spec: the family it belongs to, likewise.
     """
@@ -221,6 +223,7 @@ class TransformerDecoder(nn.Module):
         input_embeds: Tensor | None = None,
         encoder_input: Tensor | None = None,
         encoder_mask: Tensor | None = None,
+        output: Literal["logits", "hidden"] | None = None,
     ) -> Tensor | list[Tensor]:
         """Predict the next token at every position.
 
@@ -235,15 +238,19 @@ class TransformerDecoder(nn.Module):
             input_embeds: ``[b, s, d]`` instead of tokens.
             encoder_input: handed to the layers, for those that look at an encoder.
             encoder_mask: likewise.
+            output: ``"logits"``, or ``"hidden"`` for the hidden states that :attr:`output` projects to logits. By
+                default logits, unless an older recipe has set ``skip_output_layer``.
 
         Returns:
-            Logits, float32 ``[b, s, v]``; hidden states ``[b, s, d]`` if ``skip_output_layer``; preceded by the
-            hidden states asked for, in a list, if ``output_hidden_states``.
+            Logits, float32 ``[b, s, v]``, or hidden states ``[b, s, d]``; preceded by the hidden states asked for, in
+            a list, if ``output_hidden_states``.
 
         Raises:
-            ValueError: a sequence longer than ``max_seq_len``, a cache without mask and positions, or both tokens
-                and embeddings.
+            ValueError: a sequence longer than ``max_seq_len``, a cache without mask and positions, both tokens and
+                embeddings, or another ``output``.
         """
+        if output not in ("logits", "hidden", None):
+            raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
         if (tokens is None) == (input_embeds is None):
             raise ValueError("Give either tokens or input_embeds, and not both.")
         h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
@@ -252,10 +259,8 @@ class TransformerDecoder(nn.Module):
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
             input_pos = self._positions(h, documents)
-        if not torch.compiler.is_compiling():
-            log_attention_backend(h.device, h.dtype, documents=documents is not None, mask=mask is not None)
         tables = self._rope_tables(input_pos, documents)
-        boundaries = None if documents is None else Boundaries.of(documents)
+        boundaries = self._boundaries(h, documents, mask)
         hidden = []
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
@@ -271,17 +276,36 @@ class TransformerDecoder(nn.Module):
             )
         if len(self.layers) in self.output_hidden_states:
             hidden.append(h)
-        output = self.unembed(h)
-        return [*hidden, output] if hidden else output
+        last = self.unembed(h, output)
+        return [*hidden, last] if hidden else last
 
-    def unembed(self, h: Tensor) -> Tensor:
-        """Last hidden states ``[b, s, d]`` to float32 logits ``[b, s, v]``, or as far as ``skip_output_layer`` says."""
+    def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor:
+        """Output of the last layer ``[b, s, d]`` to what :meth:`forward` returns for ``output``."""
         h = self.norm(h)
         if self.hidden_scale != 1.0:
             h = h * self.hidden_scale
-        if self.skip_output_layer:
+        if output == "hidden" or (output is None and self.skip_output_layer):
             return h
         return self.output(h).float()
+
+    def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
+        """What kernels need of the documents, made once for all layers; says once which kernels those are."""
+        attentions = (getattr(layer, "attn", None) for layer in self.layers)
+        kinds = {
+            (attn.head_dim, attn.window, attn.softcap, attn.sinks is not None)
+            for attn in attentions
+            if isinstance(attn, MultiHeadAttention)
+        }
+        windows = set()
+        for head_dim, window, softcap, sinks in kinds:
+            options = {"head_dim": head_dim, "window": window or 0, "softcap": softcap or 0.0, "sinks": sinks}
+            if not torch.compiler.is_compiling():
+                log_attention_backend(
+                    h.device, h.dtype, documents=documents is not None, mask=mask is not None, **options
+                )
+            if choose_kernel(h.device, h.dtype, **options) is Kernel.FLEX:
+                windows.add(window or 0)
+        return None if documents is None else Boundaries.of(documents, block_masks=windows)
 
     def _check(self, h: Tensor, mask: _MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
         longest = h.shape[1] if documents is None else documents.max_length

@@ -1,6 +1,7 @@
 """Compilation, layer by layer and in place."""
 
 import os
+import warnings
 
 import torch
 
@@ -22,6 +23,14 @@ def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
             "compile: torch.compile on a CPU needs a C++ compiler and finds none: install g++ (or name yours in the "
             "environment variable CXX), or set compile=False."
         ) from error
+
+
+def _announce(what: str, module: torch.nn.Module, backend: str) -> None:
+    """Say what is compiled, and hide what the compiler says about itself: warnings of its own imports and choices."""
+    warnings.filterwarnings("ignore", module=r"torch\.(_inductor|_dynamo|_functorch|jit)\b")
+    on_cpu = backend == "inductor" and any(parameter.device.type == "cpu" for parameter in module.parameters())
+    takes = "on a CPU, C++ that takes a minute or more to build" if on_cpu else "the first steps take longer"
+    get_logger().info(f"Compiling {what} with {backend}: {takes}, at the first batch and at one of another length.")
 
 
 def _backend() -> str:
@@ -68,8 +77,7 @@ def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
     for module in layers or [model]:
         _compile_module(module, backend)
     if verbose:
-        what = f"{len(layers)} layers" if layers else type(model).__name__
-        get_logger().info(f"Compiling {what} with {backend}; the first steps take longer.")
+        _announce(f"{len(layers)} layers and the loss" if layers else type(model).__name__, model, backend)
 
 
 def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module:
@@ -91,5 +99,5 @@ def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module
     else:
         _compile_module(loss, backend)
     if verbose:
-        get_logger().info(f"Compiling {type(loss).__name__} with {backend}.")
+        get_logger().debug(f"Compiling {type(loss).__name__} with {backend}.")  # the model's message told of it
     return loss

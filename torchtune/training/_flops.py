@@ -95,7 +95,7 @@ def _pairs(length: int, window: int | None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def count_flops(model: "nn.Module") -> FlopCount | None:
+def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopCount | None:
     """Operations that training a decoder takes, by the formulas at the top; ``None`` if it has no layers.
 
     Of experts only those that a token is sent to count: a module with ``experts`` and a ``router`` that has
@@ -103,10 +103,14 @@ def count_flops(model: "nn.Module") -> FlopCount | None:
 
     Args:
         model: converted, perhaps split over devices, with what is trained requiring gradients.
+        labels_only: whether only labelled positions are projected to logits, as by the losses of recipes; by default
+            what ``model(tokens)`` does.
     """
     decoder = getattr(model, "decoder", model)
     if not hasattr(decoder, "layers"):
         return None
+    if labels_only is None:
+        labels_only = getattr(decoder, "skip_output_layer", False)
     flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
     by_token, by_pair = 0.0, Counter()
     for layer in decoder.layers:
@@ -117,7 +121,7 @@ def count_flops(model: "nn.Module") -> FlopCount | None:
             width = decoder.num_heads * decoder.head_dim
             by_pair[getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
     by_label = sum(matrix.numel() * _passes(matrix, flows) for matrix in _output_matrices(decoder))
-    if not getattr(decoder, "skip_output_layer", False):  # the model computes logits everywhere
+    if not labels_only:
         by_token, by_label = by_token + by_label, 0.0
     return FlopCount(by_token, by_label, dict(by_pair))
 

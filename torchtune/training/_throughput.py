@@ -57,7 +57,7 @@ class Throughput:
         self._waited = self._dims_waited()
         self._lost: dict[str, float] = {} if dims is None or dims.world_size == 1 else {"waiting": 0.0}
         self._peak = None if model is None or device is None else _peak(model, device)
-        self._flops = None if self._peak is None else count_flops(model)
+        self._flops = None if self._peak is None else count_flops(model, labels_only=True)
         self._pair_flops = 0.0  # of attention, by token, in the step that is worked on
         self._expert_load = None if model is None else _expert_load(model)
         self.activity = Activity(step)

@@ -64,10 +64,12 @@ if __name__ == "__main__":
 """
 # Positional arguments, and what tune run decides: which program torchrun runs, and how.
 DECIDED = {"help", "training_script", "training_script_args", "module", "no_python"}
+# What prints and ends, and needs a package that torch does not bring.
+PRINTS = {"print_completion"}
 
 
 def options() -> list[argparse.Action]:
-    return [action for action in get_args_parser()._actions if action.dest not in DECIDED]
+    return [action for action in get_args_parser()._actions if action.dest not in DECIDED | PRINTS]
 
 
 def value_of(action: argparse.Action) -> list[str]:

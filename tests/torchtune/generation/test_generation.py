@@ -1,5 +1,7 @@
 """Sampling and generation."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -9,9 +11,11 @@ from torchtune.generation import (
     get_causal_mask_from_padding_mask,
     get_position_ids_from_padding_mask,
     sample,
+    stream,
 )
 from torchtune.models import Description, build
 from torchtune.modules import TransformerDecoder, local_kv_cache
+from torchtune.modules.loss import LinearCrossEntropyLoss
 
 _TINY = Description(
     vocab_size=29, num_layers=2, embed_dim=16, intermediate_dim=24, max_seq_len=64, num_heads=4, num_kv_heads=2
@@ -40,7 +44,10 @@ def test_sample_follows_the_distribution() -> None:
         frequencies = drawn.flatten().bincount(minlength=4) / 20_000
         assert (frequencies - (logits[0] / temperature).softmax(-1)).abs().max() < 0.015
     assert set(sample(logits, top_k=2).unique().tolist()) == {1, 2}
-    assert sample(logits, top_k=99).unique().numel() == 4
+    for everything in (99, 0, None):
+        assert sample(logits, top_k=everything).unique().numel() == 4
+    with pytest.raises(ValueError, match="neither may be below 0"):
+        sample(logits, top_k=-1)
     assert (sample(logits, temperature=0.0) == 2).all()
     noise = torch.ones(20_000, 4)
     assert (sample(logits, q=noise) == 2).all()  # equal noise leaves the most likely
@@ -65,9 +72,9 @@ def test_rows_of_different_length_equal_themselves_alone(model: TransformerDecod
     alone = [generate(model, p, max_generated_tokens=8, temperature=0.0)[0][0, len(p) :] for p in (long, short)]
     if cached:
         with local_kv_cache(model, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=15):
-            out, _ = generate(model, batch, max_generated_tokens=8, temperature=0.0)
+            out, _ = generate(model, batch, max_generated_tokens=8, pad_id=0, temperature=0.0)
     else:
-        out, _ = generate(model, batch, max_generated_tokens=8, temperature=0.0)
+        out, _ = generate(model, batch, max_generated_tokens=8, pad_id=0, temperature=0.0)
     assert torch.equal(out[:, 7:], torch.stack(alone))
 
 
@@ -79,6 +86,53 @@ def test_lengths_tell_padding_from_a_token_that_looks_like_it(model: Transformer
     padded = torch.cat([torch.zeros(2, dtype=torch.int64), prompt])
     again, _ = generate(model, padded, max_generated_tokens=5, temperature=0.0, prompt_lengths=torch.tensor([4]))
     assert torch.equal(again[:, 2:], real)
+
+
+def test_no_token_is_padding_unless_it_is_said(model: TransformerDecoder) -> None:
+    for prompt in (torch.tensor([0, 3, 0, 5]), torch.tensor([[0, 3, 0, 5], [0, 0, 4, 2]])):
+        out, _ = generate(model, prompt, max_generated_tokens=1, temperature=0.0)
+        with torch.no_grad():
+            assert torch.equal(out[:, -1], model(prompt.view(-1, 4))[:, -1].argmax(-1))
+    inside = torch.tensor([0, 3, 0, 5])  # padding stands before a prompt, not in it
+    padded, _ = generate(model, inside, max_generated_tokens=5, pad_id=0, temperature=0.0)
+    alone, _ = generate(model, inside[1:], max_generated_tokens=5, temperature=0.0)
+    assert torch.equal(padded[:, 1:], alone)
+    with pytest.raises(ValueError, match="give pad_id=0 if it is padding, or prompt_lengths"):
+        generate(model, torch.tensor([[0, 3], [4, 5]]), max_generated_tokens=1)
+
+
+def test_without_a_pad_id_a_stop_token_is_followed_by_itself(model: TransformerDecoder) -> None:
+    prompts = _prompt(3, 5)
+    free, _ = generate(model, prompts, max_generated_tokens=12, temperature=0.0)
+    stop = free[0, 6].item()
+    out, _ = generate(model, prompts, max_generated_tokens=12, temperature=0.0, stop_tokens=[stop])
+    assert (out[0, 6:] == stop).all()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_flag_that_an_older_recipe_has_set_does_not_matter(model: TransformerDecoder, cached: bool) -> None:
+    prompts = _prompt(2, 5)
+    arguments = {"max_generated_tokens": 6, "temperature": 0.0}
+    expected, expected_logits = generate(model, prompts, **arguments)
+    LinearCrossEntropyLoss().set_model_output(model)
+    cache = local_kv_cache(model, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=11)
+    with cache if cached else nullcontext():
+        out, logits = generate(model, prompts, **arguments)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
+    assert list(stream(model, prompts[0], **arguments)) == expected[0, 5:].tolist()
+    assert model.skip_output_layer is True  # the older recipe goes on training
+
+
+def test_modes_are_those_of_before(model: TransformerDecoder) -> None:
+    model.train()
+    model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    generate(model, _prompt(4), max_generated_tokens=2)
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(IndexError):
+        generate(model, torch.tensor([1000]), max_generated_tokens=2)
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_stop_tokens_end_rows_and_then_generation(model: TransformerDecoder) -> None:

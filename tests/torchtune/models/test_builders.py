@@ -109,7 +109,7 @@ def test_lora_builders() -> None:
         _on_meta(lora_llama3_2_1b, ["q_proj"], apply_lora_to_output=True)
     untied = _on_meta(lora_llama3_2_1b, ["q_proj"], apply_lora_to_output=True, tie_word_embeddings=False)
     assert untied.output.lora_a.weight.shape == (8, 2048)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="NF4"):
         _on_meta(qlora_llama3_8b, ["q_proj"])
     with pytest.raises(TypeError, match="rank"):
         _on_meta(lora_llama3_8b, ["q_proj"], rank=8)

@@ -90,10 +90,10 @@ def test_cached_greedy_generation_gives_the_same_64_tokens(pair: Any) -> None:
     mask = (prompt != 0).long()
     theirs = pair.hf.generate(prompt, attention_mask=mask, max_new_tokens=64, do_sample=False)
     with local_kv_cache(pair.model, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=73):
-        ours, logits = generate(pair.model, prompt, max_generated_tokens=64, temperature=0.0)
+        ours, logits = generate(pair.model, prompt, max_generated_tokens=64, temperature=0.0, pad_id=0)
     assert torch.equal(ours, theirs)
     assert logits.shape == (2, 64, 97)
-    uncached, _ = generate(pair.model, prompt, max_generated_tokens=16, temperature=0.0)
+    uncached, _ = generate(pair.model, prompt, max_generated_tokens=16, temperature=0.0, pad_id=0)
     assert torch.equal(uncached, theirs[:, :25])
 
 

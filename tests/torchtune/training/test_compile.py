@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -6,6 +8,7 @@ from torchtune import training
 from torchtune.data import Documents
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.utils import UserError
 
 pytestmark = [
@@ -71,6 +74,30 @@ def test_a_model_without_layers_and_a_loss(monkeypatch):
         (nn.functional.linear(x, model.weight, model.bias) - x).square().mean().item()
     )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_it_is_said_once_what_compiling_on_a_cpu_takes(monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "inductor")
+    caplog.set_level("INFO", logger="torchtune")
+    training.compile_model(make_model())
+    training.compile_loss(LinearCrossEntropyLoss())
+    (record,) = caplog.records
+    assert record.getMessage().startswith("Compiling 3 layers and the loss with inductor: on a CPU, C++ that takes")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.warn_explicit("of its own imports", DeprecationWarning, "x.py", 1, module="torch._inductor.codecache")
+    assert not seen
+
+
+def test_a_plain_loss_is_compiled(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    model = make_model()
+    loss = training.compile_loss(setup_loss(nn.CrossEntropyLoss(), model), verbose=False)
+    tokens = torch.arange(8)[None]
+    hidden = model(tokens, output="hidden")
+    total, _ = loss.sum_and_count(hidden, tokens, model.output)
+    exact = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum")
+    torch.testing.assert_close(total, exact)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_loss_that_knows_what_to_compile(monkeypatch):

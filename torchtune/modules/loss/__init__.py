@@ -1,5 +1,7 @@
 """Losses of fine-tuning and distillation."""
 
+from torchtune.modules.loss._linear_log_probs import linear_log_probs
+from torchtune.modules.loss._setup import LossError, TokenLoss, setup_loss
 from torchtune.modules.loss.ce_chunked_output_loss import CEWithChunkedOutputLoss
 from torchtune.modules.loss.cross_entropy_loss import LinearCrossEntropyLoss
 from torchtune.modules.loss.kd_losses import (
@@ -17,10 +19,14 @@ __all__ = [
     "ForwardKLLoss",
     "ForwardKLWithChunkedOutputLoss",
     "LinearCrossEntropyLoss",
+    "LossError",
     "RLLoss",
     "ReverseKLLoss",
     "ReverseKLWithChunkedOutputLoss",
     "SFTLoss",
     "SymmetricKLLoss",
     "SymmetricKLWithChunkedOutputLoss",
+    "TokenLoss",
+    "linear_log_probs",
+    "setup_loss",
 ]

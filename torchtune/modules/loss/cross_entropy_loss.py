@@ -11,6 +11,7 @@ from torchtune.modules.loss._linear_cross_entropy import (
     row_losses,
     row_losses_and_gradient,
 )
+from torchtune.modules.loss._projection import Projection, plain_weight
 from torchtune.modules.loss._split_vocabulary import split_cross_entropy_sum
 from torchtune.modules.loss.loss_types import SFTLoss
 from torchtune.utils import get_logger, log_once
@@ -22,7 +23,10 @@ _MIN_CHUNK_ROWS_TRAINED = 512
 
 
 class LinearCrossEntropyLoss(SFTLoss, nn.Module):
-    """Mean cross entropy over labelled positions, of a model that returns hidden states.
+    """Cross entropy over labelled positions, of hidden states and the output projection that makes logits of them.
+
+    :meth:`sum_and_count` is what recipes call. :meth:`forward`, the mean, is for callers that have told the loss their
+    projection with :meth:`set_model_output`.
 
     The output projection is evaluated only where there is a label, for a chunk of positions at a time, so that full
     logits never exist. Softmax and its gradient are computed in float32 (float64 for float64 weights), products in
@@ -68,7 +72,10 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         return self
 
     def set_model_output(self, model: nn.Module) -> None:
-        """Make ``model`` return hidden states and remember its output projection."""
+        """Remember the output projection of ``model``, and set its ``skip_output_layer``.
+
+        For older recipes, which then call ``loss(model(tokens), labels)``.
+        """
         super().set_model_output(model)
         model.skip_output_layer = True
         self._projection = (model.output,)
@@ -78,9 +85,11 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         """The output projection that ``set_model_output`` found; ``None`` before."""
         return self._projection[0] if self._projection else None
 
-    def compute_cross_entropy(self, hidden_chunk: Tensor, target_chunk: Tensor) -> Tensor:
+    def compute_cross_entropy(
+        self, hidden_chunk: Tensor, target_chunk: Tensor, projection: Projection | None = None
+    ) -> Tensor:
         """Summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
-        logits = self.linear_projection(hidden_chunk)
+        logits = (projection or self.linear_projection)(hidden_chunk)
         losses = self._without_gradient(logits, target_chunk.clamp(min=0))
         return losses.masked_fill(target_chunk == self.ignore_index, 0.0).sum()
 
@@ -90,17 +99,6 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         if len(index) == len(target):
             return hidden, target
         return hidden.index_select(0, index), target.index_select(0, index)
-
-    def _plain_weight(self) -> Tensor | None:
-        """The projection's weight [v, d] where it is nothing but a product with it."""
-        projection = self.linear_projection
-        if isinstance(projection, nn.Module):
-            plain = type(projection).forward is nn.Linear.forward and projection.bias is None
-            return projection.weight if plain else None
-        if getattr(projection, "softcap", None) is not None:
-            return None
-        tied = getattr(projection, "tied_module", None)
-        return tied.weight if isinstance(tied, nn.Embedding | nn.Linear) else None
 
     def _chunk_rows(self, rows: int, weight: Tensor | None) -> int:
         """Positions per chunk."""
@@ -126,42 +124,54 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         """
         if not self._projection:
             raise AttributeError("LinearCrossEntropyLoss: call set_model_output(model) before the first loss.")
-        hidden = outputs.reshape(-1, outputs.shape[-1])
-        target = targets.reshape(-1)
+        total, count = self.sum_and_count(outputs, targets, self.linear_projection)
+        return total / count.clamp(min=1)
+
+    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+        """Loss summed over positions with a label, and the number of these positions.
+
+        Args:
+            hidden: hidden states [b, s, d].
+            labels: int64 [b, s], already shifted.
+            projection: [n, d] -> logits [n, v], the ``output`` of the model.
+
+        Returns:
+            sum (scalar, float32, or float64 for float64 inputs; 0 with zero gradients where no position has a label)
+            and count (int64 scalar).
+        """
+        count = (labels != self.ignore_index).sum()
+        outputs, target = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        rows = outputs
         if self.mask_ignored_tokens:
-            hidden, target = self.mask_inputs(hidden, target)
-            count = len(target)
-        else:
-            count = (target != self.ignore_index).sum().clamp(min=1)
-        weight = self._plain_weight()
+            rows, target = self.mask_inputs(rows, target)
+        weight = plain_weight(projection)
         if len(target) == 0:
-            return self._no_label(outputs, weight)
+            return self._no_label(outputs, projection, weight), count
         chunk_rows = self._chunk_rows(len(target), weight)
         if hasattr(weight, "device_mesh"):
-            return self._split(hidden, weight, target, chunk_rows) / count
+            return self._split(rows, weight, target, chunk_rows), count
         if weight is None:
             log_once(get_logger(), "The output projection is not a plain product: its logits are computed twice.")
         if weight is None or not self.mask_ignored_tokens:
-            total = self._recomputed(hidden, target, chunk_rows)
-        else:
-            total = linear_cross_entropy_sum(
-                hidden,
-                weight,
-                target,
-                chunk_rows=chunk_rows,
-                without_gradient=self._without_gradient,
-                with_gradient=self._with_gradient,
-            )
-        return total / count
+            return self._recomputed(rows, target, projection, chunk_rows), count
+        total = linear_cross_entropy_sum(
+            rows,
+            weight,
+            target,
+            chunk_rows=chunk_rows,
+            without_gradient=self._without_gradient,
+            with_gradient=self._with_gradient,
+        )
+        return total, count
 
-    def _recomputed(self, hidden: Tensor, target: Tensor, chunk_rows: int) -> Tensor:
+    def _recomputed(self, hidden: Tensor, target: Tensor, projection: Projection, chunk_rows: int) -> Tensor:
         """The summed loss through the projection itself, whose logits are made again in the backward pass."""
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for rows, targets in zip(hidden.split(chunk_rows), target.split(chunk_rows), strict=True):
             if torch.is_grad_enabled():
-                total = total + checkpoint(self.compute_cross_entropy, rows, targets, use_reentrant=False)
+                total = total + checkpoint(self.compute_cross_entropy, rows, targets, projection, use_reentrant=False)
             else:
-                total = total + self.compute_cross_entropy(rows, targets)
+                total = total + self.compute_cross_entropy(rows, targets, projection)
         return total
 
     def _split(self, hidden: Tensor, weight: Tensor, target: Tensor, chunk_rows: int) -> Tensor:
@@ -171,12 +181,12 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         group = weight.device_mesh.get_group()
         return split_cross_entropy_sum(hidden, weight.to_local(), target, chunk_rows=chunk_rows, group=group)
 
-    def _no_label(self, outputs: Tensor, weight: Tensor | None) -> Tensor:
-        """Zero, connected to everything that a loss would be connected to."""
-        row = outputs.reshape(-1, outputs.shape[-1])[:1]
+    @staticmethod
+    def _no_label(outputs: Tensor, projection: Projection, weight: Tensor | None) -> Tensor:
+        """Zero, connected to everything that a loss would be connected to: outputs [n, d] -> scalar."""
         if weight is None:
-            zero = self.linear_projection(row).sum() * 0.0
+            zero = projection(outputs[:1]).sum() * 0.0
         else:  # not through the module: FSDP would gather it on this rank alone
             weight = weight.to_local() if hasattr(weight, "device_mesh") else weight
-            zero = nn.functional.linear(row, weight).sum() * 0.0
+            zero = nn.functional.linear(outputs[:1], weight).sum() * 0.0
         return (zero + outputs.sum() * 0.0 + 0.0).to(torch.promote_types(outputs.dtype, torch.float32))

@@ -53,9 +53,14 @@ class _KLLoss(nn.Module, ABC):
         Returns:
             scalar, float32 (float64 for float64 logits).
         """
+        total, count = self.sum_and_count(student_logits, teacher_logits, labels)
+        return total / count.clamp(min=1) if normalize else total
+
+    def sum_and_count(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Divergence summed over labelled positions (scalar), and their number (int64 scalar)."""
         labelled = labels != self.ignore_index
         total = self.divergence(student_logits, teacher_logits).masked_fill(~labelled, 0.0).sum()
-        return total / labelled.sum().clamp(min=1) if normalize else total
+        return total, labelled.sum()
 
 
 class ForwardKLLoss(_KLLoss):
@@ -139,6 +144,13 @@ class _ChunkedKLLoss(nn.Module):
         Raises:
             ValueError: the chunks do not cover the labels.
         """
+        total, count = self.sum_and_count(student_logits, teacher_logits, labels)
+        return total / count.clamp(min=1)
+
+    def sum_and_count(
+        self, student_logits: Sequence[Tensor], teacher_logits: Sequence[Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Divergence summed over labelled positions (scalar), and their number (int64 scalar); see :meth:`forward`."""
         lengths = [chunk.shape[1] for chunk in student_logits]
         if sum(lengths) != labels.shape[1] or len(lengths) != len(teacher_logits):
             raise ValueError(
@@ -148,7 +160,7 @@ class _ChunkedKLLoss(nn.Module):
             )
         chunks = zip(student_logits, teacher_logits, labels.split(lengths, dim=1), strict=True)
         total = sum(self._loss(student, teacher, label, normalize=False) for student, teacher, label in chunks)
-        return total / (labels != self.ignore_index).sum().clamp(min=1)
+        return total, (labels != self.ignore_index).sum()
 
 
 class ForwardKLWithChunkedOutputLoss(_ChunkedKLLoss):

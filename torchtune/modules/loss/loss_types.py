@@ -5,11 +5,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.modules.loss._projection import Projection
 from torchtune.modules.moe.balance import balance_of
 
 
 class SFTLoss(ABC):
-    """Loss of supervised fine-tuning: outputs of a model against target tokens."""
+    """Loss of supervised fine-tuning: outputs of a model against target tokens.
+
+    Recipes call :meth:`sum_and_count`. A loss that reads hidden states overrides it; one that has only
+    :meth:`forward`, the mean over labelled positions of logits, inherits it.
+    """
 
     @abstractmethod
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -19,8 +25,24 @@ class SFTLoss(ABC):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Outputs of the model [b, s, ...] and targets [b, s] -> scalar."""
 
+    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+        """Loss summed over positions with a label, and the number of these positions.
+
+        Args:
+            hidden: what ``model(..., output="hidden")`` returns [b, s, d].
+            labels: int64 [b, s], already shifted.
+            projection: ``model.output``, [..., d] -> logits [..., v].
+
+        Returns:
+            sum (scalar) and count (int64 scalar).
+        """
+        count = (labels != getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)).sum()
+        if type(self).set_model_output is not SFTLoss.set_model_output:  # an older loss, which has its projection
+            return self(hidden, labels) * count, count
+        return self(projection(hidden).float(), labels) * count, count
+
     def set_model_output(self, model: nn.Module) -> None:
-        """Adapt what ``model`` returns to what this loss needs, once, before training.
+        """Adapt what ``model`` returns to what this loss needs, once, before training; for older recipes.
 
         If the model's experts are to be balanced (:class:`torchtune.modules.moe.BalancingLoss`), that loss is added.
         """

@@ -1,5 +1,6 @@
 """Products of rows with one of several matrices: rows are sorted by matrix, and no matrix without rows is read."""
 
+import functools
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -60,6 +61,12 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+@functools.cache
+def _has_tensor_cores_for_groups(device: torch.device) -> bool:
+    """Whether a CUDA device has compute capability 8.0; asked once, because it needs the driver."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether torch multiplies all groups in one kernel here: bfloat16 on CUDA from compute capability 8.0, with rows
     of whole 16 bytes."""
@@ -67,9 +74,9 @@ def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
         x.is_cuda
         and x.dtype == weight.dtype == torch.bfloat16
         and hasattr(F, "grouped_mm")
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
         and weight.shape[1] % 8 == 0
         and weight.shape[2] % 8 == 0
+        and _has_tensor_cores_for_groups(x.device)
     )
 
 

@@ -63,8 +63,9 @@ class Balance:
         self._seen.routers.append((probabilities.detach().sum(0), counts, len(probabilities)))
         return _Attach.apply(chosen, probabilities, self._seen)
 
-    def add_to(self, loss: Tensor) -> Tensor:
-        """``loss`` and the balancing loss of what the routers have seen since this was last called."""
+    def add_to(self, loss: Tensor, count: Tensor | int = 1) -> Tensor:
+        """``loss``, a sum over ``count`` labels, and as often the balancing loss of what the routers have seen since
+        this was last called."""
         if not torch.is_grad_enabled():
             return loss
         seen, self._seen = self._seen, _Seen()
@@ -73,7 +74,7 @@ class Balance:
         sums, counts, rows = zip(*seen.routers, strict=True)
         shares = torch.stack(counts).sum(0) / sum(rows)
         seen.slope = shares * (self.coefficient * len(shares) / sum(rows))
-        return _Add.apply(loss, (seen.slope * torch.stack(sums).sum(0)).sum().to(loss.dtype), seen)
+        return _Add.apply(loss, (seen.slope * torch.stack(sums).sum(0)).sum().to(loss.dtype), count, seen)
 
 
 class _Attach(torch.autograd.Function):
@@ -87,22 +88,22 @@ class _Attach(torch.autograd.Function):
         slope, weight = ctx.seen.slope, ctx.seen.weight
         if slope is None or weight is None:
             raise ConversionError(
-                "BalancingLoss: the loss that is used does not add it: use one of torchtune.modules.loss for "
-                "supervised fine-tuning, and call its set_model_output(model)."
+                "BalancingLoss: the loss that is used does not add it: take it from "
+                "torchtune.modules.loss.setup_loss(loss, model), or call its set_model_output(model)."
             )
         return grad, (slope * weight).to(grad.dtype).expand(ctx.shape), None
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, more: Tensor, seen: _Seen) -> Tensor:
-        ctx.seen = seen
-        return loss + more
+    def forward(ctx: Any, loss: Tensor, more: Tensor, count: Tensor | int, seen: _Seen) -> Tensor:
+        ctx.seen, ctx.count = seen, count
+        return loss + more * count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.seen.weight = grad.detach()
-        return grad, None, None
+        ctx.seen.weight = grad.detach() * ctx.count
+        return grad, None, None, None
 
 
 def _routers(model: nn.Module, name: str) -> dict[str, TokenChoiceTopKRouter]:

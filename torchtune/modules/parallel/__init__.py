@@ -8,6 +8,7 @@ from torchtune.modules.parallel._styles import (
     ByVocabulary,
     GatherInput,
     ReplicatedNorm,
+    vocabulary_parallel_linear,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "GatherInput",
     "ReplicatedNorm",
     "sum_gradients",
+    "vocabulary_parallel_linear",
 ]

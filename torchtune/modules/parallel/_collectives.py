@@ -58,6 +58,17 @@ class _ReduceScatter(torch.autograd.Function):
         return _joined(grad, ctx.group), None
 
 
+class _GatherVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.width = group, part.shape[-1]
+        return _joined(part.movedim(-1, 0).unsqueeze(0), group).squeeze(0).movedim(0, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(-1, ctx.group.rank() * ctx.width, ctx.width), None
+
+
 class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -106,6 +117,13 @@ def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 def sum_and_split_sequence(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum ``[b, s, ...]`` over the ranks; each keeps its part ``[b, s / ranks, ...]``."""
     return _ReduceScatter.apply(summand, group)
+
+
+@outside_graphs
+def gather_vocabulary(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather logits ``[..., v / ranks]`` to ``[..., v]``; each rank computes the same with them, so that the
+    gradient of its own shard is there already."""
+    return _GatherVocabulary.apply(part, group)
 
 
 @outside_graphs

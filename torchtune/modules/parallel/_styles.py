@@ -16,7 +16,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
-from torchtune.modules.parallel._collectives import gather_sequence, sum_and_split_sequence, sum_gradients
+from torchtune.modules.parallel._collectives import (
+    gather_sequence,
+    gather_vocabulary,
+    sum_and_split_sequence,
+    sum_gradients,
+)
 from torchtune.modules.peft import DoRALinear, LoRALinear
 from torchtune.modules.peft._functional import lora_projection
 from torchtune.modules.rms_norm import RMSNorm, rms_norm
@@ -119,8 +124,8 @@ class ByRows(ParallelStyle):
 class ByVocabulary(ParallelStyle):
     """An embedding or an output projection of which each rank has the rows of some tokens.
 
-    The embedding turns tokens ``[b, s]`` into ``[b, s / ranks, d]``. The weight of an output projection, tied or not,
-    is read by the loss.
+    The embedding turns tokens ``[b, s]`` into ``[b, s / ranks, d]``. An output projection, tied or not, all-gathers
+    its logits ``[b, s, v]``; losses of hidden states read its weight instead.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -132,7 +137,16 @@ class ByVocabulary(ParallelStyle):
         _place(module, device_mesh, {"weight": Shard(0)})
         if isinstance(module, nn.Embedding):
             module.forward = _split_embedding(module, device_mesh.get_group())
+        else:
+            module.forward = lambda x: vocabulary_parallel_linear(x, module.weight)
         return module
+
+
+def vocabulary_parallel_linear(x: Tensor, weight: DTensor) -> Tensor:
+    """``[..., d]``, the same on all ranks, to all logits ``[..., v]``; the gradient of ``x`` is this rank's summand."""
+    if weight.device_mesh.mesh_dim_names != ("tp",):
+        raise RuntimeError("The output projection is sharded by FSDP: call it after the forward pass of its model.")
+    return gather_vocabulary(F.linear(x, weight.to_local()), weight.device_mesh.get_group())
 
 
 def _split_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:

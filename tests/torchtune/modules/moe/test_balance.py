@@ -11,7 +11,7 @@ from torchtune.models import Description, build
 from torchtune.models.qwen3_moe import SPEC
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import ConversionError, apply_conversions, run_post_optimizer_hooks
-from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.modules.moe import (
     BalancingLoss,
     ExpertLoad,
@@ -107,6 +107,33 @@ def test_gradient_is_that_of_the_sum(how: str) -> None:
     with torch.no_grad():  # validation has the plain loss
         row = TOKENS[:1]
         assert torch.allclose(loss_fn(ours.eval()(row), row), F.cross_entropy(theirs(row)[0], row[0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), torch.nn.CrossEntropyLoss()], ids=["linear", "module"])
+def test_in_recipes_it_weighs_as_the_labels_do(loss: torch.nn.Module) -> None:
+    """Micro-batches of 24, 5 and no labels: each one's balancing loss counts as often."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    theirs, ours = make(), make(BalancingLoss())
+    seen, rows = logits_of_routers(theirs), [TOKENS[:1], TOKENS[1:2], TOKENS[:1].flip(1)]
+    counts, labels = (rows[0].numel(), 5, 0), []
+    loss_fn, expected, total = setup_loss(loss, ours), 0.0, 0.0
+    for row, count in zip(rows, counts, strict=True):
+        labels.append(row.masked_fill(torch.arange(row.numel())[None] >= count, -100))
+        seen.clear()
+        logits = theirs(row).flatten(0, 1)
+        part = F.cross_entropy(logits, labels[-1].flatten(), reduction="sum")
+        part = part + count * 0.5 * load_balancing_loss_func(tuple(seen), 5, 2)
+        (part / sum(counts)).backward()
+        expected += part.item()
+        part, found = loss_fn.sum_and_count(ours(row, output="hidden"), labels[-1], ours.output)
+        assert int(found) == count
+        (part / sum(counts)).backward()
+        total += part.item()
+    assert total == pytest.approx(expected, rel=1e-5)
+    wanted = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad - wanted[name].grad).norm() <= 1e-4 * wanted[name].grad.norm(), name
 
 
 def test_balancing_evens_out_experts() -> None:

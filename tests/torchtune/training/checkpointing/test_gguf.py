@@ -115,7 +115,7 @@ def refused(path: Path, output: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         gguf_to_hf(path, output)
     assert not output.exists()
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=path.name):
         FullModelHFCheckpointer(str(path.parent), [path.name]).load_model(on_meta(path))
     return str(caught.value)
 

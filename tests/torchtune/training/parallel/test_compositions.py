@@ -45,7 +45,7 @@ CASES = {
 def launch(script: str, processes: int, folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name(script)), str(folder)],
+        [*command, str(Path(__file__).parent / script), str(folder)],
         capture_output=True,
         text=True,
         timeout=300,

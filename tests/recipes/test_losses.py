@@ -1,0 +1,44 @@
+"""Recipes train with any loss that keeps the contract, and refuse others before training."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recipes.runs import TRAINING, start, write_config
+from torchtune._cli import tune
+from torchtune.generation import generate_tokens
+
+TWO_STEPS = {"max_steps_per_epoch": 2, "batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_plain_module_trains_as_ours_does(name: str, tmp_path: Path) -> None:
+    ours = start(name, tmp_path, **TWO_STEPS)
+    plain = start(name, tmp_path, **TWO_STEPS, loss={"_component_": "torch.nn.CrossEntropyLoss"})
+    assert plain.losses == pytest.approx(ours.losses, rel=1e-6)
+    for parameter, value in ours.trained.items():
+        torch.testing.assert_close(plain.trained[parameter], value, rtol=0, atol=1e-5)
+
+
+def test_a_model_in_training_generates_what_it_says(tmp_path: Path) -> None:
+    """Nothing that training leaves on the model reaches sampling."""
+    model = start("full_finetune_single_device", tmp_path, **TWO_STEPS).recipe.model
+    assert model.training
+    (tokens,) = generate_tokens(model, [[5, 6, 7]], max_new_tokens=1, temperature=0.0).tokens
+    assert tokens[0] == model(torch.tensor([[5, 6, 7]]))[0, -1].argmax()
+
+
+def test_a_loss_that_cannot_be_used_is_one_sentence_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, loss = "full_finetune_single_device", {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
+    config = write_config(name, tmp_path, tmp_path / "output", loss=loss)
+    monkeypatch.setattr(sys, "argv", ["tune", "run", name, "--config", str(config)])
+    with pytest.raises(SystemExit) as end:
+        tune.main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert "loss: ForwardKLLoss cannot be called with logits [n, v] and labels [n]" in error.splitlines()[-1]

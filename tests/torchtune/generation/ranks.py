@@ -1,0 +1,120 @@
+"""What torchrun starts on two ranks: generation and losses of sharded models, against those of one process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from torchtune import training
+from torchtune.generation import generate, generate_tokens
+from torchtune.models import from_hf_config
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.loss import LinearCrossEntropyLoss, linear_log_probs, setup_loss
+from torchtune.training import FullModelHFCheckpointer, ParallelDims
+
+CPU = torch.device("cpu")
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8]]
+
+
+def load(checkpoint: Path, dims: ParallelDims, **options: object) -> TransformerDecoder:
+    with torch.device("meta"):
+        model = from_hf_config(checkpoint)
+    training.parallelize(model, dims, device=CPU, **options)
+    FullModelHFCheckpointer(str(checkpoint)).load_model(model, device=CPU)
+    return model
+
+
+def generates_as_one(model: TransformerDecoder, alone: TransformerDecoder, *, shared: bool) -> None:
+    """``shared``: both ranks have the same prompts; otherwise each its own, which end at different steps."""
+    prompts = PROMPTS if shared or dist.get_rank() else PROMPTS[:1]
+    free = generate_tokens(alone, PROMPTS[:1], max_new_tokens=12, temperature=0.0)
+    stop = [free.tokens[0][2].item()]  # rank 0 ends at its third token
+    for use_cache in (True, False):
+        arguments = {"max_new_tokens": 12, "temperature": 0.0, "stop_tokens": stop, "use_cache": use_cache}
+        found, wanted = generate_tokens(model, prompts, **arguments), generate_tokens(alone, prompts, **arguments)
+        for ours, theirs in zip(found.tokens, wanted.tokens, strict=True):
+            assert torch.equal(ours, theirs), (ours, theirs)
+        for ours, theirs in zip(found.log_probs, wanted.log_probs, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    sampled = generate_tokens(model, prompts, max_new_tokens=5, num_samples=3)
+    if shared:  # ranks have drawn differently, and agreed
+        tokens = torch.cat(sampled.tokens)
+        first = tokens.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(tokens, first)
+
+
+def trains_on_logits_as_one(checkpoint: Path, dims: ParallelDims, model: TransformerDecoder) -> None:
+    """A loss of logits, whose vocabulary is sharded."""
+    rng = torch.Generator().manual_seed(dims.data_rank)
+    tokens, labels = torch.randint(250, (2, 1, 16), generator=rng)
+    labels[0, :5] = -100
+    positions, reference = torch.arange(16)[None], load(checkpoint, ParallelDims())
+    for one, loss in ((model, torch.nn.CrossEntropyLoss()), (reference, LinearCrossEntropyLoss())):
+        loss_fn = setup_loss(loss, one)
+        total, _ = loss_fn.sum_and_count(one(tokens, input_pos=positions, output="hidden"), labels, one.output)
+        total.backward()
+    losses = [p.grad for p in reference.parameters()]
+    for parameter, wanted in zip(model.parameters(), losses, strict=True):
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if dims.data_size > 1:  # gradients are sums over ranks
+            wanted = wanted.clone()
+            dist.all_reduce(wanted)
+        torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
+
+
+def log_probs_of_a_sharded_vocabulary(mesh: object) -> None:
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 12, generator=rng, dtype=torch.float64).requires_grad_() for n in (23, 50))
+    targets = torch.randint(50, (23,), generator=rng)
+    log_p = torch.log_softmax(3.0 * torch.tanh(hidden @ weight.t() / 3.0) / 0.8, -1)
+    exact, exact_entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    options = {"temperature": 0.8, "softcap": 3.0, "return_entropy": True, "chunk_rows": 6}
+    ours, entropy = linear_log_probs(hidden, sharded, targets, **options)
+    torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropy, exact_entropy, rtol=0, atol=1e-12)
+    weights = torch.linspace(-1, 2, 23, dtype=torch.float64)
+
+    def gradients(log_probs: Tensor, entropy: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((log_probs * weights + entropy * weights.flip(0)).sum(), leaves)
+
+    grad_hidden, grad_weight = gradients(ours, entropy, [hidden, sharded])
+    dist.all_reduce(grad_hidden)  # each rank has its summand
+    wanted = gradients(exact, exact_entropy, [hidden, weight])
+    torch.testing.assert_close(grad_hidden, wanted[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(grad_weight.full_tensor(), wanted[1], rtol=0, atol=1e-11)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    tp = ParallelDims.start(CPU, dp_shard=1, tp=2)
+    log_probs_of_a_sharded_vocabulary(tp.mesh["tp"])
+    fsdp = ParallelDims.start(CPU, dp_shard=2)
+    for tied in (True, False):
+        checkpoint = folder / f"tied_{tied}"
+        alone = load(checkpoint, ParallelDims())
+        model = load(checkpoint, tp)
+        generates_as_one(model, alone, shared=True)
+        prompts = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
+        trains_on_logits_as_one(checkpoint, tp, model)
+        for apart in (None, ["tok_embeddings", "output"]):
+            model = load(checkpoint, fsdp, custom_sharded_layers=apart)
+            generates_as_one(model, alone, shared=False)
+            ours = generate(model, prompts, max_generated_tokens=4, temperature=0.0)[0]
+            assert torch.equal(ours, generate(alone, prompts, max_generated_tokens=4, temperature=0.0)[0])
+            trains_on_logits_as_one(checkpoint, fsdp, model)
+    cp = load(folder / "tied_True", ParallelDims.start(CPU, dp_shard=1, cp=2))
+    with pytest.raises(ValueError, match="set context_parallel_dim to 1"):
+        generate_tokens(cp, PROMPTS, max_new_tokens=2)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

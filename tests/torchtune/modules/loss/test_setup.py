@@ -1,0 +1,190 @@
+"""Any loss says a sum and a count to a recipe, or is refused before training."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.models.llama3 import llama3
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.loss import (
+    CEWithChunkedOutputLoss,
+    ForwardKLLoss,
+    ForwardKLWithChunkedOutputLoss,
+    LinearCrossEntropyLoss,
+    LossError,
+    ReverseKLLoss,
+    SFTLoss,
+    SymmetricKLLoss,
+    setup_loss,
+)
+
+VOCAB = 61
+
+
+@pytest.fixture
+def model() -> TransformerDecoder:
+    torch.manual_seed(0)
+    model = llama3(
+        vocab_size=VOCAB, num_layers=1, num_heads=2, num_kv_heads=2, embed_dim=16, max_seq_len=32, intermediate_dim=24
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(VOCAB, (2, 3, 10), generator=rng)
+    labels[0, :7] = labels[2, 4] = -100
+    return tokens, labels
+
+
+class Focal(nn.Module):
+    """A user's loss of each label: cross entropy times (1 - p)²."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return (1 - (-losses).exp()) ** 2 * losses
+
+
+class Mean(Focal):
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(logits, labels).mean()
+
+
+class OfLogits(SFTLoss, nn.Module):
+    """Written for older recipes: logits and labels of a whole batch."""
+
+    def apply_compile_strategy(self, *args: object, **kwargs: object) -> nn.Module:
+        return self
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+class OfHidden(OfLogits):
+    """Written for older recipes: it tells the model to return hidden states."""
+
+    def set_model_output(self, model: nn.Module) -> None:
+        super().set_model_output(model)
+        model.skip_output_layer = True
+        self.head = (model.output,)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(self.head[0](outputs), targets)
+
+
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    p = torch.softmax(logits, -1).gather(1, labels[:, None])
+    return ((1 - p) ** 2 * -p.log()).sum()
+
+
+def entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "formula"),
+    [
+        (LinearCrossEntropyLoss(), entropy),
+        (nn.CrossEntropyLoss(), entropy),
+        (nn.CrossEntropyLoss(reduction="none"), entropy),
+        (
+            nn.CrossEntropyLoss(label_smoothing=0.1),
+            lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1, reduction="sum"),
+        ),
+        (Focal(), focal),
+        (Mean(), focal),
+        (OfLogits(), entropy),
+        (OfHidden(), entropy),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_sum_and_count(model: TransformerDecoder, loss: nn.Module, formula: Callable[..., Tensor]) -> None:
+    tokens, labels = batch()
+    reference, chosen = copy.deepcopy(model), labels != -100
+    exact = formula(reference(tokens).double()[chosen], labels[chosen])
+    exact.backward()
+    total, count = setup_loss(loss, model).sum_and_count(model(tokens, output="hidden"), labels, model.output)
+    assert int(count) == int(chosen.sum()) == 22
+    total.backward()
+    # Logits are float32 to losses of logits.
+    torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=0)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), LinearCrossEntropyLoss()], ids=["module", "linear"])
+def test_a_batch_without_labels_adds_nothing(model: TransformerDecoder, loss: nn.Module) -> None:
+    tokens, labels = batch()
+    hidden = model(tokens, output="hidden")
+    total, count = setup_loss(loss, model).sum_and_count(hidden, torch.full_like(labels, -100), model.output)
+    assert (total.item(), int(count)) == (0.0, 0)
+    total.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def lambda_loss(function: Callable[..., object]) -> nn.Module:
+    class Loss(nn.Module):
+        def forward(self, logits: Tensor, labels: Tensor) -> object:
+            return function(logits, labels)
+
+    return Loss()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.CrossEntropyLoss(reduction="sum"), "returns no mean over the labels"),
+        (nn.MSELoss(), "cannot be called with logits"),
+        (ForwardKLLoss(), "missing 1 required positional argument: 'labels'"),
+        (lambda_loss(lambda logits, labels: logits[:, :-1].flatten(0, 2)), "Dimension out of range"),
+        (lambda_loss(lambda logits, labels: None), "returns a NoneType: return the mean loss"),
+        (lambda_loss(lambda logits, labels: logits), r"returns a tensor \[2, 61\]"),
+        (lambda_loss(lambda logits, labels: F.cross_entropy(logits, labels).detach()), "without gradient"),
+        (nn.PReLU(), "PReLU has parameters"),
+        ("cross_entropy", "str is no torch.nn.Module"),
+    ],
+)
+def test_refused_in_one_sentence(model: TransformerDecoder, loss: object, message: str) -> None:
+    with pytest.raises(LossError, match=message) as found:
+        setup_loss(loss, model)
+    assert str(found.value).startswith("loss: ")
+
+
+def test_no_loss_tells_the_model_what_to_return(model: TransformerDecoder) -> None:
+    tokens, _ = batch()
+    logits = model(tokens)
+    for loss in (LinearCrossEntropyLoss(), nn.CrossEntropyLoss(), OfLogits()):
+        setup_loss(loss, model)
+        assert model.skip_output_layer is False
+        assert torch.equal(model(tokens), logits)
+
+
+def test_what_forward_returns_is_what_its_caller_asks_for(model: TransformerDecoder) -> None:
+    tokens, _ = batch()
+    hidden = model(tokens, output="hidden")
+    assert torch.equal(model.output(hidden).float(), model(tokens))
+    with pytest.warns(FutureWarning, match="LinearCrossEntropyLoss"):
+        CEWithChunkedOutputLoss().set_model_output(model)  # an older recipe
+    assert torch.equal(model(tokens), hidden)
+    assert torch.equal(model(tokens, output="logits"), model.output(hidden).float())
+    with pytest.raises(ValueError, match="ask for 'logits' or 'hidden'"):
+        model(tokens, output="loss")
+
+
+@pytest.mark.parametrize("loss", [ForwardKLLoss(), ReverseKLLoss(), SymmetricKLLoss(0.3)])
+def test_divergences_say_a_sum_and_a_count(loss: nn.Module) -> None:
+    rng = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 2, 6, 9, generator=rng)
+    labels = torch.tensor([[1, 2, -100, 4, 5, 6], [-100, -100, 1, 1, 1, 1]])
+    total, count = loss.sum_and_count(student, teacher, labels)
+    assert int(count) == 9
+    torch.testing.assert_close(total / count, loss(student, teacher, labels))
+    if isinstance(loss, ForwardKLLoss):
+        chunks = (student.chunk(2, 1), teacher.chunk(2, 1), labels)
+        torch.testing.assert_close(ForwardKLWithChunkedOutputLoss(2).sum_and_count(*chunks)[0], total)

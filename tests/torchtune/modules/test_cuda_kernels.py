@@ -1,0 +1,168 @@
+"""What attention runs on CUDA, as far as a machine without a GPU can tell: masks, sinks, and which kernel is chosen."""
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtune.modules import attention_utils
+from torchtune.modules._block_mask import BLOCK, document_block_mask
+from torchtune.modules._document_attention import Boundaries, document_attention
+from torchtune.modules._flash_attention import flash_attention_with_sinks
+from torchtune.modules._sinks import add_sinks, sinks_gradient
+from torchtune.modules.attention_utils import Kernel, attention, attention_backend, choose_kernel
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def boundaries(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def seen(lengths: list[int], window: int) -> Tensor:
+    """bool ``[t, t]``: what the definition says."""
+    document = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])
+    distance = torch.arange(len(document))[:, None] - torch.arange(len(document))
+    inside = (distance >= 0) & (document[:, None] == document)
+    return inside & (distance < window) if window else inside
+
+
+def blocks(counts: Tensor, indices: Tensor) -> Tensor:
+    """bool ``[blocks, blocks]`` of a block mask's lists, each of which names a block once."""
+    found = torch.zeros(indices.shape[-2:], dtype=torch.int64)
+    for row, (count, places) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)):
+        for place in places[:count]:
+            found[row, place] += 1
+    assert found.max() <= 1
+    return found.bool()
+
+
+def test_block_masks_of_documents() -> None:
+    """No block is missed, none is called whole that is not, and none is visited in vain."""
+    rng = random.Random(0)
+    windowed = 0
+    for _ in range(150):
+        lengths = [rng.choice([1, 5, 100, 127, 128, 129, 256, 300, 700]) for _ in range(rng.randint(1, 7))]
+        window = rng.choice([0, 0, 1, 64, 128, 129, 200, 1000])
+        total = sum(lengths)
+        mask, expected = document_block_mask(boundaries(lengths), total, window), seen(lengths, window)
+        positions = torch.arange(total)
+        assert torch.equal(mask.mask_mod(None, None, positions[:, None], positions), expected)
+        count = -(-total // BLOCK)
+        padded = torch.zeros(count * BLOCK, count * BLOCK)
+        padded[:total, :total] = expected
+        pairs = padded.view(count, BLOCK, count, BLOCK).sum((1, 3))
+        real = (total - torch.arange(count) * BLOCK).clamp(max=BLOCK)
+        partial = blocks(mask.kv_num_blocks, mask.kv_indices)
+        whole = blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
+        assert not (partial & whole).any()
+        assert torch.equal(partial | whole, pairs > 0)
+        assert (pairs[whole] == (real[:, None] * real)[whole]).all()
+        windowed += bool(window) and bool(whole.any())
+    assert windowed > 10
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_flex_attention_over_documents(window: int, softcap: float, sinks: bool, monkeypatch: Any) -> None:
+    """The path of CUDA, forward (flex attention has no backward pass on the CPU), against that of the CPU."""
+    torch.manual_seed(0)
+    lengths = [100, 1, 150, 49]
+    q, k, v = (torch.randn(2, 150, heads, 16) for heads in (4, 2, 2))
+    scores = torch.randn(4) if sinks else None
+    expected = document_attention(
+        *(t.flatten(0, 1) for t in (q, k, v)), boundaries(lengths), window, softcap, scores
+    ).view(q.shape)
+    monkeypatch.setattr(attention_utils, "choose_kernel", lambda *_, **__: Kernel.FLEX)
+    documents = Boundaries(boundaries(lengths), 512)
+    options = {"window": window or None, "softcap": softcap or None, "sinks": scores}
+    with torch.no_grad():
+        alone = attention(q, k, v, documents=documents, **options)
+        documents.block_masks[window] = document_block_mask(documents.cu_seqlens, 300, window)
+        given = attention(q, k, v, documents=documents, **options)
+    torch.testing.assert_close(alone, expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(given, alone, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("length", [60, 100])
+def test_sinks_on_top_of_a_flash_kernel(length: int) -> None:
+    """Output and gradients from the kernel's output and log-sum-exp, against the formula in float64."""
+    torch.manual_seed(length)
+    q, k, v, grad = torch.randn(4, 2, 3, length, 16).unbind()
+    sinks = torch.linspace(-2.0, 3.0, 3)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    out, lse = add_sinks(out, lse, sinks)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
+    leaves = [t.double().requires_grad_() for t in (q, k, v, sinks)]
+    scores = leaves[0] @ leaves[1].transpose(-1, -2) / 4
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    column = leaves[3].view(1, 3, 1, 1).expand(2, 3, length, 1)
+    expected = torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ leaves[2]
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
+    expected.backward(grad.double())
+    for mine, leaf in zip((*found, sinks_gradient(grad, out, lse, sinks)), leaves, strict=True):
+        torch.testing.assert_close(mine.double(), leaf.grad, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "kernel"),
+    [
+        (torch.bfloat16, {}, Kernel.VARLEN),
+        (torch.bfloat16, {"window": 4096}, Kernel.VARLEN),
+        (torch.bfloat16, {"window": 128, "sinks": True}, Kernel.FLASH_WITH_SINKS),
+        (torch.bfloat16, {"softcap": 50.0, "window": 4096}, Kernel.FLEX),
+        (torch.bfloat16, {"head_dim": 512}, Kernel.FLEX),
+        (torch.float32, {}, Kernel.FLEX),
+        (torch.float32, {"sinks": True}, Kernel.FLEX),
+    ],
+)
+def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype: torch.dtype, kind: dict[str, Any], kernel: Kernel) -> None:
+    assert choose_kernel(CUDA, dtype, **kind) is kernel
+    assert attention_backend(CUDA, dtype, documents=True, **kind) == kernel.value
+    assert choose_kernel(CPU, dtype, **kind) is Kernel.PER_DOCUMENT
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def waits(self) -> list[str]:
+        """Operators for which the host waits for the device."""
+        return [name for name in self.counts if "_local_scalar_dense" in name or "nonzero" in name]
+
+
+def test_the_host_waits_for_nothing() -> None:
+    """Fake CUDA tensors have no values: what asks for one is counted, or fails."""
+    with FakeTensorMode(), torch.no_grad(), Counting() as counting:
+        q, k, v = (torch.empty(400, heads, 64, dtype=torch.bfloat16, device="cuda:0") for heads in (8, 2, 2))
+        cu_seqlens = torch.empty(4, dtype=torch.int32, device="cuda:0")
+        out = flash_attention_with_sinks(q, k, v, cu_seqlens, 512, torch.empty(8, device="cuda:0"), 128)
+    assert (out.shape, out.device.type) == (q.shape, "cuda")
+    assert counting.counts["torchtune.flash_attention_with_sinks.default"] == 1
+    assert counting.waits() == []
+    with Counting() as counting:
+        out, lse = add_sinks(torch.randn(3, 5, 4), torch.randn(3, 5), torch.zeros(3))
+        sinks_gradient(out, out, lse, torch.zeros(3))
+        mask = document_block_mask(boundaries([100, 300]), 400, 128)
+    assert isinstance(mask, BlockMask)
+    assert counting.counts
+    assert counting.waits() == []
+    with Counting() as counting:
+        torch.ones(1).item()
+    assert counting.waits(), "the counter must see a host sync"

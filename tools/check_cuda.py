@@ -1,0 +1,131 @@
+"""Run every family's layers on fake CUDA tensors: which kernels attend, and where the host would wait (`make cuda`).
+
+Needs a build of torch for CUDA, and neither a GPU nor a driver: fake tensors have shapes and devices, and no values.
+What a driver would compile (flex attention) or be asked (compute capability) is answered here.
+"""
+
+import argparse
+import importlib
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtune import training
+from torchtune.data import Documents
+from torchtune.modules import attention_utils
+
+MODELS = Path(__file__).parent / "configs" / "models.yaml"
+DEVICE = torch.device("cuda:0")
+# Operations that need values: the host waits for the device.
+SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default", "unique", "masked_select")
+LENGTHS = (100, 300, 240)
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations by name, and answers those that would need values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1
+        return func(*args, **(kwargs or {}))
+
+    def kernels(self) -> dict[str, int]:
+        """Counts of the operators that attend, by short name."""
+        words = ("varlen_attn", "flash_attention_with_sinks", "document_attention", "scaled_dot_product", "flex")
+        return {word: n for word in words if (n := sum(c for name, c in self.counts.items() if word in name))}
+
+    def syncs(self) -> dict[str, int]:
+        """Counts of the operators for which the host would wait."""
+        return {name: n for name, n in self.counts.items() if any(sync in name for sync in SYNCS)}
+
+
+@contextmanager
+def fake_cuda() -> Iterator[Counting]:
+    """A block in which tensors are fake and the answers of a driver are made up."""
+    counting = Counting()
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, *, return_aux: Any = None, **options: Any) -> Any:
+        counting.counts["flex_attention"] += 1
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        out = torch.empty_like(q)
+        return (out, mock.Mock(lse=lse)) if return_aux is not None else out
+
+    with (
+        mock.patch.object(attention_utils, "compile_flex_attention", return_value=flex),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+    ):
+        yield counting
+
+
+def fake_forward(model: nn.Module, counting: Counting) -> None:
+    """Run a packed batch through a model on the meta device; only what happens inside of layers is counted."""
+    model.to_empty(device=DEVICE)
+    tokens, positions = torch.empty(2, 1, sum(LENGTHS), dtype=torch.long, device=DEVICE)
+    cu_seqlens = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device=DEVICE)
+
+    def start(*_: Any) -> None:
+        counting.__enter__()
+
+    def stop(*_: Any) -> None:
+        counting.__exit__(None, None, None)
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(start)
+        layer.register_forward_hook(stop)
+    model(tokens, input_pos=positions, documents=Documents(LENGTHS, cu_seqlens))
+
+
+def families() -> dict[str, str]:
+    """Family -> the builder of its first row among the models that configs are made for."""
+    rows = yaml.safe_load(MODELS.read_text())["models"]
+    found: dict[str, str] = {}
+    for name, row in rows.items():
+        found.setdefault(name.partition("/")[0], row["builder"])
+    return found
+
+
+def build(family: str, builder: str, layers: int = 6) -> nn.Module:
+    """The model on the meta device in bfloat16, with its first layers alone."""
+    with training.set_default_dtype(torch.bfloat16), torch.device("meta"):
+        model = getattr(importlib.import_module(f"torchtune.models.{family}"), builder)()
+    del model.layers[layers:]
+    return model
+
+
+def main() -> int:
+    """Print a line a family; returns how many run attention in Python or make the host wait."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    warnings.filterwarnings("ignore")
+    wrong = 0
+    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, six layers, documents of {LENGTHS} tokens")
+    for family, builder in families().items():
+        model = build(family, builder)
+        with fake_cuda() as counting:
+            fake_forward(model, counting)
+        bad = bool(counting.syncs()) or "document_attention" in counting.kernels()
+        wrong += bad
+        kernels = ", ".join(f"{name} {count}" for name, count in counting.kernels().items())
+        print(f"{'FAILS' if bad else 'ok':6}{family:14}{builder:24}{kernels}; host syncs: {counting.syncs() or 'none'}")
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Log-probabilities of tokens under a linear projection, without ever holding all logits."""
+
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.loss._linear_cross_entropy import _WeightGradient
+
+# Logits of so many elements exist at once, unless the caller says otherwise.
+_CHUNK_ELEMENTS = 2**25
+
+
+class _Projection:
+    """Scaled logits of a chunk of tokens, and how a gradient goes back through them.
+
+    Args:
+        weight: [v, d], or this rank's rows of it.
+        bias: [v], likewise.
+        softcap: bounds the logits.
+        temperature: divides them.
+        group: ranks that have the other rows.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.weight, self.bias, self.softcap, self.temperature, self.group = weight, bias, softcap, temperature, group
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, d] -> [n, v], in float32 at least."""
+        logits = torch.mm(hidden, self.weight.t())
+        if self.bias is not None:
+            logits = logits + self.bias
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.div_(self.temperature)
+
+    def gradient_(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Gradient by scaled logits, in place, to the gradient by the product (and the bias)."""
+        gradient.div_(self.temperature)
+        if self.softcap is not None:
+            gradient.mul_(1.0 - (logits * (self.temperature / self.softcap)).square())
+        return gradient
+
+    def columns(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's column [n, 1] among those of this rank, and whether it is one of them [n, 1]."""
+        columns = targets.unsqueeze(-1)
+        if self.group is None:
+            return columns, torch.ones_like(columns, dtype=torch.bool)
+        columns = columns - self.group.rank() * self.weight.shape[0]
+        here = (columns >= 0) & (columns < self.weight.shape[0])
+        return columns.masked_fill(~here, 0), here
+
+    def reduce(self, value: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduce ``value`` in place, if the vocabulary is sharded."""
+        if self.group is not None:
+            dist.all_reduce(value, op, group=self.group)
+        return value
+
+    def statistics(self, hidden: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """log Σ exp(logits), logit of the target and entropy (or zeros) of every token, [n] each."""
+        logits = self.logits(hidden)
+        columns, here = self.columns(targets)
+        chosen = logits.gather(-1, columns).masked_fill_(~here, 0.0).squeeze(-1)
+        top = self.reduce(logits.amax(-1), dist.ReduceOp.MAX)
+        shifted = logits.sub_(top.unsqueeze(-1))
+        exp = shifted.exp()
+        # Softmax weighs -inf by 0, and so does this: 0 · -inf would be nan.
+        weighted = (exp * shifted.clamp(min=-1e30)).sum(-1) if with_entropy else torch.zeros_like(top)
+        sums = self.reduce(torch.stack((exp.sum(-1), weighted, chosen)))
+        logsumexp = sums[0].log()
+        return logsumexp + top, sums[2], logsumexp - sums[1] / sums[0]
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Keeps log Σ exp(logits) and entropy of every token; the backward pass makes the logits again, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: dict[str, Any],
+        chunk_rows: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Shapes: hidden [t, d], weight [v, d], bias [v], targets [t] -> [t], [t]."""
+        projection = _Projection(weight, bias, **options)
+        chunks = zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True)
+        found = [projection.statistics(rows, target, with_entropy) for rows, target in chunks]
+        logsumexp, chosen, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
+        ctx.options, ctx.chunk_rows, ctx.with_entropy = options, chunk_rows, with_entropy
+        ctx.set_materialize_grads(False)
+        return chosen - logsumexp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """d log p(target) = one-hot − p; d entropy = −p · (log p + entropy)."""
+        hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
+        grad = torch.zeros_like(logsumexp) if grad is None else grad
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        projection = _Projection(weight, bias, **ctx.options)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = _WeightGradient(weight, chunks=-(-len(targets) // ctx.chunk_rows)) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=logsumexp.dtype) if needs_bias else None
+        for start in range(0, len(targets), ctx.chunk_rows):
+            rows = slice(start, start + ctx.chunk_rows)
+            logits = projection.logits(hidden[rows])
+            log_p = logits - logsumexp[rows, None]
+            gradient = log_p.exp()
+            by_entropy = 0.0
+            if grad_entropy is not None and ctx.with_entropy:
+                log_p = log_p.clamp_(min=-1e30).add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
+                by_entropy = log_p
+            gradient.mul_(-(grad[rows, None] + by_entropy))
+            columns, here = projection.columns(targets[rows])
+            gradient.scatter_add_(-1, columns, grad[rows, None] * here)
+            gradient = projection.gradient_(gradient, logits)
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0)
+            gradient = gradient.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(gradient, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.add(gradient, hidden[rows])
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.result(),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+@overload
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, return_entropy: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor: ...
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    chunk_rows: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of ``targets`` under softmax(projection / temperature).
+
+    Logits exist for a chunk of tokens at a time, in the forward pass and, made again, in the backward pass; memory
+    besides is O(t). Products are computed in the dtype of the weight, softmax and its gradient in float32 (float64 for
+    float64 weights).
+
+    With a weight that is sharded over its rows (a ``DTensor``, as tensor parallelism makes it), every rank of the mesh
+    calls it with the same tokens and gets the same values. The gradient of ``hidden`` is then the summand of this
+    rank, which the all-gather that made ``hidden`` sums over the ranks.
+
+    Args:
+        hidden: hidden states [t, d], cast to the dtype of the weight.
+        weight: [v, d].
+        targets: int64 [t]. Where there is no target, leave the token out: there is no ignored index.
+        temperature: divides the logits, after bias and soft cap; above 0.
+        bias: [v], added to the product; sharded like the weight.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        return_entropy: also return the entropy of the distribution at each token, in nats, differentiable too.
+        chunk_rows: tokens of which logits exist at once; by default as many as make 2**25 logits.
+
+    Returns:
+        log-probabilities [t] in nats, float32 (float64 for float64 weights); with ``return_entropy`` a pair of them
+        and the entropies [t]. Differentiable once, in hidden, weight and bias.
+
+    Raises:
+        ValueError: shapes do not fit, or a temperature or ``chunk_rows`` that is not positive.
+    """
+    rows, width = targets.shape[0], weight.shape[1]
+    if hidden.shape != (rows, width) or targets.dim() != 1:
+        raise ValueError(
+            f"linear_log_probs: hidden is {list(hidden.shape)} and targets {list(targets.shape)}, expected "
+            f"[t, {width}] and [t]: flatten batches, and keep the tokens that have a target."
+        )
+    if temperature <= 0 or (chunk_rows is not None and chunk_rows < 1):
+        raise ValueError(f"linear_log_probs: temperature {temperature} and chunk_rows {chunk_rows} must be positive.")
+    group = None
+    if hasattr(weight, "device_mesh"):
+        group, weight = weight.device_mesh.get_group(), weight.to_local()
+        bias = bias.to_local() if hasattr(bias, "device_mesh") else bias
+    if chunk_rows is None:
+        chunk_rows = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    options = {"softcap": softcap, "temperature": temperature, "group": group}
+    log_probs, entropy = _apply(hidden, weight, bias, targets, options, chunk_rows, return_entropy)
+    return (log_probs, entropy) if return_entropy else log_probs
+
+
+@outside_graphs
+def _apply(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if not len(hidden):  # no token: nothing to split into chunks, but connected to what it would be
+        nothing = (hidden.to(weight.dtype) @ weight.t()).sum(-1)
+        nothing = nothing.to(torch.promote_types(nothing.dtype, torch.float32))
+        return nothing, nothing
+    return _LinearLogProbs.apply(hidden.to(weight.dtype), weight, *rest)
