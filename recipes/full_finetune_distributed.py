@@ -168,7 +168,7 @@ class FullFinetuneRecipeDistributed:
         self.checkpointer.check_output_dir(resume=resume)
         self.checkpointer.lock_output_dir()
         self.log.info(f"{self.dims}.")
-        self.resume_point = self.checkpointer.find_resume_point() if resume else None
+        self.resume_point = self.checkpointer.find_resume_point(cfg) if resume else None
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
@@ -215,6 +215,7 @@ class FullFinetuneRecipeDistributed:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+        self.checkpointer.check_contents(model)
         training.parallelize(
             model,
             self.dims,
@@ -261,67 +262,60 @@ class FullFinetuneRecipeDistributed:
         """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
         cfg = self.cfg
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
+        control = training.RunControl(
+            self.dims,
+            cfg.output_dir,
+            every_n_steps=cfg.save_every_n_steps,
+            every_n_minutes=cfg.save_every_n_minutes,
+            guard=self.guard,
+            throughput=throughput,
+        )
         training.reset_memory_stats(self.device)
-        control = training.RunControl(self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes)
         with (
             control,
             training.watch_run(cfg, self.dims, throughput, cfg.hang_timeout_minutes),
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
-            while (epoch := self.loader.epoch) < cfg.epochs and not control.stopping:
-                for batches in throughput.loading(self.loader):
-                    # The mean is over all labels of the step, so that its gradient does not depend on the split.
-                    counts = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
-                    num_tokens = sum(batch["tokens"].numel() for batch in batches)
-                    num_tokens, num_labels = self.dims.sum(num_tokens, sum(counts))
-                    for batch in batches:
-                        loss = self.compute_loss(batch) / max(num_labels, 1)
-                        self.guard.add(loss)
-                        loss.backward()
+            for batches, num_tokens, num_labels in control.steps(self.loader, cfg.epochs):
+                # The mean is over all labels of the step, so that its gradient does not depend on the split.
+                for batch in batches:
+                    loss = self.compute_loss(batch) / max(num_labels, 1)
+                    self.guard.add(loss)
+                    loss.backward()
 
-                    metrics = {}
-                    run_pre_optimizer_hooks(self.model)
-                    if not cfg.optimizer_in_bwd:
-                        metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
-                    if self.guard.accepts(self.global_step + 1, metrics):
-                        self.optimizer.step()
-                        run_post_optimizer_hooks(self.model)
-                    self.optimizer.zero_grad(set_to_none=True)
-                    metrics["lr"] = training.get_lr(self.optimizer)
-                    if self.lr_scheduler is not None:
-                        self.lr_scheduler.step()
-                    self.global_step += 1
-                    throughput.step(processed=num_tokens // self.dims.world_size, trained=num_labels)
-                    profiler.step()
+                metrics = {"lr": training.get_lr(self.optimizer)}
+                run_pre_optimizer_hooks(self.model)
+                if not cfg.optimizer_in_bwd:
+                    metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                metrics["loss"] = self.guard.total_loss(metrics.get("grad_norm"))
+                if self.guard.accepts(self.global_step + 1, metrics):
+                    self.optimizer.step()
+                    run_post_optimizer_hooks(self.model)
+                self.optimizer.zero_grad(set_to_none=True)
+                if self.lr_scheduler is not None:
+                    self.lr_scheduler.step()
+                self.global_step += 1
+                throughput.step(processed=num_tokens // self.dims.world_size, trained=num_labels)
+                profiler.step()
 
-                    if self.global_step % cfg.log_every_n_steps == 0:
-                        metrics |= throughput.metrics()
-                        if cfg.log_peak_memory_stats:
-                            metrics |= training.get_memory_stats(self.device)
-                        self.metric_logger.log_dict(metrics, step=self.global_step)
-                        progress.update_metrics(metrics)
-                    progress.advance(self.global_step)
+                if self.global_step % cfg.log_every_n_steps == 0:
+                    metrics |= throughput.metrics()
+                    if cfg.log_peak_memory_stats:
+                        metrics |= training.get_memory_stats(self.device)
+                    self.metric_logger.log_dict(metrics, step=self.global_step)
+                    progress.update_metrics(metrics)
+                progress.advance(self.global_step)
 
-                    if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
-                        with throughput.paused("validation"):
-                            metrics = {"val_loss": self.validate()}
-                        self.metric_logger.log_dict(metrics, step=self.global_step)
-                        progress.update_metrics(metrics)
-                    control.after_step(self.global_step)
-                    if control.save_due and self.global_step < self.total_steps:
-                        with throughput.paused("saving"):
-                            self.save_checkpoint(f"step_{self.global_step}", optional=not control.stopping)
-                    if control.stopping and self.global_step < self.total_steps:
-                        break
-                else:
-                    finished = self.loader.epoch == cfg.epochs
-                    if cfg.save_every_n_steps is None or finished:
-                        with throughput.paused("saving"):
-                            name = f"epoch_{epoch}" if cfg.save_every_n_steps is None else f"step_{self.global_step}"
-                            self.save_checkpoint(name, optional=not finished)
+                if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                    with throughput.paused("validation"):
+                        metrics = {"val_loss": self.validate()}
+                    self.metric_logger.log_dict(metrics, step=self.global_step)
+                    progress.update_metrics(metrics)
+                if name := control.checkpoint_due(self.global_step):
+                    with throughput.paused("saving"):
+                        self.save_checkpoint(name, optional=not control.ending)
         self.checkpointer.close()
         return control.finish(self.global_step, self.total_steps)
 
@@ -368,6 +362,7 @@ class FullFinetuneRecipeDistributed:
 
 
 @config.parse
+@training.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
     config.log_config("full_finetune_distributed", cfg)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.recipes.runs import RECIPES, read_log, start, write_config
+from tests.recipes.runs import RECIPES, after_each_step, read_log, start, write_config
 from torchtune._cli._target import recipe_named_by, resolve_config
 from torchtune._cli._torchrun import torchrun_arguments
 from torchtune._cli.run import split
@@ -185,12 +185,12 @@ def nodes(folder: Path, namespaces: list[str] | str) -> None:
 def test_two_nodes_train_together_are_stopped_and_queued_again(tmp_path: Path, namespaces: list[str] | str) -> None:
     """Slurm tells every process to stop before the time is up; the job is queued again and goes on by itself."""
     name = "full_finetune_distributed"
-    anchor = "                    progress.advance(self.global_step)\n"
     stop = f"all(os.kill(pid, {int(signal.SIGTERM)}) is None for pid in (os.getpid(), os.getppid()))"
-    text = f"import os; self.global_step == 3 and self.resume_point is None and {stop}\n"
+    text = f"import os; self.global_step == 3 and self.resume_point is None and {stop}"
     source = (RECIPES / f"{name}.py").read_text()
+    ((anchor, changed),) = after_each_step(text).items()
     assert source.count(anchor) == 1
-    (tmp_path / "mine.py").write_text(source.replace(anchor, anchor + " " * 20 + text))
+    (tmp_path / "mine.py").write_text(source.replace(anchor, changed))
     output_dir = tmp_path / "output"
     config = write_config(name, tmp_path, output_dir, batch_size=2, recipe=str(tmp_path / "mine.py"))
     nodes(tmp_path, namespaces)

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.runs import class_of, load_recipe, read_log, write_config
+from tests.recipes.runs import after_each_step, class_of, load_recipe, read_log, write_config
 from tests.torchtune.training.checkpointing import ranks
 from torchtune.config import load_and_check
 from torchtune.utils import UserError, get_logger
 
 NAME = "full_finetune_distributed"
-ADVANCE = "                    progress.advance(self.global_step)\n"
 DISK = 6 * 2**20
 
 
@@ -39,7 +38,7 @@ def train(config: Path, *overrides: str, inject: str = "") -> None:
     os.environ |= {"MASTER_ADDR": "given", "MASTER_PORT": "0"}  # the process group is there
     folder = config.parent / f"rank_{os.environ['RANK']}"
     folder.mkdir(exist_ok=True)
-    module = load_recipe(NAME, folder, {ADVANCE: f"{ADVANCE}{' ' * 20}{inject}\n"} if inject else None)
+    module = load_recipe(NAME, folder, after_each_step(inject) if inject else None)
     cfg = load_and_check(config, overrides, module.recipe_main)
     recipe = class_of(module)(cfg)
     recipe.setup(cfg)

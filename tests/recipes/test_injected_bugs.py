@@ -110,7 +110,7 @@ def test_dropout_left_off_after_validation(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TRAINING if name.startswith("full")])
 def test_gradients_of_all_steps_added_up(name: str, tmp_path: Path) -> None:
-    bug = {"                    self.optimizer.zero_grad(set_to_none=True)\n": ""}
+    bug = {"                self.optimizer.zero_grad(set_to_none=True)\n": ""}
     with caught("the norm of step 2 is that of plain torch"):
         checks.losses_follow_plain_torch(name, tmp_path, changes=bug)
 

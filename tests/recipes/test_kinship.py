@@ -116,12 +116,19 @@ def test_a_recipe_stands_alone(path: Path) -> None:
             assert not (node.attr.startswith("_") and not node.attr.startswith("__")), f"private name {node.attr}"
 
 
+def depth(node: ast.AST) -> int:
+    """Levels of indented blocks inside a function."""
+    blocks = (ast.With, ast.For, ast.While, ast.If, ast.Try)
+    return max((isinstance(child, blocks) + depth(child) for child in ast.iter_child_nodes(node)), default=0)
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 def test_a_recipe_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
     for node in recipe_class(path).body:
         if isinstance(node, ast.FunctionDef) and node.name == "train":
-            assert node.end_lineno - node.lineno < 100
+            assert node.end_lineno - node.lineno <= 65
+            assert depth(node) <= 4, "train is at most four levels deep"
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)

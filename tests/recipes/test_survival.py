@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recipes.runs import TRAINING, class_of, load_recipe, read_log, start, write_config
+from tests.recipes.runs import TRAINING, after_each_step, class_of, load_recipe, read_log, start, write_config
 from torchtune.config import load_and_check
 from torchtune.training import SkippedStepsError
 
@@ -91,9 +91,8 @@ def test_a_spike_is_skipped_and_the_count_survives_a_resume(tmp_path: Path) -> N
 
 
 def test_a_file_named_save_asks_for_a_checkpoint(name: str, tmp_path: Path) -> None:
-    text = 'if self.global_step == 3: open(cfg.output_dir + "/SAVE", "w").close()\n'
-    anchor = "                    progress.advance(self.global_step)\n"
-    run = start(name, tmp_path, changes={anchor: anchor + " " * 20 + text})
+    text = 'if self.global_step == 3: open(cfg.output_dir + "/SAVE", "w").close()'
+    run = start(name, tmp_path, changes=after_each_step(text))
     assert sorted(path.name for path in run.output_dir.glob("*_?")) == ["epoch_0", "step_3"]
     assert not (run.output_dir / "SAVE").exists()
     assert (run.output_dir / "step_3" / ".complete").exists()
@@ -107,9 +106,8 @@ def test_save_every_n_minutes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
 def test_exit_code_says_why_the_run_ended(name: str, tmp_path: Path, number: signal.Signals, code: int) -> None:
     """75 asks a scheduler to queue the job again."""
-    anchor = "                    progress.advance(self.global_step)\n"
-    text = f"if self.global_step == 2: __import__('os').kill({os.getpid()}, {int(number)})\n"
-    module = load_recipe(name, tmp_path, {anchor: anchor + " " * 20 + text})
+    text = f"if self.global_step == 2: __import__('os').kill({os.getpid()}, {int(number)})"
+    module = load_recipe(name, tmp_path, after_each_step(text))
     output_dir = tmp_path / "output"
     cfg = load_and_check(write_config(name, tmp_path, output_dir), [], module.recipe_main)
     assert module.recipe_main(cfg) == code
@@ -142,19 +140,18 @@ def test_a_checkpoint_that_cannot_be_written_costs_no_run(
     import resource
 
     for behind in (False, True):
-        anchor = "                    progress.advance(self.global_step)\n"
         limit = (
             "import resource\n"
-            f"{' ' * 20}hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
-            f"{' ' * 20}low = 20_000 if self.global_step == 3 else hard\n"
-            f"{' ' * 20}self.checkpointer.close()\n"
-            f"{' ' * 20}resource.setrlimit(resource.RLIMIT_FSIZE, (low, hard))\n"
+            f"{' ' * 16}hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+            f"{' ' * 16}low = 20_000 if self.global_step == 3 else hard\n"
+            f"{' ' * 16}self.checkpointer.close()\n"
+            f"{' ' * 16}resource.setrlimit(resource.RLIMIT_FSIZE, (low, hard))"
         )
         with caplog.at_level(logging.WARNING):
             run = start(
                 name,
                 tmp_path,
-                changes={anchor: anchor + " " * 20 + limit},
+                changes=after_each_step(limit),
                 save_every_n_steps=3,
                 enable_async_checkpointing=behind,
                 log_level="WARNING",

@@ -1,7 +1,9 @@
 """Batches whose order is a function of the seed and the epoch, and whose position is two numbers."""
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ class BatchLoader:
 
     Iterating starts at the current position and ends with the epoch; then :attr:`epoch` is the next one. The
     position moves before a step is yielded: a state taken while the step is worked on continues after it.
+    :meth:`peek` loads one step ahead and leaves the position alone. A dataset that draws random numbers draws the
+    same ones at the same position, whether its step was loaded ahead, in time or after a resume.
 
     Args:
         dataset: examples by index, with a length.
@@ -75,6 +79,8 @@ class BatchLoader:
         self.epoch = 0
         self._step = 0
         self._indices = np.empty(0, dtype=np.int64)
+        self._shuffled: tuple[int, np.ndarray] | None = None  # (epoch, its order)
+        self._ahead: tuple[tuple[int, int], list[Batch]] | None = None  # ((epoch, step), its micro-batches)
 
     @property
     def examples_per_step(self) -> int:
@@ -92,14 +98,39 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """This rank's micro-batches of every remaining step of the epoch."""
-        order = self._order(self.epoch)
         while self._step < len(self):
-            start = self._step * self.examples_per_step
-            self._indices = order[start : start + self.examples_per_step]
-            batches = [self._collate(part) for part in self._split(self._indices, self.rank)]
+            batches = self.peek()
+            self._ahead = None
+            self._indices = self._indices_of(self._step)
             self._step += 1
             yield batches
         self.set_epoch(self.epoch + 1)
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the step that was yielded last is the last one of its epoch."""
+        return self._step >= len(self)
+
+    def peek(self) -> list[Batch] | None:
+        """Load the micro-batches that iterating yields next; ``None`` at the end of the epoch.
+
+        They are kept until they are yielded. The position does not move: a state taken now still continues with them.
+        """
+        if self.at_epoch_end:
+            return None
+        position = (self.epoch, self._step)
+        if self._ahead is None or self._ahead[0] != position:
+            with _own_randomness(self.seed, *position, self.rank):
+                parts = self._split(self._indices_of(self._step), self.rank)
+                self._ahead = (position, [self._collate(part) for part in parts])
+        return self._ahead[1]
+
+    def _indices_of(self, step: int) -> np.ndarray:
+        """The examples of a step of this epoch, of all ranks."""
+        if self._shuffled is None or self._shuffled[0] != self.epoch:
+            self._shuffled = (self.epoch, self._order(self.epoch))
+        start = step * self.examples_per_step
+        return self._shuffled[1][start : start + self.examples_per_step]
 
     def _order(self, epoch: int) -> np.ndarray:
         """int64 [number of examples]: the order of an epoch."""
@@ -152,7 +183,8 @@ class BatchLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position: epoch, next step, and what the order was made from."""
-        return {"epoch": self.epoch, "step": self._step, "fingerprint": self._fingerprint()}
+        epoch, step = (self.epoch + 1, 0) if self.at_epoch_end else (self.epoch, self._step)
+        return {"epoch": epoch, "step": step, "fingerprint": self._fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position.
@@ -179,6 +211,22 @@ class BatchLoader:
                 "resume with what the run was started with, or start a new run."
             )
         self.epoch, self._step = int(state["epoch"]), int(state["step"])
+
+
+@contextmanager
+def _own_randomness(*words: int) -> Iterator[None]:
+    """Inside the block all generators of the host start from ``words``; what they were before comes back after it."""
+    seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+    python, array, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_rng_state(tensor)
 
 
 def _without_labels(example: Any) -> Any:

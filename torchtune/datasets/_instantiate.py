@@ -9,8 +9,10 @@ from torchtune import config
 from torchtune.config._locate import locate
 from torchtune.data import DataError
 from torchtune.datasets._concat import ConcatDataset
+from torchtune.utils import doing
 
 
+@doing("preparing data")
 def instantiate_dataset(dataset: Any, tokenizer: Any) -> Any:
     """The dataset of a config node; a list of nodes gives them one after another.
 

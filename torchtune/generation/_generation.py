@@ -181,6 +181,9 @@ def _generate(
     for step in range(max_generated_tokens):
         draw = compiled_generate_next_token if step and compiled_generate_next_token else generate_next_token
         x, input_pos, mask = state.inputs()
+        if cached and step and model.outgrows_caches(input_pos):
+            model.reset_caches()
+            draw, (x, input_pos, mask) = generate_next_token, state.inputs(again=True)
         next_tokens, logits = draw(model, input_pos, x, noise(model, b, rng, tokens), mask=mask, **sampling)
         after = state.tokens[:, -1:] if pad_id is None else pad_id
         state.append(torch.where(running, next_tokens.to(tokens.dtype), after))
@@ -239,8 +242,8 @@ class Progress:
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
         self._real = torch.nn.functional.pad(self._real, (0, 1), value=True)
 
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens, positions and mask of the next call of the model."""
+    def inputs(self, again: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens, positions and mask of the next call of the model, whose caches are empty at first and ``again``."""
         s = self.tokens.shape[1]
         if self._padded:
             input_pos = get_position_ids_from_padding_mask(self._real)
@@ -248,7 +251,7 @@ class Progress:
             input_pos = torch.arange(s, device=self.tokens.device).unsqueeze(0)
         if self._cache_length is None:
             return self.tokens, input_pos, get_causal_mask_from_padding_mask(self._real) if self._padded else None
-        if not self._started:
+        if not self._started or again:
             self._started = True
             return self.tokens, input_pos, get_causal_mask_from_padding_mask(self._real, self._cache_length)
         mask = torch.nn.functional.pad(self._real, (0, self._cache_length - s))[:, None]

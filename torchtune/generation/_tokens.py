@@ -214,6 +214,9 @@ def _select(rows: Tensor, state: Progress, caches: list[KVCache]) -> None:
 def _next_logits(model: TransformerDecoder, state: Progress, ranks: "_Ranks", caches: list[KVCache]) -> Tensor:
     """float32 ``[m, v]`` of the next token."""
     x, input_pos, mask = state.inputs()
+    if caches and x.shape[1] == 1 and model.outgrows_caches(input_pos):
+        model.reset_caches()
+        x, input_pos, mask = state.inputs(again=True)
     length = x.shape[1]
     missing = ranks.multiple(length) - length
     if missing:  # tensor parallelism splits the sequence: padding on the right, which nothing real attends to

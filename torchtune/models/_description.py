@@ -11,6 +11,20 @@ class ModelError(UserError, ValueError):
     """A model that cannot be described, built or found; the message names the field or name at fault."""
 
 
+# Far beyond any model, and little enough that a module of these sizes can be described, if not be held in memory.
+_LARGEST = {
+    "vocab_size": 2**28,
+    "num_layers": 2**11,
+    "embed_dim": 2**20,
+    "intermediate_dim": 2**22,
+    "num_heads": 2**14,
+    "head_dim": 2**14,
+    "num_experts": 2**13,
+    "expert_dim": 2**22,
+    "num_classes": 2**20,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Description:
     """Everything that decides the parameters and the arithmetic of a text decoder.
@@ -89,6 +103,9 @@ class Description:
         for field in ("vocab_size", "num_layers", "embed_dim", "intermediate_dim", "max_seq_len", "num_heads"):
             if getattr(self, field) < 1:
                 raise ModelError(f"{field} must be at least 1, got {getattr(self, field)}.")
+        for field, most in _LARGEST.items():
+            if getattr(self, field) > most:
+                raise ModelError(f"{field} must be at most {most:,}, got {getattr(self, field):,}.")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ModelError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}).")
         if self.head_dim == 0:

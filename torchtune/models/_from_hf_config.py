@@ -1,14 +1,14 @@
 """Any checkpoint of a known architecture, without a builder of its own."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
 from torchtune.models._build import build
 from torchtune.models._description import ModelError
-from torchtune.models._hf_fields import text_config
+from torchtune.models._hf_fields import architecture_of, text_config
 from torchtune.models._spec import spec_for_architecture
 from torchtune.modules.transformer import TransformerDecoder
+from torchtune.utils import read_json
 
 
 def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = ()) -> TransformerDecoder:
@@ -25,15 +25,11 @@ def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = 
     """
     path = Path(checkpoint_dir)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"There is no config.json in {checkpoint_dir}: give the folder of the checkpoint.") from error
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): download it again.") from error
-    config = text_config(config) if isinstance(config, dict) else config
-    architectures = config.get("architectures") if isinstance(config, dict) else None
-    if not architectures:
+    if not path.exists():
+        raise ModelError(f"There is no config.json in {checkpoint_dir}: give the folder of the checkpoint.")
+    config = text_config(read_json(path, ModelError))
+    architecture = architecture_of(config)
+    if architecture is None:
         raise ModelError(f"{path} names no architecture (field 'architectures'): it describes no checkpoint.")
-    spec = spec_for_architecture(architectures[0])
+    spec = spec_for_architecture(architecture)
     return build(spec.from_hf_config(config, ignore_fields), spec)

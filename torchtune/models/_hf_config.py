@@ -1,16 +1,30 @@
 """Reading and writing the ``config.json`` of Hugging Face decoders of the Llama shape."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchtune.models._description import Description, ModelError
-from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_fields import Fields, architecture_of
 from torchtune.models._hf_rope import read_rope, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Of the fields that a description may refuse: ours -> theirs.
+_THEIR_NAMES = {
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "num_layers": "num_hidden_layers",
+    "embed_dim": "hidden_size",
+    "intermediate_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "attn_dropout": "attention_dropout",
+    "window": "sliding_window",
+}
 _ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -28,7 +42,8 @@ class HFFormat:
         has_mlp_bias: whether ``mlp_bias`` is a field of it.
         qk_norm: as in a description.
         windows: whether ``sliding_window`` switches windows on, or ``use_sliding_window`` must too, or there are none.
-        full_every: where ``layer_types`` is left out, every so many layers one sees everything; 0: none does.
+        window_layers: which layers have the window where ``layer_types`` is left out: all (there is no such field), all
+            but one of every so many, those from ``max_window_layers`` on, or those without rotary positions.
         ropes: what its positions may have: ``"partial"`` (only a part of a head turns), ``"window"`` (another base in
             layers with a window).
         activation: field of the activation, and its value where it is left out.
@@ -47,7 +62,7 @@ class HFFormat:
     has_mlp_bias: bool = False
     qk_norm: Literal["none", "before_rope"] = "none"
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
-    full_every: int = 0
+    window_layers: int | Literal["all", "late", "unrotated"] = "all"
     ropes: tuple[Literal["partial", "window"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -66,7 +81,8 @@ class HFFormat:
         Raises:
             ModelError: a field is missing, or says something that a description cannot express; it is named.
         """
-        fields = Fields({**dict(self.defaults), **config}, self.architecture, set(ignore_fields))
+        said = {name: value for name, value in config.items() if value is not None or name not in _NEVER_NULL}
+        fields = Fields({**dict(self.defaults), **said}, self.architecture, set(ignore_fields))
         heads = fields.take("num_attention_heads")
         attention_bias = bool(fields.take("attention_bias", False)) if self.biases == "attention_bias" else False
         num_layers = fields.take("num_hidden_layers")
@@ -91,13 +107,18 @@ class HFFormat:
             mlp_bias=bool(fields.take("mlp_bias", False)) if self.has_mlp_bias else False,
             norm_eps=float(fields.take("rms_norm_eps", 1e-6)),
             tie_word_embeddings=bool(fields.take("tie_word_embeddings", False)),
-            num_classes=_read_classes(config),
+            num_classes=_read_classes(config, fields),
             **dict(self.fixed),
             **read_rope(fields, self.ropes),
-            **self._read_windows(fields, num_layers),
             **{ours: type(default)(fields.take(theirs, default)) for theirs, ours, default in self.own},
         )
-        description = Description(**{**values, **self.read_more(fields)})
+        more = self.read_more(fields)
+        values |= self._read_windows(fields, num_layers, more.get("unrotated_layers", ())) | more
+        try:
+            description = Description(**values)
+        except ModelError as error:
+            theirs = re.sub(r"\w+", lambda name: _THEIR_NAMES.get(name[0], name[0]), str(error))
+            raise ModelError(f"config.json of {self.architecture}: {theirs}") from error
         fields.refuse_rest()
         return description
 
@@ -150,44 +171,60 @@ class HFFormat:
                 )
         return config
 
-    def _read_windows(self, fields: Fields, num_layers: int) -> dict[str, Any]:
+    def _read_windows(self, fields: Fields, num_layers: int, unrotated: Collection[int]) -> dict[str, Any]:
         """``window`` and ``window_layers`` of a description."""
-        window, kinds = fields.take("sliding_window", None), fields.take("layer_types", None)
-        first = fields.take("max_window_layers", num_layers) if self.windows == "use_sliding_window" else 0
-        fields.take("max_window_layers", None)
-        switch = bool(fields.take("use_sliding_window", False))
-        on = self.windows == "sliding_window" or switch
-        if self.windows == "none" and (switch and window is not None):
-            raise fields.refusal("sliding_window", window)
-        if kinds is not None and not {"full_attention", "sliding_attention"}.issuperset(kinds[:num_layers]):
-            raise fields.refusal("layer_types", kinds)
+        window, kinds = fields.take("sliding_window", None), fields.list_of("layer_types", num_layers, str)
+        late, switch = fields.take("max_window_layers", _LATE), fields.take("use_sliding_window", False)
+        window = window or None
         if kinds is not None:
+            if len(kinds) < num_layers or not {"full_attention", "sliding_attention"}.issuperset(kinds[:num_layers]):
+                raise fields.refusal("layer_types", kinds)
             layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention")
+        elif isinstance(self.window_layers, int):
+            layers = tuple(i for i in range(num_layers) if (i + 1) % self.window_layers)
+        elif self.window_layers == "unrotated":
+            layers = tuple(i for i in range(num_layers) if i in unrotated)
         else:
-            layers = tuple(i for i in range(first, num_layers) if not self.full_every or (i + 1) % self.full_every)
-        if self.windows == "none" and kinds is not None and layers:
-            raise fields.refusal("layer_types", kinds)
-        return {"window": window, "window_layers": layers} if on and window is not None and layers else {}
+            layers = tuple(range(late if self.window_layers == "late" else 0, num_layers))
+        if self.windows == "none":
+            if switch and window is not None:
+                raise fields.refusal("sliding_window", window)
+            if kinds is not None and layers:
+                raise fields.refusal("layer_types", kinds)
+            return {}
+        if self.windows == "use_sliding_window" and not switch:
+            if kinds is not None and layers and window is not None:
+                raise ModelError(
+                    f"config.json of {self.architecture} has layer_types with a window, and use_sliding_window is not "
+                    "true: set it, or make all of layer_types 'full_attention'."
+                )
+            return {}
+        if self.window_layers == "all" and kinds is not None and window is not None and len(layers) < num_layers:
+            raise fields.refusal("layer_types", kinds)  # transformers does not look at it, and uses the window
+        return {"window": window, "window_layers": layers} if window is not None and layers else {}
 
     def _write_windows(self, d: Description) -> dict[str, Any]:
-        if self.windows == "none" or (self.windows == "use_sliding_window" and d.window is None):
+        if self.windows == "none":
             return {}
         config: dict[str, Any] = {"sliding_window": d.window}
         if self.windows == "use_sliding_window":
-            config["use_sliding_window"] = True
-        if self.full_every or self.windows == "use_sliding_window":
+            config["use_sliding_window"] = d.window is not None
+        if self.window_layers != "all":
             kinds = ("full_attention", "sliding_attention")
             config["layer_types"] = [kinds[layer in d.window_layers] for layer in range(d.num_layers)]
         return config
 
 
+_NEVER_NULL = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")  # else null is a value
 _CLASSIFIER = "ForSequenceClassification"
+_LATE = 28  # max_window_layers where it is left out
 
 
-def _read_classes(config: Mapping[str, Any]) -> int:
-    if not str((config.get("architectures") or [""])[0]).endswith(_CLASSIFIER):
+def _read_classes(config: Mapping[str, Any], fields: Fields) -> int:
+    if not (architecture_of(config) or "").endswith(_CLASSIFIER):
         return 0
-    return int(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
+    labels = fields.peek("id2label")
+    return fields.take("num_labels", None) or len(labels if isinstance(labels, dict) and labels else (0, 1))
 
 
 LLAMA = HFFormat(
@@ -203,7 +240,7 @@ MISTRAL = HFFormat(
     "mistral",
     "interleaved",
     windows="sliding_window",
-    defaults=(("num_key_value_heads", 8), ("max_position_embeddings", 131_072)),
+    defaults=(("num_key_value_heads", 8), ("max_position_embeddings", 131_072), ("sliding_window", 4096)),
 )
 QWEN2 = HFFormat(
     "Qwen2ForCausalLM",
@@ -211,7 +248,8 @@ QWEN2 = HFFormat(
     "half",
     biases="qkv",
     windows="use_sliding_window",
-    defaults=(("num_key_value_heads", 32), ("max_position_embeddings", 32_768)),
+    window_layers="late",
+    defaults=(("num_key_value_heads", 32), ("max_position_embeddings", 32_768), ("sliding_window", 4096)),
 )
 QWEN3 = HFFormat(
     "Qwen3ForCausalLM",
@@ -220,5 +258,11 @@ QWEN3 = HFFormat(
     biases="attention_bias",
     qk_norm="before_rope",
     windows="use_sliding_window",
-    defaults=(("num_key_value_heads", 32), ("head_dim", 128), ("max_position_embeddings", 32_768)),
+    window_layers="late",
+    defaults=(
+        ("num_key_value_heads", 32),
+        ("head_dim", 128),
+        ("max_position_embeddings", 32_768),
+        ("sliding_window", 4096),
+    ),
 )

@@ -22,6 +22,58 @@ _HARMLESS = frozenset(
     """.split()
 )
 
+_LENGTH, _COUNT = 2**40, 2**16
+# Largest value of every field that is a whole number; sizes have smaller ones in a description.
+_WHOLE = {
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), _LENGTH),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), _LENGTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"), _COUNT),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "num_labels"), _COUNT),
+    **dict.fromkeys(("decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern"), _COUNT),
+    "max_window_layers": _LENGTH,
+}
+_NUMBERS = frozenset(
+    """rms_norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq
+    router_aux_loss_coef swiglu_limit swiglu_alpha embedding_multiplier residual_multiplier logits_scaling
+    attention_multiplier query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping""".split()
+)
+_FLAGS = frozenset(
+    """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias
+    use_bidirectional_attention""".split()
+)
+_OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, small enough for float32."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
+
+
+def is_whole(value: Any, most: float) -> bool:
+    """Whether it is a whole number from 0 to ``most``."""
+    return is_number(value) and 0 <= value <= most and value == int(value)
+
+
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """The architecture that a ``config.json`` names first, if it does.
+
+    Raises:
+        ModelError: ``architectures`` is no list of names.
+    """
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            f"config.json has architectures = {shown(names)}, which is not a list of names: download it again."
+        )
+    return names[0] if names else None
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it, on a part of a line."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:100]} …"
+
+
 # Text towers of models that also see or hear: model_type of text_config -> architecture of the tower alone.
 _TOWERS = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -37,14 +89,15 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A ``config.json`` of text alone: that of the text tower if the file's model has one, else the file's own.
 
     Raises:
-        ModelError: a tower that no family here reads.
+        ModelError: a tower that no family here reads, or ``architectures`` is no list of names.
     """
+    architecture_of(config)
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return dict(config)
-    if inner.get("model_type") not in _TOWERS:
+    if str(inner.get("model_type")) not in _TOWERS:
         raise ModelError(
-            f"config.json: a text tower of model_type = {inner.get('model_type')!r} cannot be read; there are: "
+            f"config.json: a text tower of model_type = {shown(inner.get('model_type'))} cannot be read; there are: "
             f"{', '.join(_TOWERS)}."
         )
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
@@ -62,19 +115,46 @@ class Fields:
         self._seen = {*_HARMLESS, *ignored}
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A field's value; ``null`` counts as absent where there is a default."""
+        """A field's value; ``null`` counts as absent where there is a default.
+
+        Raises:
+            ModelError: it is absent and has no default, or is not of the type that the field has.
+        """
         self._seen.add(name)
         value = self._config.get(name)
         if value is None:
             if default is self._REQUIRED:
                 raise ModelError(f"config.json of {self._architecture} lacks the field '{name}'.")
             return default
+        if name in _WHOLE:
+            self._expect(is_whole(value, _WHOLE[name]), name, value, f"a whole number from 0 to {_WHOLE[name]:,}")
+            return int(value)
+        if name in _NUMBERS:
+            self._expect(is_number(value), name, value, "a finite number")
+        elif name in _FLAGS:
+            self._expect(isinstance(value, bool) or value in (0, 1), name, value, "true or false")
+        elif name in _OBJECTS:
+            self._expect(isinstance(value, Mapping), name, value, "an object")
         return value
+
+    def list_of(self, name: str, num_layers: int, kind: type) -> list[Any] | None:
+        """A field that has one value for each layer, or numbers of layers; None if it is absent."""
+        value = self.take(name, None)
+        fits = value is None or (isinstance(value, list) and all(isinstance(v, kind) for v in value))
+        self._expect(fits, name, value, f"a list for {num_layers} layers")
+        return value
+
+    def _expect(self, fits: bool, name: str, value: Any, wanted: str) -> None:
+        if not fits:
+            raise ModelError(
+                f"config.json of {self._architecture} has {name} = {shown(value)}, where {wanted} is expected: "
+                "download it again, or correct it."
+            )
 
     def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
         """A field's value, translated; refused if it is not among the choices."""
         value = self.take(name, default)
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise self.refusal(name, value)
         return choices[value]
 
@@ -89,8 +169,9 @@ class Fields:
     def refusal(self, name: str, value: Any) -> ModelError:
         """The error for a field that cannot be expressed."""
         return ModelError(
-            f"config.json of {self._architecture} has {name} = {value!r}, which a model description of this library "
-            "cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes nothing."
+            f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "
+            "library cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes "
+            "nothing."
         )
 
     def refuse_rest(self) -> None:

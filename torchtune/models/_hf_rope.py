@@ -1,9 +1,10 @@
 """Reading and writing the rotary positions of a Hugging Face ``config.json``."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchtune.models._description import ModelError
-from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_fields import Fields, is_number, is_whole
 from torchtune.models._rope_scaling import (
     DynamicRopeScaling,
     LinearRopeScaling,
@@ -47,6 +48,7 @@ _KINDS: dict[str, tuple[type[RopeScaling], tuple[tuple[str, str, type], ...]]] =
 }
 _OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 
+_KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _SAY_NOTHING = {"finetuned", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor"}
 
 
@@ -64,42 +66,74 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         ModelError: something that a description cannot express.
     """
     found: dict[str, Any] = {}
-    together = dict(fields.take("rope_parameters", None) or {})
     base, partial = fields.take("rope_theta", 10_000.0), fields.take("partial_rotary_factor", 1.0)
     local = fields.take("rope_local_base_freq", None)
-    name, scaling = "rope_scaling", fields.take("rope_scaling", None)
-    if "full_attention" in together:  # one set of parameters for each kind of layer
-        local_parameters, together = together.get("sliding_attention") or {}, dict(together["full_attention"])
-        local = local_parameters.get("rope_theta", local)
-        if local_parameters.get("rope_type", "default") != "default":
-            raise fields.refusal("rope_parameters", fields.peek("rope_parameters"))
-    if together:
-        base = together.pop("rope_theta", base)
-        partial = together.pop("partial_rotary_factor", partial)
-        name, scaling = "rope_parameters", together
-    if float(partial) != 1.0 and "partial" not in allowed:
+    together, scaling = dict(fields.take("rope_parameters", None) or {}), fields.take("rope_scaling", None)
+    name = "rope_scaling" if scaling or not together else "rope_parameters"
+    if "window" in allowed:  # one set of parameters for each kind of layer
+        if together and not together.keys() & _KINDS_OF_LAYERS:  # transformers looks for these alone
+            raise fields.refusal("rope_parameters", together)
+        whole, windowed = (_object(fields, "rope_parameters", together.get(kind)) for kind in _KINDS_OF_LAYERS)
+        local = windowed.get("rope_theta", local)
+        if windowed.get("rope_type", "default") != "default":
+            raise fields.refusal("rope_parameters", together)
+        together = {**whole, **(scaling or {})}
+    elif together.keys() & set(_KINDS_OF_LAYERS):
+        raise fields.refusal("rope_parameters", together)
+    else:
+        together = dict(scaling or together)
+    base = _number(fields, "rope_theta", together.pop("rope_theta", None), base)
+    partial = _number(fields, "partial_rotary_factor", together.pop("partial_rotary_factor", None), partial)
+    if partial != 1.0 and "partial" not in allowed:
         raise fields.refusal("partial_rotary_factor", partial)
     if local is not None and "window" not in allowed:
         raise fields.refusal("rope_local_base_freq", local)
-    if float(partial) != 1.0:
+    if partial != 1.0:
         width = fields.take("head_dim", 0) or fields.take("hidden_size") // fields.take("num_attention_heads")
         found["rope_dim"] = int(width * partial)
     if local is not None:
-        found["rope_window_base"] = float(local)
-    return {"rope_base": float(base), "rope_scaling": _read_scaling(fields, name, dict(scaling or {})), **found}
+        found["rope_window_base"] = _number(fields, "rope_theta", local)
+    return {"rope_base": base, "rope_scaling": _read_scaling(fields, name, together), **found}
+
+
+def _object(fields: Fields, name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping | None):
+        raise fields.refusal(name, value)
+    return dict(value or {})
+
+
+def _number(fields: Fields, name: str, value: Any, default: float = 0.0) -> float:
+    """A number above 0."""
+    value = default if value is None else value
+    if not is_number(value) or value <= 0:
+        raise fields.refusal(name, value)
+    return float(value)
+
+
+def _convert(fields: Fields, name: str, value: Any, kind: type) -> Any:
+    """A parameter of a scaling in its type."""
+    if kind is tuple and isinstance(value, list | tuple) and 0 < len(value) < 2**14 and all(map(is_number, value)):
+        return tuple(map(float, value))
+    if (kind is float and is_number(value)) or (kind is int and is_whole(value, 2**40) and value):
+        return kind(value)
+    if kind is bool and isinstance(value, bool):
+        return value
+    raise fields.refusal(name, value)
 
 
 def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> RopeScaling | None:
     old_spelling, new_spelling = scaling.pop("type", None), scaling.pop("rope_type", None)
     kind = new_spelling or old_spelling or "default"
-    kind = {"su": "longrope"}.get(kind, kind)
+    kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in scaling) else kind  # early Phi-3
     if kind == "default":
         return None
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise fields.refusal(name, fields.peek(name))
     longest = fields.take("max_position_embeddings")
-    original = fields.take("original_max_position_embeddings", scaling.get(_ORIGINAL[0], longest))
-    if kind in ("yarn", "longrope", "dynamic"):
+    original = fields.take(_ORIGINAL[0], None)
+    if original is None:
+        original = _convert(fields, f"{name}.{_ORIGINAL[0]}", scaling.get(_ORIGINAL[0], longest), int)
+    if kind != "linear":
         scaling[_ORIGINAL[0]] = longest if kind == "dynamic" else original
     if kind in ("yarn", "longrope") and scaling.get("factor") is None:
         scaling["factor"] = longest / original
@@ -110,7 +144,7 @@ def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> RopeSca
         if value is None and theirs not in _OPTIONAL:
             raise ModelError(f"config.json: {name} of type {kind} lacks the field '{theirs}'.")
         if value is not None:
-            values[ours] = convert(value)
+            values[ours] = _convert(fields, f"{name}.{theirs}", value, convert)
     unread = {key for key, value in scaling.items() if value is not None} - _SAY_NOTHING
     if unread:
         raise fields.refusal(f"{name}.{min(unread)}", scaling[min(unread)])

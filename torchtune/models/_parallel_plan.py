@@ -21,7 +21,7 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
         ParallelError: the model has experts.
     """
     from torchtune.modules.moe import MoE
-    from torchtune.modules.parallel import ByColumns, ByRows, ByVocabulary, GatherInput, ReplicatedNorm
+    from torchtune.modules.parallel import ByColumns, ByRows, ByVocabulary, GatherInput, ReplicatedNorm, SplitNorm
     from torchtune.modules.parallel._styles import ParallelError
 
     layer = model.layers[0]
@@ -31,21 +31,23 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
             "data_parallel_shard_dim to -1 to shard the experts' weights."
         )
     block: dict[str, ParallelStyle] = {
-        "sa_norm": ReplicatedNorm(),
         "attn": GatherInput(),
         "attn.q_proj": ByColumns(),
         "attn.k_proj": ByColumns(),
         "attn.v_proj": ByColumns(),
         "attn.output_proj": ByRows(),
-        "mlp_norm": ReplicatedNorm(),
         "mlp": GatherInput(),
         "mlp.w1": ByColumns(),
         "mlp.w2": ByRows(),
     }
     if layer.mlp.w3 is not None:
         block["mlp.w3"] = ByColumns()
+    for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale"):  # some models lack them, or multiply there
+        if any(True for _ in layer.get_submodule(name).parameters()):
+            block[name] = ReplicatedNorm()
     if layer.attn.q_norm is not None:
-        block |= {"attn.q_norm": ReplicatedNorm(), "attn.k_norm": ReplicatedNorm()}
+        style = SplitNorm if layer.attn.qk_norm_whole else ReplicatedNorm
+        block |= {"attn.q_norm": style(), "attn.k_norm": style()}
     plan = {f"layers.*.{name}": style for name, style in block.items()}
     plan |= {"tok_embeddings": ByVocabulary(), "norm": ReplicatedNorm(gather=True)}
     if isinstance(model.output, nn.Module):

@@ -81,8 +81,10 @@ class Conversion(Protocol):
 
     It may also have ``pre_optimizer_hook(model)`` and ``post_optimizer_hook(model)``, called around every optimizer
     step, and, if it adds parameters that are saved apart from the model, ``is_own_key(key) -> bool``,
-    ``merged(name, weight, model) -> Tensor`` and ``peft_config(model) -> dict`` (see
-    :class:`torchtune.modules.peft.LoRA`).
+    ``merged(name, weight, model) -> Tensor`` and ``peft_config(model) -> dict``. With ``revert(model)``, which undoes
+    ``convert`` as long as the parameters are on the meta device, it may be applied before conversions of an earlier
+    phase, as builders do (see :class:`torchtune.modules.peft.LoRA`). If its hooks change parameters that require no
+    gradient, ``moves(key) -> bool`` says which, so that no save loses them.
     """
 
     phase: Phase
@@ -107,14 +109,8 @@ def _check_members(conversion: object) -> None:
         )
 
 
-def _check_order(conversions: Sequence[Conversion]) -> None:
-    """Refuse conversions in the wrong order, or that exclude each other."""
-    right = sorted(conversions, key=lambda conversion: conversion.phase)
-    if any(a is not b for a, b in zip(conversions, right, strict=True)):
-        raise ConversionError(
-            f"model_converters: the order {', '.join(map(_name, conversions))} is wrong, list them as "
-            f"{', '.join(map(_name, right))} (conversions that a lora_* or qlora_* builder applies come first)."
-        )
+def _check_pairs(conversions: Sequence[Conversion]) -> None:
+    """Refuse conversions that exclude each other; they are sorted by phase."""
     for position, first in enumerate(conversions):
         for second in conversions[position + 1 :]:
             reason = _FORBIDDEN.get((first.phase, second.phase))
@@ -125,26 +121,46 @@ def _check_order(conversions: Sequence[Conversion]) -> None:
                 )
 
 
+def _undo_later(done: Sequence[Conversion], conversions: Sequence[Conversion], model: nn.Module) -> list[Conversion]:
+    """Undo the conversions in ``done`` that belong after one of ``conversions``; return them, to be applied again."""
+    earliest = min((conversion.phase for conversion in conversions), default=max(Phase))
+    later = [conversion for conversion in done if conversion.phase > earliest]
+    first = next((conversion for conversion in conversions if conversion.phase == earliest), None)
+    for conversion in reversed(later):
+        if not callable(getattr(conversion, "revert", None)):
+            raise ConversionError(
+                f"model_converters: {_name(first)} must come before {_name(conversion)}, which the model already has "
+                "and which cannot be undone: apply both in one call, or list both in model_converters."
+            )
+        conversion.revert(model)
+    model.conversions = [conversion for conversion in done if conversion not in later]
+    return later
+
+
 def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> list[ConversionReport]:
-    """Apply conversions in the given order, log one line each and record them as ``model.conversions``.
+    """Apply conversions in the order of their phases, log one line each and record them as ``model.conversions``.
+
+    A conversion that was applied before and belongs after a new one, such as the LoRA of a ``lora_*`` builder beside
+    a kernel swap, is undone and applied again.
 
     Args:
-        model: the model, usually on the meta device; conversions applied earlier count for order and exclusion.
-        conversions: what to apply; may be empty.
+        model: the model, usually on the meta device.
+        conversions: what to apply, in any order; within a phase the given order holds. May be empty.
 
     Returns:
-        one report per conversion.
+        one report per conversion that was applied, in order of application.
 
     Raises:
-        ConversionError: wrong order, a forbidden pair, an object that is no conversion, or a target that the model
-            does not have; order and pairs are checked before anything is changed.
+        ConversionError: a forbidden pair, an object that is no conversion, a conversion that would have to be undone
+            and cannot be, or a target that the model does not have; all but the last before anything is changed.
     """
     for conversion in conversions:
         _check_members(conversion)
     done = get_conversions(model)
-    _check_order([*done, *conversions])
-    reports = []
-    for conversion in conversions:
+    _check_pairs(sorted([*done, *conversions], key=lambda conversion: conversion.phase))
+    again = _undo_later(done, conversions, model)
+    done, reports = get_conversions(model), []
+    for conversion in sorted([*again, *conversions], key=lambda conversion: conversion.phase):
         report = conversion.convert(model)
         if not isinstance(report, ConversionReport):
             raise ConversionError(
@@ -172,7 +188,10 @@ def _run_hooks(model: nn.Module, hook: str) -> None:
 
 
 def run_pre_optimizer_hooks(model: nn.Module) -> None:
-    """Call ``pre_optimizer_hook(model)`` of every conversion that has one, in order of application."""
+    """Call ``pre_optimizer_hook(model)`` of every conversion that has one, in order of application.
+
+    It is called for every step, also for one that turns out to be skipped, for which no post hook follows.
+    """
     _run_hooks(model, "pre_optimizer_hook")
 
 

@@ -74,10 +74,12 @@ class RotaryPositionalEmbeddings(nn.Module):
 
     Attributes:
         by_reach: whether the angles depend on how long a text is, so that :meth:`cos_sin` wants its ``reach``.
+        switch_at: the longest text that has the angles of short ones, where all change at once beyond it.
         magnitude: what cosine and sine are multiplied by.
     """
 
     by_reach = False
+    switch_at: int | None = None
     magnitude = 1.0
 
     def __init__(
@@ -253,7 +255,8 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
     """Rotary positions of LongRoPE (Ding et al. 2024, https://arxiv.org/abs/2402.13753): a factor for each channel.
 
     Texts longer than the original context have other factors than those that fit; each text, be it packed with
-    others, has those of its own length.
+    others, has those of its own length. Keys that were cached while a text was short do not serve a longer one: a
+    text that outgrows the original context has to be read again, as ``transformers`` does for Phi-3.
 
     Args:
         dim: channels of a head that turn, r.
@@ -281,7 +284,7 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         layout: Layout = "interleaved",
     ) -> None:
         super().__init__(dim, max_seq_len, base, layout=layout)
-        self.original_max_seq_len = original_max_seq_len
+        self.original_max_seq_len = self.switch_at = original_max_seq_len
         self.magnitude = magnitude
         plain = torch.tensor(self._frequencies, device="cpu")
         self._frequencies = (plain / torch.tensor(short_factors, device="cpu")).tolist()
@@ -296,7 +299,8 @@ class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
     """Rotary positions whose base grows with texts longer than the context (``rope_type: dynamic``).
 
     A text of length l > ``original_max_seq_len`` has the base times ``(factor * l / original_max_seq_len - (factor -
-    1)) ** (r / (r - 2))``; shorter ones, each by itself also when packed with others, have the base as it is.
+    1)) ** (r / (r - 2))``; shorter ones, each by itself also when packed with others, have the base as it is. In a
+    key-value cache, as in that of ``transformers``, a key stays as it was turned when the text was as long as that.
 
     Args:
         dim: channels of a head that turn, r.

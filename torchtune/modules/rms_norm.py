@@ -79,9 +79,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., dim]`` to ``[..., dim]``, same dtype."""
+        return self.scaled_by(self.scale, x)
+
+    def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
+        """The same with another ``scale`` ``[dim]`` in the place of its own."""
         if self.unit_offset:
-            return rms_norm(x.float(), self.eps, 1.0 + self.scale.float()).to(x.dtype)
-        return rms_norm(x, self.eps, self.scale)
+            return rms_norm(x.float(), self.eps, 1.0 + scale.float()).to(x.dtype)
+        return rms_norm(x, self.eps, scale)
 
     def extra_repr(self) -> str:
         """Size and eps."""

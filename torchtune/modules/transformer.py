@@ -198,6 +198,22 @@ class TransformerDecoder(nn.Module):
                 decoder_max_seq_len=self.decoder_max_cache_seq_len,
             )
 
+    def outgrows_caches(self, input_pos: Tensor) -> bool:
+        """Whether a text grows, with these positions, beyond a length at which the angles of all positions change.
+
+        Its cached keys do not serve it any longer: empty the caches and give all of it again. Only models with LongRoPE
+        have such a length.
+
+        Args:
+            input_pos: positions ``[b, s]`` or ``[s]`` of the next call.
+        """
+        limits = (getattr(self._pos_embeddings(layer), "switch_at", None) for layer in self.layers)
+        limit = next((limit for limit in limits if limit is not None), None)
+        if limit is None:
+            return False
+        first, last = input_pos[..., 0], input_pos[..., -1]
+        return bool(((first > 0) & (first <= limit) & (last >= limit)).any())
+
     def caches_are_setup(self) -> bool:
         """Whether the layers have key-value caches."""
         return self.layers[0].caches_are_setup()
@@ -246,8 +262,8 @@ class TransformerDecoder(nn.Module):
             a list, if ``output_hidden_states``.
 
         Raises:
-            ValueError: a sequence longer than ``max_seq_len``, a cache without mask and positions, both tokens and
-                embeddings, or another ``output``.
+            ValueError: a sequence longer than ``max_seq_len``, a cache without mask and positions or that the text has
+                outgrown (:meth:`outgrows_caches`), both tokens and embeddings, or another ``output``.
         """
         if output not in ("logits", "hidden", None):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
@@ -318,6 +334,11 @@ class TransformerDecoder(nn.Module):
                 raise ValueError("With key-value caches, forward needs both mask and input_pos.")
             if documents is not None:
                 raise ValueError("Documents are for training; with key-value caches, give a mask.")
+            if not torch.compiler.is_compiling() and self.outgrows_caches(input_pos):
+                raise ValueError(
+                    "The text grows beyond a length at which the angles of all its positions change: call "
+                    "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
+                )
 
     @staticmethod
     def _positions(h: Tensor, documents: Documents | None) -> Tensor:
@@ -336,10 +357,9 @@ class TransformerDecoder(nn.Module):
         reach = self._reach(input_pos, documents) if any(rope.by_reach for rope in ropes) else None
         return {rope: rope.cos_sin(input_pos, reach) for rope in ropes}
 
-    def _reach(self, input_pos: Tensor, documents: Documents | None) -> Tensor | None:
-        """How many positions the text of each position has or, in a cache, may come to have; None: as its row."""
-        if self.caches_are_enabled():  # one answer for all steps: cached keys are not turned again
-            return torch.full((1, 1), self.decoder_max_cache_seq_len, device=input_pos.device)
+    @staticmethod
+    def _reach(input_pos: Tensor, documents: Documents | None) -> Tensor | None:
+        """How many positions the text of each position has; None: as many as its row has by now."""
         if documents is None:
             return None
         lengths = documents.cu_seqlens.diff().to(input_pos.device)

@@ -90,6 +90,7 @@ __getattr__, __dir__, __all__ = attach(
         "shard_model": "_parallelize",
         "setup_torch_profiler": "_profiler",
         "watch_run": "_watch_run",
+        "watched": "_watch_run",
         "validate_expected_param_dtype": "precision",
         "validate_no_params_on_meta_device": "_distributed",
     },

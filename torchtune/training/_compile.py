@@ -6,23 +6,18 @@ import warnings
 import torch
 
 from torchtune.training.memory import CheckpointedForward
-from torchtune.utils import UserError, get_logger
+from torchtune.utils import UserError, get_logger, has_cpp_compiler
 
 
 def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
     """Inductor writes C++ for a CPU: say so before the first step if it cannot be compiled."""
     if backend != "inductor" or all(parameter.device.type != "cpu" for parameter in model.parameters()):
         return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
+    if not has_cpp_compiler():
         raise UserError(
             "compile: torch.compile on a CPU needs a C++ compiler and finds none: install g++ (or name yours in the "
             "environment variable CXX), or set compile=False."
-        ) from error
+        )
 
 
 def _announce(what: str, module: torch.nn.Module, backend: str) -> None:

@@ -23,9 +23,10 @@ def is_restart() -> bool:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if not (dist.is_available() and dist.is_initialized()):
         return again
-    group, found = dist.new_group(backend="gloo"), torch.tensor(int(again))
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    dist.destroy_process_group(group)
+    found = torch.tensor(
+        int(again), device="cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    )
+    dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found)
 
 
@@ -34,7 +35,11 @@ def join_process_group(backend: str, **options: Any) -> None:
 
     torchrun hands the store of one life of its workers on to the next. Where a rank finds the address that another had
     in its last life, the two cannot connect; so each life has keys of its own.
+
+    gloo connects two ranks when they first talk, not all with all: an all-reduce needs two neighbours, whatever the
+    number of ranks. ``TORCH_GLOO_LAZY_INIT=0`` in the environment brings torch's default back.
     """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     life, told = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ
     if life != "0" and told.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         rank, size = int(told["RANK"]), int(told["WORLD_SIZE"])

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torchtune.training._activity import place
-from torchtune.utils import get_logger, run_log_path
+from torchtune.utils import get_logger, place, run_log_path
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -33,8 +32,8 @@ class Beat:
     """
 
     number: int = 0
-    step: int = 0
-    phase: str = "starting"
+    step: int | None = None
+    phase: str = "start"
     moves: int = 0
     moved: float = 0.0
     stirs: int = 0
@@ -62,7 +61,7 @@ class Heartbeats:
         rank: of this process.
         world_size: of the run.
         interval: seconds between beats.
-        life: the same number on all ranks, and another one whenever torchrun starts them again.
+        life: the same on all ranks, and another one whenever torchrun starts them again.
         first: the first beat.
 
     Attributes:
@@ -73,7 +72,7 @@ class Heartbeats:
         answered: when the store last answered.
     """
 
-    def __init__(self, rank: int, world_size: int, interval: float, life: int, first: Beat) -> None:
+    def __init__(self, rank: int, world_size: int, interval: float, life: str, first: Beat) -> None:
         self._rank = rank
         self._ranks = range(world_size)
         self._interval = interval
@@ -204,7 +203,9 @@ def explain(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     else:
         text += f"not moved for {seconds} s, {spot}"
         advice = f"its stack is in {log or 'its output'}"
-    if others:
+    if others and all(beats[rank].left == FINISHED for rank in others):
+        text += f", while {list_ranks(others)} {'has' if len(others) == 1 else 'have'} finished"
+    elif others:
         waiting = beats[others[-1]]
         verb = "waits" if len(others) == 1 else "wait"
         text += f", while {list_ranks(others)} {verb} {place(waiting.step, waiting.phase)}"

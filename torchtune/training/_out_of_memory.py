@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 
-from torchtune.training._activity import Activity
 from torchtune.training._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.memory import get_memory_stats
-from torchtune.utils import UserError, atomic_write, get_logger, note_in_run_log
+from torchtune.utils import (
+    Activity,
+    UserError,
+    atomic_write,
+    get_logger,
+    memory_snapshot,
+    note_in_run_log,
+    record_memory_history,
+)
 
 _MOST = 4  # pieces of advice
 _SHORTEST = 256  # tokens below which sequences are not to blame
@@ -55,7 +62,7 @@ def explain_out_of_memory(
     """
     on_cuda = torch.cuda.is_available()
     if record_history and on_cuda:
-        torch.cuda.memory._record_memory_history(max_entries=100_000)
+        record_memory_history(True)
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -71,14 +78,14 @@ def explain_out_of_memory(
         raise OutOfMemoryError(message) from error
     finally:
         if record_history and on_cuda:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory_history(False)
 
 
 def _write_snapshot(cfg: Any, rank: int, activity: Activity) -> Path | None:
     path = Path(_get(cfg, "output_dir") or ".") / "memory" / f"rank_{rank}_step_{activity.step + 1}.pickle"
     try:
         with atomic_write(path) as file:
-            pickle.dump(torch.cuda.memory._snapshot(), file)
+            pickle.dump(memory_snapshot(), file)
     except (UserError, OSError) as error:
         get_logger().warning(f"There is no snapshot of the memory: {error}")
         return None

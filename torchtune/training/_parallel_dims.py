@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Documents
 from torchtune.training._distributed import get_distributed_backend, is_distributed, join_process_group
-from torchtune.utils import UserError
+from torchtune.utils import UserError, flatten_mesh
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
@@ -91,9 +91,8 @@ class ParallelDims:
                 f"data_parallel_shard_dim=-1, or start {others * self.dp_shard} with "
                 f"tune run --nproc-per-node {others * self.dp_shard}."
             )
-        self._loss_group: dist.ProcessGroup | None = None
-        self._host_group: dist.ProcessGroup | None = None
-        self.waited = 0.0  # seconds that sum and any took: mostly for processes that come later
+        self._device = torch.device("cpu")  # of what the default group sends
+        self.waited = 0.0  # seconds that exchange and max took: mostly for processes that come later
 
     @classmethod
     def start(cls, device: torch.device, **sizes: int) -> "ParallelDims":
@@ -127,21 +126,17 @@ class ParallelDims:
         return f"{self.world_size} processes = {split}"
 
     def build_mesh(self, device_type: str) -> Any:
-        """Make the one device mesh, ``dp_replicate x dp_shard x cp x tp``; all processes call it.
-
-        It also has ``dp_shard_cp`` (over which parameters are sharded), ``dp`` and ``dp_cp``.
-        """
+        """Make the one device mesh, ``dp_replicate x dp_shard x cp x tp``; all processes call it."""
         sizes = [getattr(self, name) for name in _MESH]
-        mesh = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
-        self._sharded = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-        self._data = mesh["dp_replicate", "dp_shard"]._flatten("dp")
-        mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
-        self.mesh = mesh
-        # What is counted is counted on the host: these groups talk without waiting for an accelerator.
-        ranks = mesh.mesh.movedim(-1, 0).reshape(self.tp, -1).tolist()
-        self._loss_group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
-        self._host_group = dist.new_group(backend="gloo")
-        return mesh
+        self.mesh = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
+        # A group costs every rank memory and connections: there is one more only where two dimensions are joined.
+        self._sharded = self.mesh["dp_shard"]
+        if self.cp > 1:
+            self._sharded = flatten_mesh(self.mesh["dp_shard", "cp"], "dp_shard_cp")
+        # No group of its own for messages: NCCL takes them on the device, where the step ends anyway.
+        if device_type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        return self.mesh
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -186,7 +181,9 @@ class ParallelDims:
     @property
     def data_rank(self) -> int:
         """Which of them this process belongs to."""
-        return 0 if self.mesh is None else self._data.get_local_rank()
+        if self.mesh is None:
+            return 0
+        return self.mesh["dp_replicate"].get_local_rank() * self.dp_shard + self.mesh["dp_shard"].get_local_rank()
 
     @property
     def fsdp_mesh(self) -> Any:
@@ -209,35 +206,67 @@ class ParallelDims:
 
         Whole numbers stay whole; one process gets back what it gave, without waiting for its device.
         """
-        if self._loss_group is None or self._loss_group.size() == 1:
-            return list(numbers)
-        start = time.perf_counter()
-        total = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
-        dist.all_reduce(total, group=self._loss_group)
-        self.waited += time.perf_counter() - start
-        pairs = zip(numbers, total.tolist(), strict=True)
-        return [round(found) if isinstance(number, int) else found for number, found in pairs]
+        return list(numbers) if self.world_size == 1 else self.exchange(numbers)[0]
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is True on any process; all of them call it."""
-        return bool(self.max(int(flag)))
+        return self.exchange((), [flag])[1][0]
+
+    def exchange(
+        self, numbers: Sequence["float | torch.Tensor"], flags: Sequence["bool | torch.Tensor"] = ()
+    ) -> tuple[list[Any], list[bool]]:
+        """One all-reduce for many things that processes must agree on; all of them call it.
+
+        Scalar tensors stay on their device, which the host waits for once, when the result is there.
+
+        Args:
+            numbers: to be summed as :meth:`sum` does, in float64; int sums are ints.
+            flags: each is True if it is True on any process.
+
+        Returns:
+            the sums, and the flags.
+        """
+        if self.world_size == 1:
+            return [_plain(number) for number in numbers], [bool(flag) for flag in flags]
+        counts = self.tp == 1 or self.mesh["tp"].get_local_rank() == 0
+        message = torch.zeros(len(numbers) + len(flags), dtype=torch.float64, device=self._device)
+        for place, value in enumerate([*numbers, *flags]):
+            if counts or place >= len(numbers):
+                message[place].copy_(value) if isinstance(value, torch.Tensor) else message[place].fill_(value)
+        totals = self._reduce(message, dist.ReduceOp.SUM).tolist()
+        sums = [
+            round(found) if isinstance(number, int) else found
+            for number, found in zip(numbers, totals[: len(numbers)], strict=True)
+        ]
+        return sums, [found > 0 for found in totals[len(numbers) :]]
 
     def max(self, number: int) -> int:
         """The largest ``number`` of any process; all of them call it."""
         if self.world_size == 1:
             return number
+        return int(self._reduce(torch.tensor(number, device=self._device), dist.ReduceOp.MAX))
+
+    def _reduce(self, message: torch.Tensor, how: Any) -> torch.Tensor:
+        """All-reduce over all processes; what it takes is added to ``waited``."""
+        if message.is_cuda:  # the host does not wait, the stream does
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            dist.all_reduce(message, how)
+            after.record()
+            after.synchronize()
+            self.waited += before.elapsed_time(after) / 1000
+            return message
         start = time.perf_counter()
-        found = torch.tensor(number)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group)
+        dist.all_reduce(message, how)
         self.waited += time.perf_counter() - start
-        return int(found)
+        return message
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes by rank; all of them call it, seldom: the values are pickled."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._host_group)
+        dist.all_gather_object(values, value)
         return values
 
     def close(self) -> None:
@@ -283,3 +312,7 @@ class ParallelDims:
             if documents is not None:
                 batch["documents"] = Documents.from_lengths([*documents.lengths, missing])
         return batch
+
+
+def _plain(number: "float | torch.Tensor") -> Any:
+    return number.item() if isinstance(number, torch.Tensor) else number

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from torchtune.training._overlap import write_overlap
-from torchtune.utils import UserError, get_logger, get_world_size_and_rank
+from torchtune.utils import UserError, get_logger, get_world_size_and_rank, verbose_profiling
 
 PROFILER_KEY = "profiler"
 DEFAULT_PROFILER_ACTIVITIES = {ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU}
@@ -157,7 +157,7 @@ def setup_torch_profiler(
             active=schedule["active_steps"],
             repeat=schedule["num_cycles"],
         ),
-        experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True) if with_stack else None,
+        experimental_config=verbose_profiling() if with_stack else None,
         on_trace_ready=partial(trace_handler, output_dir=output_dir, metric=metric),
         **options,
     )

@@ -36,6 +36,11 @@ class StepGuard:
 
     With an optimizer that steps in the backward pass, the loss alone decides, before that pass.
 
+    Attributes:
+        exchange: what agrees with the other processes: takes this process's loss and whether something of the step is
+            not finite here, returns the loss of all and whether something is not finite anywhere. :class:`RunControl`
+            puts its own in, which says more with the same message.
+
     Args:
         optimizer: of the run.
         loader: of the training data; knows which rows a step is made of.
@@ -60,7 +65,8 @@ class StepGuard:
         self._path = Path(output_dir) / "skipped_steps.jsonl"
         self._max, self._threshold = max_skipped_steps, spike_threshold
         self._losses: list[torch.Tensor] = []
-        self._decided: tuple[float, str | None] = (0.0, None)
+        self._agreed: tuple[float, bool] | None = None  # loss of the step, whether something of it is not finite
+        self.exchange = self._exchange
         self._window: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
         self.num_skipped = 0
@@ -73,28 +79,44 @@ class StepGuard:
         """
         self._losses.append(loss.detach())
         if self._in_backward is not None:
-            self._decided = self._decide(None)
-            self._in_backward.skip_step = self._decided[1] is not None
+            total = self.total_loss()
+            self._in_backward.skip_step = self._agreed[1] or self._is_spike(total)
 
-    def _decide(self, grad_norm: float | None) -> tuple[float, str | None]:
-        """Loss of the step, and why it is not taken."""
-        (loss,) = self._dims.sum(torch.stack(self._losses).sum().item())
-        return loss, self._reason(loss, grad_norm)
+    def total_loss(self, grad_norm: torch.Tensor | float | None = None) -> float:
+        """The loss of the step, summed over micro-batches and processes: the one message of a step.
+
+        Args:
+            grad_norm: of this process's step; not finite, the step is skipped on all.
+        """
+        if self._agreed is None:
+            bad = False if grad_norm is None else ~torch.isfinite(torch.as_tensor(grad_norm))
+            self._agreed = self.exchange(torch.stack(self._losses).sum(), bad)
+        return self._agreed[0]
+
+    def _exchange(self, loss: torch.Tensor, bad: torch.Tensor | bool) -> tuple[float, bool]:
+        (loss,), (bad,) = self._dims.exchange([loss], [bad])
+        return loss, bad or not math.isfinite(loss)
 
     def accepts(self, step: int, metrics: dict[str, Any]) -> bool:
         """Whether the optimizer may take the step.
 
         Args:
             step: its number, for the record.
-            metrics: of the step; its ``grad_norm``, if it has one, is looked at, and ``loss`` is put into it, as
-                is ``skipped_steps``, how many there were, once there was one.
+            metrics: of the step; its ``grad_norm``, if it has one, is looked at, and ``loss``, which
+                :meth:`total_loss` returns, is put into it, as is ``skipped_steps``, once there was one.
 
         Raises:
             SkippedStepsError: this was one too many.
         """
         grad_norm = metrics.get("grad_norm")
-        grad_norm = None if grad_norm is None else float(grad_norm)
-        loss, reason = self._decide(grad_norm) if self._in_backward is None else self._decided
+        loss = self.total_loss(grad_norm)
+        bad = self._agreed[1]
+        self._agreed = None
+        spike = self._is_spike(loss)
+        reason = None
+        if bad or spike:
+            grad_norm = None if grad_norm is None else float(grad_norm)
+            reason = self._reason(loss, grad_norm, spike)
         if reason is None:
             self._in_a_row = 0
             self._window.append(loss)
@@ -113,19 +135,15 @@ class StepGuard:
             )
         return reason is None
 
-    def _reason(self, loss: float, grad_norm: float | None) -> str | None:
-        """Why a step is not taken; the same on all processes."""
-        spike = self._is_spike(loss)
-        finite = math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))
-        if not self._dims.any(spike or not finite):
-            return None
+    def _reason(self, loss: float, grad_norm: float | None, spike: bool) -> str:
+        """Why a step is not taken."""
         if not math.isfinite(loss):
             return f"its loss is {loss}"
         if grad_norm is not None and not math.isfinite(grad_norm):
             return f"the norm of its gradient is {grad_norm}"
         if spike:
             return f"its loss {loss:.4f} is far above the mean {self._mean():.4f} of the steps before"
-        return "another process found its loss or gradient not to be finite, or a spike"
+        return "another process found the norm of its gradient not to be finite"
 
     def _is_spike(self, loss: float) -> bool:
         if self._threshold is None or len(self._window) < _ENOUGH:

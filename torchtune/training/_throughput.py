@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchtune.training._activity import Activity
 from torchtune.training._flops import count_flops, document_lengths, peak_flops
-from torchtune.utils import get_logger, log_once
+from torchtune.utils import Activity, get_logger, log_once, watched_activity
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from torchtune.data import BatchLoader
     from torchtune.training._parallel_dims import ParallelDims
 
 
@@ -53,14 +53,16 @@ class Throughput:
         self._clock = clock
         self._window: deque[tuple[float, int, int, float]] = deque(maxlen=window)
         self._mark = self._logged = clock()
-        self._dims = dims
+        self._dims, self._device = dims, device
         self._waited = self._dims_waited()
         self._lost: dict[str, float] = {} if dims is None or dims.world_size == 1 else {"waiting": 0.0}
         self._peak = None if model is None or device is None else _peak(model, device)
         self._flops = None if self._peak is None else count_flops(model, labels_only=True)
         self._pair_flops = 0.0  # of attention, by token, in the step that is worked on
         self._expert_load = None if model is None else _expert_load(model)
-        self.activity = Activity(step)
+        self.activity = watched_activity() or Activity(step)
+        self.activity.step = step
+        self.activity.move("training")
         self.processed = 0
         self.trained = 0
         if model is not None:
@@ -83,18 +85,44 @@ class Throughput:
         self._lost.setdefault("data", 0.0)
         batches = iter(loader)
         while True:
-            start = self._clock()
-            self.activity.move("loading data")
             try:
-                loaded = next(batches)
+                with self._waiting_for_data("loading data"):
+                    loaded = next(batches)
             except StopIteration:
                 return
-            finally:
-                self._lost["data"] += self._clock() - start
             if self._flops is not None:
                 self._pair_flops = self._attention_by_token(loaded)
             self.activity.move("training")
             yield loaded
+
+    def load_ahead(self, loader: "BatchLoader") -> list[Any] | None:
+        """``loader.peek()``; its time counts as lost to data, unless the device is busy all the while.
+
+        Args:
+            loader: of the training data.
+        """
+        with self._waiting_for_data("loading ahead", while_computing=True):
+            loaded = loader.peek()
+        self.activity.move("training")
+        return loaded
+
+    @contextmanager
+    def _waiting_for_data(self, phase: str, while_computing: bool = False) -> Iterator[None]:
+        start = self._clock()
+        self.activity.move(phase)
+        try:
+            yield
+        finally:
+            if not (while_computing and self._device_is_busy()):
+                self._lost["data"] = self._lost.get("data", 0.0) + self._clock() - start
+
+    def _device_is_busy(self) -> bool:
+        """Whether a GPU still works on what it was given, so that it waits for nothing."""
+        if self._device is None or self._device.type != "cuda":
+            return False
+        import torch
+
+        return not torch.cuda.current_stream(self._device).query()
 
     def _attention_by_token(self, batches: list[Any]) -> float:
         lengths = [length for batch in batches if isinstance(batch, Mapping) for length in document_lengths(batch)]

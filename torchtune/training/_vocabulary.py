@@ -13,9 +13,11 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     Args:
         model: a materialised decoder with ``tok_embeddings``.
         tokenizer: has ``vocab_size``, one more than its largest id.
-        resize: enlarge embedding and output in place where they are too small; they are never made smaller.
+        resize: enlarge embedding and output in place where they are too small; they are never made smaller. Of a
+            frozen embedding, beside adapters, the new rows are trained.
 
     Raises:
+        ConversionError: new rows of a frozen embedding cannot be trained here.
         UserError: the tokenizer has more tokens than the embedding and ``resize`` is False.
     """
     decoder = getattr(model, "decoder", model)
@@ -25,9 +27,16 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     if not resize:
         raise UserError(
             f"tokenizer: it has {needed} tokens but the checkpoint's embedding has {rows} rows: use the tokenizer of "
-            "this checkpoint, or set resize_token_embeddings=True to train new rows."
+            "this checkpoint, or set resize_token_embeddings=True (single-device recipes) to train new rows."
         )
+    from torchtune.modules.conversion import apply_conversions
     from torchtune.modules.embedding_utils import resize_token_embeddings
+    from torchtune.modules.peft import NewTokens
 
-    resize_token_embeddings(model, needed)
+    frozen = not decoder.tok_embeddings.weight.requires_grad
+    if frozen:
+        NewTokens.check(decoder)
+    resize_token_embeddings(decoder, needed)
     get_logger().info(f"The embedding grew from {rows} to {needed} rows.")
+    if frozen:
+        apply_conversions(decoder, [NewTokens(needed - rows)])

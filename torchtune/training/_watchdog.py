@@ -1,26 +1,36 @@
 """Ending a run that stands still, with a sentence that says who keeps the others waiting."""
 
+import itertools
 import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from torchtune.training._activity import Activity
 from torchtune.training._heartbeats import FINISHED, Beat, Heartbeats, explain
-from torchtune.utils import dump_stacks, dump_stacks_after, get_logger, note_in_run_log
+from torchtune.utils import (
+    LOOP_PHASES,
+    Activity,
+    dump_stacks,
+    dump_stacks_after,
+    get_logger,
+    get_rank,
+    note_in_run_log,
+    set_collective_timeout,
+)
 
 if TYPE_CHECKING:
     from torchtune.training._parallel_dims import ParallelDims
 
 # What a process that stands still ends with; neither torch nor Python use it.
 HANG_EXIT_CODE = 76
+# Names of threads that write checkpoints begin so.
+WRITER = "checkpoint"
+_lives = itertools.count()  # of this process; the others, which run the same program, count alike
 
 
 class Watchdog:
@@ -31,12 +41,13 @@ class Watchdog:
     collectives is set to twice as long, so that this message comes first.
 
     A thread looks at ``activity`` once a second; the loop does nothing for it, and no step has a collective more.
-    The processes know of each other through the store of the process group. Signs of life are batches, forward passes,
-    steps, and the beginning and end of validation and saving; while a checkpoint is written, any progress of the code.
+    The processes know of each other through the store of the process group, from when there is one. Signs of life in
+    the loop are batches, forward passes, steps, and the beginning and end of validation; in set-up, while a checkpoint
+    is loaded or written and at the end, any progress of the code.
 
     Args:
         activity: of this process, see :attr:`Throughput.activity`.
-        dims: the processes of the run.
+        dims: not looked at any more; the process group is.
         timeout: seconds; None watches nothing. It must be longer than anything in the loop takes between two signs of
             life: compiling the model, loading a step's examples.
 
@@ -44,28 +55,24 @@ class Watchdog:
         ValueError: ``timeout`` is not above 0.
     """
 
-    def __init__(self, activity: Activity, dims: "ParallelDims", timeout: float | None) -> None:
+    def __init__(self, activity: Activity, dims: "ParallelDims | None", timeout: float | None) -> None:
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be above 0, got {timeout}.")
         self._activity = activity
-        self._dims = dims
         self._timeout = timeout
         self._stopped = threading.Event()
         self._beats: Heartbeats | None = None
-        self._number = self._stirs = 0
+        self._number = self._groups = 0
         self._since = 0.0  # no move before counts
         self._spot: list[tuple[object, int]] = []
 
     def __enter__(self) -> "Watchdog":
         if self._timeout is None:
             return self
-        self._interval = max(min(1.0, self._timeout / 20), self._dims.world_size / 500)
-        self._rank = dist.get_rank() if self._dims.world_size > 1 else 0
+        self._life = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_lives)}"
+        self._rank, self._interval = get_rank(), min(1.0, self._timeout / 20)
         self._watched = threading.get_ident()
-        if self._dims.world_size > 1:
-            _let_collectives_wait(2 * self._timeout + 60)
-            life = self._dims.max(time.time_ns() if self._rank == 0 else 0)
-            self._beats = Heartbeats(self._rank, self._dims.world_size, self._interval, life, self._beat())
+        self._meet()
         self._since = time.monotonic()
         dump_stacks_after(2 * self._timeout)  # for code that lets no thread run, not even this one
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -84,6 +91,16 @@ class Watchdog:
             self._beats.mine = self._beat(left=FINISHED if kind is None else kind.__name__)
             self._beats.leave(seconds=2.0)
 
+    def _meet(self) -> None:
+        """Give new process groups more time, and show this process to the others as soon as it can meet them."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        self._groups = set_collective_timeout(2 * self._timeout + 60, self._groups)
+        size = dist.get_world_size()
+        if self._beats is None and size > 1 and "MASTER_ADDR" in os.environ:
+            self._rank, self._interval = dist.get_rank(), max(self._interval, size / 500)
+            self._beats = Heartbeats(self._rank, size, self._interval, self._life, self._beat())
+
     def _beat(self, still: bool = False, left: str = "") -> Beat:
         activity = self._activity
         self._number += 1
@@ -95,7 +112,7 @@ class Watchdog:
             phase=activity.phase,
             moves=activity.moves,
             moved=moved,
-            stirs=self._stirs,
+            stirs=activity.stirs,
             waits=waits,
             where=where,
             left=left,
@@ -112,7 +129,8 @@ class Watchdog:
             if now - armed > timeout / 4:
                 dump_stacks_after(2 * timeout)
                 armed = now
-            self._look_for_progress(now)
+            self._meet()
+            self._look_for_progress()
             still = now - max(self._activity.moved, self._since)
             beats = self._beats
             if beats is not None:
@@ -121,16 +139,21 @@ class Watchdog:
             if (still > timeout and self._all_stand(now)) or (still > timeout / 2 and beats is not None and beats.over):
                 self._end(now)
 
-    def _look_for_progress(self, now: float) -> None:
-        """While saving, code that is elsewhere than before is a sign of life: it may take long, and says nothing."""
-        spot = []
-        frame = sys._current_frames().get(self._watched) if self._activity.phase == "saving" else None
-        while frame is not None:
-            spot.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
+    def _look_for_progress(self) -> None:
+        """Outside of the loop, code that is elsewhere than before is a sign of life: it takes long, and says nothing.
+
+        At the end the thread that writes the last checkpoint is looked at, too: this process waits for it.
+        """
+        spot: list[tuple[object, int]] = []
+        if self._activity.phase not in LOOP_PHASES:
+            frames = sys._current_frames()
+            writers = [thread.ident for thread in threading.enumerate() if thread.name.startswith(WRITER)]
+            for frame in (frames.get(thread) for thread in (self._watched, *writers)):
+                while frame is not None:
+                    spot.append((frame.f_code, frame.f_lasti))
+                    frame = frame.f_back
         if spot and spot != self._spot:
-            self._stirs += 1
-            self._since = now
+            self._activity.stir()
         self._spot = spot
 
     def _lost(self, now: float) -> bool:
@@ -173,15 +196,6 @@ class Watchdog:
                     "answer: it is stopped or gone, and may be what all wait for."
                 )
         return explain(beats, silent, time.time())
-
-
-def _let_collectives_wait(seconds: float) -> None:
-    """Set the time after which torch gives a collective up, in all groups there are."""
-    with warnings.catch_warnings():  # for backends that have none
-        warnings.filterwarnings("ignore", "Set timeout is now only supported", UserWarning)
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not None and dist.get_rank(group) >= 0:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _within(seconds: float, function: Callable[[], object]) -> None:

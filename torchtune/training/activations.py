@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtune.training.memory import checkpoint_module
-from torchtune.utils import UserError
+from torchtune.utils import UserError, reduce_scatter_op
 
 
 class ActivationCheckpointingError(UserError, ValueError):
@@ -23,7 +23,7 @@ def _attention_ops() -> set[Any]:
         "_flash_attention_forward",
     )
     ops = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
-    return ops | {torch.ops.higher_order.flex_attention, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+    return ops | {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
 
 
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)

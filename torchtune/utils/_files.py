@@ -51,10 +51,6 @@ def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
             f"{path} would become larger than a file may be here (ulimit -f, or what the file system takes): nothing "
             "that was saved before is lost; raise the limit or choose another output_dir."
         )
-    if error.errno in (errno.ENOENT, errno.ESTALE):
-        return UserError(
-            f"The folder of {path} was removed while it was written: choose one that stays."
-        )
     if error.errno in (errno.EACCES, errno.EROFS):
         return UserError(f"No permission to write {path}: choose another output_dir or change its permissions.")
     return error

@@ -141,7 +141,8 @@ def run_log_path(rank: int) -> Path | None:
 
 def dump_stacks(title: str) -> None:
     """Write where every thread is into the file of :func:`get_run_logger`, or on the screen without it."""
-    note_in_run_log(title)
+    if _file is not None:
+        _file.handle(_error(title))
     faulthandler.dump_traceback(_stacks_file())
 
 
@@ -165,7 +166,11 @@ def note_in_run_log(text: str) -> None:
     global _noted
     if _file is not None and (_file.descriptor is not None or _file.path.parents[1].is_dir()) and text != _noted:
         _noted = text
-        _file.handle(logging.LogRecord("torchtune", logging.ERROR, "", 0, text, None, None))
+        _file.handle(_error(text))
+
+
+def _error(text: str) -> logging.LogRecord:
+    return logging.LogRecord("torchtune", logging.ERROR, "", 0, text, None, None)
 
 
 def _warning_into_file(

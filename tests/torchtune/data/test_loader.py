@@ -1,8 +1,10 @@
 """Order, position and sharing of steps."""
 
 import itertools
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,3 +183,37 @@ def test_seeking_is_immediate() -> None:
     one.load_state_dict({**one.state_dict(), "epoch": 7, "step": 900})
     next(iter(one))
     assert len(read) == 1
+
+
+class Noisy:
+    """Examples that are drawn at random whenever they are asked for."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        drawn = [index, int(torch.randint(1000, (1,))), int(np.random.randint(1000)), random.randrange(1000)]
+        return {"tokens": drawn, "labels": drawn}
+
+
+def test_a_step_that_is_loaded_ahead_moves_neither_the_position_nor_what_is_random() -> None:
+    def make() -> BatchLoader:
+        return BatchLoader(Noisy(), batch_size=2, collate_fn=lambda rows: rows, shuffle=True, seed=3)
+
+    plain = list(make())
+    ahead, found, states = make(), [], []
+    torch.manual_seed(5)
+    for batches in ahead:
+        found.append(batches)
+        before, rows = ahead.state_dict(), ahead.rows()
+        upcoming = ahead.peek()
+        assert (ahead.state_dict(), ahead.rows()) == (before, rows)
+        assert (upcoming is None) == ahead.at_epoch_end == (len(found) == 3)
+        states.append(before)
+    assert found == plain
+    assert int(torch.randint(1000, (1,))) == int(torch.randint(1000, (1,), generator=torch.manual_seed(5)))
+    assert [(state["epoch"], state["step"]) for state in states] == [(0, 1), (0, 2), (1, 0)]
+    resumed = make()
+    resumed.load_state_dict(states[0])
+    assert list(resumed) == plain[1:]
+    assert list(resumed) != plain, "another epoch draws anew"

@@ -148,7 +148,7 @@ def test_fields_left_out_have_the_values_of_transformers(architecture: str) -> N
 
     spec = get_spec({"Llama": "llama3"}.get(architecture, architecture.lower()))
     config = getattr(transformers, f"{architecture}Config")()
-    full = {**config.to_dict(), "architectures": [f"{architecture}ForCausalLM"], "sliding_window": None}
+    full = {**config.to_dict(), "architectures": [f"{architecture}ForCausalLM"]}
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     least = {key: full[key] for key in sizes}
     assert spec.from_hf_config(least) == spec.from_hf_config(full)

@@ -19,7 +19,7 @@ from torchtune.modules.conversion import (
     run_post_optimizer_hooks,
     run_pre_optimizer_hooks,
 )
-from torchtune.modules.peft import LoRA
+from torchtune.modules.peft import DoRALinear, LoRA, LoRALinear
 from torchtune.utils import UserError
 
 
@@ -108,17 +108,56 @@ def test_a_converter_by_dotted_path() -> None:
     assert "attn.q_proj.lora_a.weight" in model.state_dict()
 
 
-def test_wrong_order_names_the_right_one_and_changes_nothing() -> None:
+def test_conversions_are_ordered_by_phase() -> None:
+    with torch.device("meta"):
+        model = Recorder()
+    lora, kernel, again = LoRA(2, 4, attn_modules=["q_proj"]), Kernel("a"), Kernel("b")
+    fake = FakeQuant("fake")
+    apply_conversions(model, [fake, lora, kernel, again])
+    assert model.calls == ["convert a", "convert b", "convert fake"]
+    assert model.conversions == [kernel, again, lora, fake]
+
+
+@pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
+def test_a_converter_of_an_early_phase_beside_a_builder_with_lora(kind: type[LoRALinear]) -> None:
+    """The builder has applied LoRA already: the converter sees the model as if it had come first."""
+    seen = []
+
+    class Swap(Kernel):
+        def convert(self, model: nn.Module) -> ConversionReport:
+            seen.extend(type(module) for module in model.modules() if isinstance(module, nn.Linear | LoRALinear))
+            return super().convert(model)
+
+    def model_with(*conversions: Conversion) -> Recorder:
+        with torch.device("meta"):
+            model = Recorder()
+            for conversion in conversions:
+                apply_conversions(model, [conversion])
+        return model
+
+    lora, swap = LoRA(2, 4, attn_modules=["q_proj"], use_dora=kind is DoRALinear), Swap()
+    model, wanted = model_with(lora, swap), model_with(swap, lora)
+    assert set(seen) == {nn.Linear}
+    assert get_conversions(model) == [swap, lora]
+    assert type(model.attn["q_proj"]) is kind
+    ours, theirs = (
+        {name: (p.shape, p.dtype, p.requires_grad) for name, p in m.named_parameters()} for m in (model, wanted)
+    )
+    assert ours == theirs
+    assert "attn.q_proj.bias" in ours
+
+
+def test_a_conversion_that_cannot_be_undone_any_more() -> None:
     model = Recorder()
-    with pytest.raises(
-        ConversionError, match=r"FakeQuant, LoRA, Kernel is wrong, list them as Kernel, LoRA, FakeQuant"
-    ):
-        apply_conversions(model, [FakeQuant(), LoRA(2, 4), Kernel()])
-    assert model.calls == []
-    assert get_conversions(model) == []
+    apply_conversions(model, [FakeQuant()])
+    with pytest.raises(ConversionError, match="Kernel must come before FakeQuant, which the model already has"):
+        apply_conversions(model, [Kernel()])
+    model = Recorder()
     apply_conversions(model, [LoRA(2, 4, attn_modules=["q_proj"])])
-    with pytest.raises(UserError, match="LoRA, QuantizedBase is wrong, list them as QuantizedBase, LoRA"):
+    with pytest.raises(UserError, match="has adapters with values"):
         apply_conversions(model, [QuantizedBase()])
+    assert model.calls == []
+    assert "attn.q_proj.lora_a.weight" in model.state_dict()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 from torchtune import training
 from torchtune._recipe_registry import find_config
 from torchtune.config import load_and_check
-from torchtune.training._activity import Activity
 from torchtune.training._out_of_memory import _advice, _show
+from torchtune.utils import Activity
 
 CONFIGS = {
     "smol/135M_full_single_device": "full_finetune_single_device",

@@ -52,7 +52,7 @@ FORMAT = HFFormat(
     "interleaved",
     biases="attention_bias",
     windows="sliding_window",
-    full_every=2,
+    window_layers=2,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed=(("norm_unit_offset", True), ("norm_order", "both")),
     read_more=partial(read_softcaps, attn=50.0, final=30.0),
@@ -62,6 +62,7 @@ FORMAT = HFFormat(
         ("hidden_act", None),  # written by early versions beside hidden_activation, never read
         ("max_position_embeddings", 8192),
         ("num_key_value_heads", 4),
+        ("sliding_window", 4096),
         ("tie_word_embeddings", True),
     ),
 )

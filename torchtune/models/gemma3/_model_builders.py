@@ -16,10 +16,11 @@ from torchtune.models.gemma2._model_builders import NORMS, gemma2_description, r
 
 def _read(fields: Fields) -> dict[str, Any]:
     pattern = fields.take("sliding_window_pattern", 6)
-    if pattern != 6 and not fields.has("layer_types"):
+    if pattern != 6 and fields.peek("layer_types") is None:
         raise fields.refusal("sliding_window_pattern", pattern)
-    found = read_softcaps(fields, attn=None, final=None)
-    return found | ({} if fields.has("rope_theta") or fields.has("rope_parameters") else {"rope_base": 1_000_000.0})
+    if fields.take("attn_logit_softcapping", None) is not None:  # which transformers does not look at
+        raise fields.refusal("attn_logit_softcapping", fields.peek("attn_logit_softcapping"))
+    return read_softcaps(fields, attn=None, final=None)
 
 
 def _write(d: Description) -> dict[str, Any]:
@@ -34,7 +35,7 @@ FORMAT = HFFormat(
     biases="attention_bias",
     qk_norm="before_rope",
     windows="sliding_window",
-    full_every=6,
+    window_layers=6,
     ropes=("window",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed=(("norm_unit_offset", True), ("norm_order", "both")),
@@ -46,6 +47,7 @@ FORMAT = HFFormat(
         ("num_attention_heads", 8),
         ("num_key_value_heads", 4),
         ("rope_local_base_freq", 10_000.0),
+        ("rope_theta", 1_000_000.0),
         ("sliding_window", 4096),
         ("tie_word_embeddings", True),
         ("vocab_size", 262_208),

@@ -18,7 +18,10 @@ def _read(fields: Fields) -> dict[str, Any]:
         raise fields.refusal("swiglu_alpha", fields.peek("swiglu_alpha"))
     if (fields.take("quantization_config", None) or {"quant_method": "mxfp4"}).get("quant_method") != "mxfp4":
         raise fields.refusal("quantization_config", fields.peek("quantization_config"))
-    return {"expert_dim": fields.take("intermediate_size")}
+    found: dict[str, Any] = {"expert_dim": fields.take("intermediate_size")}
+    if fields.peek("rope_parameters") is None and not fields.peek("rope_scaling"):
+        found["rope_scaling"] = YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False)
+    return found
 
 
 _FORMAT = HFFormat(
@@ -27,7 +30,7 @@ _FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     windows="sliding_window",
-    full_every=2,
+    window_layers=2,
     fixed=(("router_normalize", True), ("router_bias", True), ("attn_sinks", True)),
     own=(
         ("num_local_experts", "num_experts", 128),
@@ -42,6 +45,8 @@ _FORMAT = HFFormat(
         ("num_key_value_heads", 8),
         ("max_position_embeddings", 131_072),
         ("rms_norm_eps", 1e-5),
+        ("rope_theta", 150_000.0),
+        ("sliding_window", 128),
     ),
 )
 _THEIRS, _OURS = "model.layers.{layer}.", "layers.{layer}."

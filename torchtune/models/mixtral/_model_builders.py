@@ -20,7 +20,12 @@ _FORMAT = HFFormat(
         ("intermediate_size", "expert_dim", 14_336),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
-    defaults=(("num_key_value_heads", 8), ("max_position_embeddings", 131_072), ("rms_norm_eps", 1e-5)),
+    defaults=(
+        ("num_key_value_heads", 8),
+        ("max_position_embeddings", 131_072),
+        ("rms_norm_eps", 1e-5),
+        ("rope_theta", 1e6),
+    ),
 )
 SPEC = ModelSpec(
     name="mixtral",

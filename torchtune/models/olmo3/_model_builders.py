@@ -16,8 +16,11 @@ _BASE = 500_000.0
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    nested = "full_attention" in (fields.peek("rope_parameters") or {})  # else one base, unscaled in windows
-    return {} if nested else {"rope_window_base": float(fields.take("rope_theta", _BASE))}
+    """Versions of transformers disagree about the layers to which a base outside of ``rope_parameters`` applies."""
+    for name in ("rope_theta", "rope_local_base_freq"):
+        if fields.peek(name) not in (None, _BASE):
+            raise fields.refusal(name, fields.peek(name))
+    return {}
 
 
 def _write(d: Description) -> dict[str, Any]:
@@ -26,7 +29,7 @@ def _write(d: Description) -> dict[str, Any]:
         "full_attention": {**scaling, "rope_theta": d.rope_base},
         "sliding_attention": {"rope_type": "default", "rope_theta": d.rope_window_base},
     }
-    return {"rope_parameters": kinds, "rope_scaling": None, "rope_local_base_freq": None}
+    return {"rope_parameters": kinds, "rope_theta": None, "rope_scaling": None, "rope_local_base_freq": None}
 
 
 FORMAT = replace(
@@ -34,11 +37,11 @@ FORMAT = replace(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     windows="sliding_window",
-    full_every=4,
+    window_layers=4,
     ropes=("window",),
     read_more=_read,
     write_more=_write,
-    defaults=(*OLMO2_FORMAT.defaults, ("rope_theta", _BASE), ("sliding_window", 4096)),
+    defaults=(*OLMO2_FORMAT.defaults, ("rope_theta", _BASE), ("rope_local_base_freq", _BASE), ("sliding_window", 4096)),
 )
 SPEC = replace(
     OLMO2_SPEC,

@@ -12,8 +12,8 @@ from torchtune.models._weight_names import HF_HALF, experts
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    layers, every = fields.take("num_hidden_layers"), fields.take("decoder_sparse_step", 1)
-    dense = {*fields.take("mlp_only_layers", ()), *(i for i in range(layers) if (i + 1) % every)}
+    layers, every = fields.take("num_hidden_layers"), max(fields.take("decoder_sparse_step", 1), 1)
+    dense = {*(fields.list_of("mlp_only_layers", layers, int) or ()), *(i for i in range(layers) if (i + 1) % every)}
     number = fields.take("num_local_experts", 128)  # so transformers 5 calls it
     return {
         "num_experts": fields.take("num_experts", number),
@@ -40,7 +40,7 @@ _FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(("num_key_value_heads", 4), ("max_position_embeddings", 32_768)),
+    defaults=(("num_key_value_heads", 4), ("max_position_embeddings", 32_768), ("sliding_window", 4096)),
 )
 SPEC = ModelSpec(
     name="qwen3_moe",

@@ -13,8 +13,11 @@ from torchtune.models._weight_ops import Identity
 
 def _read(fields: Fields) -> dict[str, Any]:
     layers = fields.take("num_hidden_layers")
-    every = fields.take("no_rope_layer_interval", 4)
-    turned = fields.take("no_rope_layers", [(i + 1) % every for i in range(layers)])  # true where positions turn
+    every = max(fields.take("no_rope_layer_interval", 4), 1)
+    turned = fields.list_of("no_rope_layers", layers, int)  # true where positions turn
+    turned = [(i + 1) % every for i in range(layers)] if turned is None else turned
+    if len(turned) < layers:
+        raise fields.refusal("no_rope_layers", turned)
     return {"unrotated_layers": tuple(i for i in range(layers) if not turned[i])}
 
 
@@ -29,6 +32,7 @@ FORMAT = HFFormat(
     biases="attention_bias",
     has_mlp_bias=True,
     windows="use_sliding_window",
+    window_layers="unrotated",
     read_more=_read,
     write_more=_write,
     defaults=(

@@ -38,7 +38,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, chunk_rows: int, group: dist.ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        chunk_rows: int,
+        group: dist.ProcessGroup,
+        softcap: float | None,
     ) -> Tensor:
         """Shapes: hidden [n, d], weight [v / ranks, d], target [n] -> scalar in float32 at least."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
@@ -47,7 +53,11 @@ class _SplitCrossEntropy(torch.autograd.Function):
         grad_weight = _WeightGradient(weight, chunks=-(-len(target) // chunk_rows)) if needs_weight else None
         for start in range(0, len(target), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            losses, gradient = _losses_and_gradient(hidden[rows] @ weight.t(), target[rows], group)
+            logits = hidden[rows] @ weight.t()
+            bent = None if softcap is None else torch.tanh(logits.float() / softcap)
+            losses, gradient = _losses_and_gradient(logits if bent is None else softcap * bent, target[rows], group)
+            if bent is not None:
+                gradient *= 1 - bent.square()
             gradient = gradient.to(weight.dtype)
             total += losses.sum()
             if grad_hidden is not None:
@@ -67,12 +77,18 @@ class _SplitCrossEntropy(torch.autograd.Function):
                 "instead of passing retain_graph=True."
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), None, None, None
+        return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), None, None, None, None
 
 
 @outside_graphs
 def split_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, target: Tensor, *, chunk_rows: int, group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    chunk_rows: int,
+    group: dist.ProcessGroup,
+    softcap: float | None = None,
 ) -> Tensor:
     """Sum over rows of the cross entropy between softmax(hidden · weightᵀ) and target.
 
@@ -84,8 +100,9 @@ def split_cross_entropy_sum(
         target: int64 [n], without ignored entries.
         chunk_rows: rows whose logits exist at once.
         group: the ranks.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
 
     Returns:
         scalar, float32 (float64 for float64 inputs).
     """
-    return _SplitCrossEntropy.apply(hidden.to(weight.dtype), weight, target, chunk_rows, group)
+    return _SplitCrossEntropy.apply(hidden.to(weight.dtype), weight, target, chunk_rows, group, softcap)

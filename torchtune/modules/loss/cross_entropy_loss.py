@@ -149,7 +149,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             return self._no_label(outputs, projection, weight), count
         chunk_rows = self._chunk_rows(len(target), weight)
         if hasattr(weight, "device_mesh"):
-            return self._split(rows, weight, target, chunk_rows), count
+            return self._split(rows, weight, target, chunk_rows, getattr(projection, "softcap", None)), count
         if weight is None:
             log_once(get_logger(), "The output projection is not a plain product: its logits are computed twice.")
         if weight is None or not self.mask_ignored_tokens:
@@ -174,12 +174,14 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
                 total = total + self.compute_cross_entropy(rows, targets, projection)
         return total
 
-    def _split(self, hidden: Tensor, weight: Tensor, target: Tensor, chunk_rows: int) -> Tensor:
+    def _split(self, hidden: Tensor, weight: Tensor, target: Tensor, chunk_rows: int, softcap: float | None) -> Tensor:
         """The summed loss where each rank of a tensor-parallel group has the weight's rows of some tokens."""
         if not self.mask_ignored_tokens:
             hidden, target = self.mask_inputs(hidden, target)
         group = weight.device_mesh.get_group()
-        return split_cross_entropy_sum(hidden, weight.to_local(), target, chunk_rows=chunk_rows, group=group)
+        return split_cross_entropy_sum(
+            hidden, weight.to_local(), target, chunk_rows=chunk_rows, group=group, softcap=softcap
+        )
 
     @staticmethod
     def _no_label(outputs: Tensor, projection: Projection, weight: Tensor | None) -> Tensor:

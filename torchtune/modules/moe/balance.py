@@ -160,7 +160,8 @@ class LossFreeBalancing:
     """Conversion that moves routers' selection biases after every step, towards experts that had too little to do.
 
     ``bias += rate · sign(mean tokens - tokens)`` over the tokens of the step on all processes (Wang et al. 2024,
-    arXiv:2408.15664). Scores, and so gradients, know nothing of it.
+    arXiv:2408.15664). Scores, and so gradients, know nothing of it. A step that is skipped moves nothing, and its
+    tokens do not count for the next one.
 
     Args:
         rate: see above.
@@ -171,6 +172,7 @@ class LossFreeBalancing:
     def __init__(self, rate: float = 0.001) -> None:
         self.rate = rate
         self._before: dict[str, Tensor] = {}
+        self._step: dict[str, Tensor] = {}
 
     def convert(self, model: nn.Module) -> ConversionReport:
         """Check that there is something to move.
@@ -186,12 +188,24 @@ class LossFreeBalancing:
             )
         return ConversionReport("LossFreeBalancing", list(routers), note=f"rate {self.rate:g}")
 
+    def moves(self, key: str) -> bool:
+        """Whether a parameter is one of those that change without a gradient."""
+        return key.rpartition(".")[2] == "selection_bias"
+
+    def pre_optimizer_hook(self, model: nn.Module) -> None:
+        """Count the tokens of this step, in the place of those of a step before that was skipped."""
+        totals = _own_counts(model)
+        self._step = {path: total - self._before.get(path, 0) for path, total in totals.items()}
+        self._before = totals
+
     @torch.no_grad()
     def post_optimizer_hook(self, model: nn.Module) -> None:
         """Move the biases."""
-        for path, total in tokens_per_expert(model).items():
-            counts = (total - self._before.get(path, torch.zeros_like(total))).float()
-            self._before[path] = total
+        if not self._step:  # a loop that calls this hook alone
+            self.pre_optimizer_hook(model)
+        counted, self._step = self._step, {}
+        for path, counts in _summed_over_processes(counted).items():
+            counts = counts.float()
             step, bias = self.rate * (counts.mean() - counts).sign(), model.get_submodule(path).selection_bias
             if hasattr(bias, "device_mesh"):  # sharded
                 from torch.distributed.tensor import distribute_tensor  # takes its time to import
@@ -205,16 +219,24 @@ def tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
 
     All processes call it together. What is only evaluated is not counted, and what is recomputed only once.
     """
-    found = {
+    return _summed_over_processes(_own_counts(model))
+
+
+def _own_counts(model: nn.Module) -> dict[str, Tensor]:
+    """The same of this process alone."""
+    return {
         path: router.tokens_per_expert.clone()
         for path, router in model.named_modules()
         if isinstance(router, TokenChoiceTopKRouter) and router.tokens_per_expert is not None
     }
-    if found and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        together = torch.stack(list(found.values()))
-        dist.all_reduce(together)
-        found = dict(zip(found, together, strict=True))
-    return found
+
+
+def _summed_over_processes(counts: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not counts or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return counts
+    together = torch.stack(list(counts.values()))
+    dist.all_reduce(together)
+    return dict(zip(counts, together, strict=True))
 
 
 class ExpertLoad:

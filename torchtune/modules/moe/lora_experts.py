@@ -79,6 +79,15 @@ class LoRAGroupedExperts(GroupedExperts):
         new._make_adapter()
         return new.train(experts.training)
 
+    def without_adapter(self) -> GroupedExperts:
+        """Plain experts with the very same weights, frozen."""
+        sizes = {"dim": self.dim, "hidden_dim": self.hidden_dim, "num_experts": self.num_experts}
+        with torch.device("meta"):
+            plain = GroupedExperts(**sizes, activation=self.activation)
+        for name in _MATRICES:
+            setattr(plain, name, getattr(self, name))
+        return plain.train(self.training)
+
     def reset_parameters(self) -> None:
         """Fill the weights, if there are no adapters yet."""
         if not hasattr(self, "rank"):

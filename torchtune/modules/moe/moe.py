@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchtune.utils import in_backward_pass
+
 
 class TokenChoiceTopKRouter(nn.Module):
     """Every token chooses the experts that score highest (Shazeer et al. 2017, arXiv:1701.06538).
@@ -83,11 +85,6 @@ class TokenChoiceTopKRouter(nn.Module):
                 probabilities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
                 chosen = self.balance.attach(chosen, probabilities, counts)
         return chosen, selected, counts
-
-
-def in_backward_pass() -> bool:
-    """Whether this is a forward pass that is repeated within a backward pass, to recompute activations."""
-    return torch._C._current_graph_task_id() != -1
 
 
 @torch.library.custom_op("torchtune::count_tokens", mutates_args=("total",))

@@ -8,6 +8,7 @@ from torchtune.modules.parallel._styles import (
     ByVocabulary,
     GatherInput,
     ReplicatedNorm,
+    SplitNorm,
     vocabulary_parallel_linear,
 )
 
@@ -18,6 +19,7 @@ __all__ = [
     "ContextParallelAttention",
     "GatherInput",
     "ReplicatedNorm",
+    "SplitNorm",
     "sum_gradients",
     "vocabulary_parallel_linear",
 ]

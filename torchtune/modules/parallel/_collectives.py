@@ -77,9 +77,24 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return _summed(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(summand, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+def _summed(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = summand.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 class _Exchange(torch.autograd.Function):
@@ -130,6 +145,12 @@ def gather_vocabulary(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 def sum_gradients(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``value`` as it is, the same on all ranks; its gradient is the sum of what they find."""
     return _SumGradients.apply(value, group)
+
+
+@outside_graphs
+def sum_over_ranks(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks, which each goes on with in its own way: gradients are summed too."""
+    return _Sum.apply(summand, group)
 
 
 @outside_graphs

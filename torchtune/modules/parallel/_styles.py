@@ -21,10 +21,12 @@ from torchtune.modules.parallel._collectives import (
     gather_vocabulary,
     sum_and_split_sequence,
     sum_gradients,
+    sum_over_ranks,
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear
 from torchtune.modules.peft._functional import lora_projection
-from torchtune.modules.rms_norm import RMSNorm, rms_norm
+from torchtune.modules.rms_norm import RMSNorm
+from torchtune.modules.tied_linear import CappedLinear, soft_cap
 from torchtune.utils import UserError
 
 
@@ -129,7 +131,7 @@ class ByVocabulary(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) not in (nn.Embedding, nn.Linear) or getattr(module, "bias", None) is not None:
+        if type(module) not in (nn.Embedding, nn.Linear, CappedLinear) or getattr(module, "bias", None) is not None:
             raise ParallelError(
                 f"tensor_parallel_dim: it is not known how {type(module).__name__} is split over its vocabulary: "
                 "set it to 1, or leave the output without adapter (apply_lora_to_output=False)."
@@ -138,7 +140,8 @@ class ByVocabulary(ParallelStyle):
         if isinstance(module, nn.Embedding):
             module.forward = _split_embedding(module, device_mesh.get_group())
         else:
-            module.forward = lambda x: vocabulary_parallel_linear(x, module.weight)
+            softcap = getattr(module, "softcap", None)
+            module.forward = lambda x: soft_cap(vocabulary_parallel_linear(x, module.weight), softcap)
         return module
 
 
@@ -160,6 +163,11 @@ def _split_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> Callable
     return forward
 
 
+def _check_norm(module: nn.Module) -> None:
+    if not isinstance(module, RMSNorm):
+        raise ParallelError(f"tensor_parallel_dim: it is not known how {type(module).__name__} is split: set it to 1.")
+
+
 class ReplicatedNorm(ParallelStyle):
     """A norm that every rank applies to its own positions or heads.
 
@@ -172,16 +180,36 @@ class ReplicatedNorm(ParallelStyle):
         self.gather = gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, RMSNorm):
-            raise ParallelError(
-                f"tensor_parallel_dim: it is not known how {type(module).__name__} is split: set it to 1."
-            )
+        _check_norm(module)
         _place(module, device_mesh, {})
         group = device_mesh.get_group()
 
         def forward(x: Tensor) -> Tensor:
-            normed = rms_norm(x, module.eps, _shared(module.scale, group))
+            normed = module.scaled_by(_shared(module.scale, group), x)
             return gather_sequence(normed, group) if self.gather else normed
+
+        module.forward = forward
+        return module
+
+
+class SplitNorm(ParallelStyle):
+    """A norm over all heads of queries or keys at once, of which each rank has some: ``[b, s, n * h / ranks]``.
+
+    One number for each position is summed over the ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_norm(module)
+        _place(module, device_mesh, {"scale": Shard(0)})
+        group, width = device_mesh.get_group(), module.normalized_shape[0]
+
+        def forward(x: Tensor) -> Tensor:
+            wide, scale = x.float(), _own(module.scale)
+            squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), group)
+            normed = wide * torch.rsqrt(squares / width + module.eps)
+            if module.unit_offset:
+                return (normed * (1.0 + scale.float())).to(x.dtype)
+            return normed.to(x.dtype) * scale
 
         module.forward = forward
         return module

@@ -1,6 +1,7 @@
 """Low-rank adapters."""
 
 from torchtune.modules.peft._conversion import LoRA
+from torchtune.modules.peft._new_tokens import NewTokens
 from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
     AdapterModule,
@@ -22,6 +23,7 @@ __all__ = [
     "DoRALinear",
     "LoRA",
     "LoRALinear",
+    "NewTokens",
     "TrainableParams",
     "disable_adapter",
     "get_adapter_params",

@@ -152,12 +152,30 @@ class LoRA:
             setattr(model.get_submodule(parent), name, new)
         adapter = get_adapter_params(model)
         set_trainable_params(model, adapter)
+        note = f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen"
+        if self.dropout and self._saved_dropout(model) != self.dropout:
+            note += "; files say lora_dropout 0, because peft has none for experts"
         return ConversionReport(
             name="DoRA" if self.use_dora else "LoRA",
             replaced=list(chosen),
             num_parameters=sum(param.numel() for param in adapter.values()),
-            note=f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen",
+            note=note,
         )
+
+    def revert(self, model: nn.Module) -> None:
+        """Put plain layers with the same weights in the place of the adapted ones; everything stays frozen.
+
+        Raises:
+            ConversionError: the adapters have values already, which would be lost.
+        """
+        if any(not parameter.is_meta for parameter in get_adapter_params(model).values()):
+            raise ConversionError(
+                "LoRA: the model has adapters with values, so a conversion that comes before them cannot be applied "
+                "any more: apply it while the model is on the meta device."
+            )
+        for path in self.adapted_paths(model):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, model.get_submodule(path).without_adapter())
 
     def is_own_key(self, key: str) -> bool:
         """Whether a state-dict key belongs to the adapter and not to the base."""
@@ -166,6 +184,10 @@ class LoRA:
     def adapted_paths(self, model: nn.Module) -> list[str]:
         """Paths of the layers that carry an adapter."""
         return [path for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAGroupedExperts)]
+
+    def _saved_dropout(self, model: nn.Module) -> float:
+        """What ``adapter_config.json`` says: ``peft`` refuses to load adapters of experts unless it is 0."""
+        return 0.0 if any(isinstance(module, LoRAGroupedExperts) for module in model.modules()) else self.dropout
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
         """The weight called ``name`` with the adapter merged in; other tensors come back as they are.
@@ -197,7 +219,7 @@ class LoRA:
             "task_type": "CAUSAL_LM",
             "r": self.rank,
             "lora_alpha": self.alpha,
-            "lora_dropout": self.dropout,
+            "lora_dropout": self._saved_dropout(model),
             "use_dora": self.use_dora,
             "bias": "none",
             "target_modules": adapted if plain & set(leaves) else list(leaves),

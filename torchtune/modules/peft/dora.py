@@ -16,6 +16,10 @@ class DoRALinear(LoRALinear):
     ``magnitude`` [out] is one more parameter of the adapter. The norm is treated as a constant in the backward pass
     (Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, section 4.3).
 
+    The adapter is kept in float32 at least, whatever the dtype of the weight: a magnitude in bfloat16 differs from the
+    norm by up to 2⁻⁹ of it, so that the model would change before its first step. A and B follow, as in ``peft``,
+    because FSDP takes trained parameters of one dtype only.
+
     Args:
         in_dim: width of the input.
         out_dim: width of the output.
@@ -33,6 +37,7 @@ class DoRALinear(LoRALinear):
     initialize_reads_base: ClassVar[bool] = True
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
+        dtype = torch.promote_types(dtype, torch.float32)
         super()._make_adapter(device, dtype)
         self.magnitude = nn.Parameter(torch.empty(self.out_dim, device=device, dtype=dtype))
 
@@ -67,11 +72,14 @@ class DoRALinear(LoRALinear):
         """[..., in_dim] -> [..., out_dim], in the dtype of ``x``."""
         if self.disabled:
             return F.linear(x, self.weight, self.bias)
-        a, b = self.lora_a.weight, self.lora_b.weight
-        length = (self.magnitude / self._norm(self.weight)).to(x.dtype)
+        a, b = self.lora_a.weight.to(x.dtype), self.lora_b.weight.to(x.dtype)
+        length = self.magnitude / self._norm(self.weight)
         if not self.training or self.dropout.p == 0.0:
-            y = lora_projection(x, self.weight, None, a, b, scale=self.scaling) * length
-            return y if self.bias is None else y + self.bias
+            y = lora_projection(x, self.weight, self.bias, a, b, scale=self.scaling)
+            # In float32; without biases y · length. With one, exactly y as long as the length is 1.
+            y = y * length if self.bias is None else y + (length - 1) * (y - self.bias)
+            return y.to(x.dtype)
         dropped = self.dropout(x)
-        update = lora_projection(dropped, self.weight, None, a, b, scale=self.scaling) * length
-        return F.linear(x, self.weight, self.bias) + update - F.linear(dropped, self.weight)
+        scaled = (lora_projection(dropped, self.weight, None, a, b, scale=self.scaling) * length).to(x.dtype)
+        # The difference first: it is exactly 0 as long as the adapter changes nothing.
+        return F.linear(x, self.weight, self.bias) + (scaled - F.linear(dropped, self.weight))

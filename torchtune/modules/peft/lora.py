@@ -129,6 +129,12 @@ class LoRALinear(nn.Module):
         new.initialize_parameters()
         return new.train(linear.training)
 
+    def without_adapter(self) -> nn.Linear:
+        """A plain layer with the very same weight and bias, frozen."""
+        linear = nn.Linear(self.in_dim, self.out_dim, bias=False, device="meta", dtype=self.weight.dtype)
+        linear.weight, linear.bias = self.weight, self.bias
+        return linear.train(self.training)
+
     def initialize_parameters(self) -> None:
         """Fill the adapter so that it changes nothing yet: A random (Kaiming uniform), B zero. No-op on meta."""
         if self.lora_a.weight.is_meta:

@@ -1,6 +1,7 @@
 """Adapters in files: PEFT's layout in and out, and the files of older checkpoints."""
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,18 @@ import torch
 from torch import nn
 
 from torchtune.models import Description, FusedAdapter, Group, ModelError, WeightMap, WeightMapError
-from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_part
-from torchtune.training.checkpointing._load import identity, is_adapter_key, parameter_at, put, read_json
-from torchtune.training.checkpointing._ranks import Ranks, local_part
-from torchtune.training.checkpointing._safetensors_file import Part
+from torchtune.training.checkpointing._load import identity, is_adapter_key, parameter_at, put
+from torchtune.training.checkpointing._peft_settings import (
+    check_settings,
+    peft_settings,
+    take_from_base,
+    token_indices,
+    token_tensors,
+)
+from torchtune.training.checkpointing._ranks import Held, Ranks, local_part
+from torchtune.training.checkpointing._safetensors_file import Block, Part
 from torchtune.training.checkpointing._sources import Source, must_exist, open_source
 from torchtune.utils import get_logger
 
@@ -24,8 +31,6 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 _OLDER_FILE = "adapter_model.pt"
 _FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
 _PEFT_PREFIX = "base_model.model."
-# Settings of peft that change what the same tensors compute.
-_UNKNOWN_SETTINGS = ("use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform")
 
 
 def find_adapter(path: Path) -> Path:
@@ -86,7 +91,9 @@ def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torc
     wanted = {name for name, _ in model.named_parameters() if own(name)}
     if not wanted:
         raise CheckpointError(f"{file}: the model has no adapter to put it into: use a lora_* builder or a converter.")
-    _check_settings(model, file.with_name(ADAPTER_CONFIG_FILE))
+    spec, description = identity(model)
+    patterns = _patterns(spec.weight_map("hf").peft().groups(description), peft_settings(model))
+    settings = check_settings(model, file.with_name(ADAPTER_CONFIG_FILE), patterns)
     found = set()
     for name, tensor in _our_names(model, source, file):
         if name not in wanted:
@@ -101,6 +108,7 @@ def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torc
             f"{file} lacks '{missing[0]}'{f' and {len(missing) - 1} more' if missing[1:] else ''}, which the model in "
             f"the config adapts: adapt the layers that its {ADAPTER_CONFIG_FILE} lists."
         )
+    take_from_base(model, settings, file.with_name(ADAPTER_CONFIG_FILE))
 
 
 def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, torch.Tensor]]:
@@ -110,14 +118,16 @@ def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, 
         return tensors
     spec, description = identity(model)
     weight_map = spec.weight_map("hf").peft()
+    rows = token_tensors(model)
+    tokens = [(rows[name], tensor) for name, tensor in tensors if name in rows]
     try:
-        tensors = [pair for pair in tensors if not _is_of_base(model, *pair, file)]
+        tensors = [pair for pair in tensors if pair[0] not in rows and not _is_of_base(model, *pair, file)]
         ours = {name: weight_map.tune_name(name, description) for name, _ in tensors}
         groups = {group.tune[0]: group for group in weight_map.groups(description)}
         tensors = _spread(model, dict(tensors), {groups[ours[name]] for name, _ in tensors})
         for name, tensor in tensors:
             _check_rank(model, groups[ours[name]], name, tensor, file)
-        return list(weight_map.to_tune(tensors, description, partial=True))
+        return [*tokens, *weight_map.to_tune(tensors, description, partial=True)]
     except (WeightMapError, ModelError) as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
 
@@ -171,39 +181,6 @@ def _check_rank(model: nn.Module, group: Group, name: str, tensor: torch.Tensor,
         )
 
 
-def _check_settings(model: nn.Module, path: Path) -> None:
-    if not path.is_file():
-        get_logger().warning(f"There is no {path}: that the adapter has the model's alpha is taken for granted.")
-        return
-    saved = read_json(path)
-    if saved.get("peft_type", "LORA") != "LORA":
-        raise CheckpointError(f"{path}: an adapter of type {saved['peft_type']} cannot be read, only LORA.")
-    ours = _settings(model)
-    spec, description = identity(model)
-    patterns = _patterns(spec.weight_map("hf").peft().groups(description), ours)
-    for key in _UNKNOWN_SETTINGS:
-        if saved.get(key) and not _is_part(saved[key], patterns.get(key, {})):
-            raise CheckpointError(f"{path}: {key} = {saved[key]!r} cannot be expressed: use an adapter without it.")
-    for key, default in (("r", None), ("lora_alpha", None), ("use_dora", False)):
-        if key in ours and saved.get(key, default) != ours[key]:
-            raise CheckpointError(
-                f"{path}: the adapter has {key} = {saved.get(key, default)}, the model in the config {ours[key]}: "
-                "make them equal."
-            )
-
-
-def _is_part(said: Any, known: Mapping[str, Any]) -> bool:
-    return isinstance(said, Mapping) and said.items() <= known.items()
-
-
-def _settings(model: nn.Module) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for conversion in get_conversions(model):
-        if hasattr(conversion, "peft_config"):
-            settings |= conversion.peft_config(model)
-    return settings
-
-
 def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[Part], dict[str, Any]]:
     """The adapter as ``peft`` reads it: the tensors, and the contents of ``adapter_config.json``.
 
@@ -221,6 +198,8 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
     if not parameters:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
     groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
+    rows = {ours: theirs for theirs, ours in token_tensors(model).items()}
+    tokens = {name: parameters.pop(name) for name in rows}
     if unknown := [name for name in parameters if name not in groups]:
         raise CheckpointError(
             f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
@@ -228,10 +207,18 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
     external = dict.fromkeys(module for name in parameters for module in map(_adapted, groups[name].external))
     chosen = dict.fromkeys(groups[name] for name in parameters)
     parts = [group_part(group, parameters, ranks, turn) for turn, group in enumerate(chosen)]
-    settings = _settings(model)
+    for turn, (name, parameter) in enumerate(tokens.items()):
+        held = Held.of(parameter, ranks, turn)
+        parts.append(({rows[name]: held.outline}, partial(_rows, rows[name], held)))
+    settings = peft_settings(model) | {"trainable_token_indices": token_indices(model)}
+    settings |= {"init_lora_weights": getattr(model, "adapter_init", None) or True}
     return parts, adapter_settings(
         base_name, settings | _patterns(chosen, settings), _shortest(list(external), weight_map, description)
     )
+
+
+def _rows(name: str, held: Held) -> list[Block]:
+    return [Block(name, tuple(part.start for part in held.box), held.data)] if held.writes else []
 
 
 def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:

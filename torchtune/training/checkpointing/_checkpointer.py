@@ -19,6 +19,7 @@ from torchtune.training.checkpointing._adapter import (
     find_adapter,
     load_adapter,
 )
+from torchtune.training.checkpointing._contents import check_contents
 from torchtune.training.checkpointing._directories import (
     MARKER,
     ResumePoint,
@@ -50,6 +51,7 @@ from torchtune.training.checkpointing._load import (
 )
 from torchtune.training.checkpointing._model_type import ModelType
 from torchtune.training.checkpointing._ranks import Ranks, reshard
+from torchtune.training.checkpointing._resumed_settings import check_resumed_settings
 from torchtune.training.checkpointing._safetensors_file import tensor_file
 from torchtune.training.checkpointing._saving import Job, Saver
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source, find_files, open_source, resolve_files
@@ -60,7 +62,7 @@ from torchtune.training.checkpointing._state import (
     optimizers_of,
     state_parts,
 )
-from torchtune.utils import FolderLock, UserError, get_logger, write_json
+from torchtune.utils import FolderLock, UserError, doing, get_logger, write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
 ADAPTER_DIR = "adapter"
@@ -137,6 +139,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         """The files of weights, opened."""
         return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files))
 
+    @doing("loading the checkpoint")
     def load_model(
         self, model: nn.Module, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> None:
@@ -167,6 +170,7 @@ class FullModelHFCheckpointer(LegacyInterface):
             else:
                 check_config(model, self.checkpoint_dir / "config.json")
             load_base(model, source, device, dtype)
+            model.adapter_init = None
             adapter = self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
             if adapter is not None:
                 load_adapter(model, adapter, device, dtype)
@@ -203,14 +207,30 @@ class FullModelHFCheckpointer(LegacyInterface):
         self._output_dir()
         self._ranks.first(lambda: self._lock.acquire())
 
-    def find_resume_point(self) -> ResumePoint | None:
+    def check_contents(self, model: nn.Module, *, adapter_only: bool = False) -> None:
+        """Refuse a model of which :meth:`save` would not write all that is trained; call it before training.
+
+        Args:
+            model: converted, on any device.
+            adapter_only: whether resumable checkpoints hold the adapter alone.
+
+        Raises:
+            CheckpointError: a parameter requires a gradient and would not be written.
+        """
+        check_contents(model, adapter_only=adapter_only)
+
+    def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
         """The newest complete checkpoint that is whole; ``None`` (and a warning) if there is none to go on from.
 
         What a resume needs is read and compared with the checksums of the save, each rank a share of the files. From a
         damaged checkpoint the one before takes over, which is said as an error.
 
+        Args:
+            cfg: settings of this run: what differs from the checkpoint's is logged, or refused.
+
         Raises:
-            CheckpointError: the run is finished, no checkpoint is whole, or another run has the folder.
+            CheckpointError: the run is finished, no checkpoint is whole, or it cannot go on with these settings.
+            UserError: another run has the folder.
         """
         output_dir, held = self._output_dir(), self._lock.is_held
 
@@ -228,13 +248,18 @@ class FullModelHFCheckpointer(LegacyInterface):
                     faults = damage(path, mine)
                 faults = [fault for found in self._ranks.gather(faults) for fault in found]
                 if not faults:
-                    return self._ranks.first(partial(resume_point, path))
+                    point = self._ranks.first(partial(resume_point, path))
+                    with self._ranks.together():
+                        if cfg is not None:
+                            check_resumed_settings(cfg, path)
+                    return point
                 self._ranks.first(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
             return None
         finally:
             if not held:
                 self._lock.release()
 
+    @doing("resuming")
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Put the trained weights of ``point`` into ``model`` and the rest into the values of ``state``.
 
@@ -301,10 +326,13 @@ class FullModelHFCheckpointer(LegacyInterface):
             the directory.
 
         Raises:
-            UserError: the disk is full or may not be written to; what was saved before is untouched.
+            UserError: something that is trained would not be written, or the disk is full or may not be written to;
+                what was saved before is untouched.
         """
         self._saver.wait()
         reshard(model)
+        # A resume reads the adapter alone, also where the merged model stands beside it.
+        check_contents(model, adapter_only=adapter_only or (merge and state is not None), merge=merge)
         files, contents = [], {}
         if not adapter_only:
             files, index = shards(model_parts(model, self._ranks, merge=merge), max_shard_bytes)

@@ -12,6 +12,7 @@ import torch
 
 from torchtune.models import Box, Description, Llama3RopeScaling, ModelError, ModelSpec, spec_for_architecture
 from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._gguf_layout import check_gguf
 from torchtune.utils import require
 
 # general.architecture -> architecture in a Hugging Face config.json
@@ -36,6 +37,7 @@ class GGUFFile:
         if not self.path.is_file():
             raise CheckpointError(f"There is no file {self.path}: check checkpoint_dir and checkpoint_files.")
         gguf = require("gguf", extra="gguf", purpose=f"Reading {self.path.name}")
+        check_gguf(self.path)
         try:
             reader = gguf.GGUFReader(self.path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}

@@ -1,6 +1,5 @@
 """Weights from files straight into the parameters of a model."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtune import utils
 from torchtune.models import (
     Description,
     ModelError,
@@ -22,7 +22,7 @@ from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._ranks import full, local_part
 from torchtune.training.checkpointing._sources import Source
-from torchtune.utils import get_logger
+from torchtune.utils import get_logger, sign_of_life
 
 # Fields that decide the arithmetic and that no shape of a tensor shows.
 _UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation")
@@ -150,6 +150,7 @@ def _load_external(
             box, local = local_part(materialize(model, name, device, dtype))
             for piece in group.pieces(name, box, shapes):
                 piece.fill(local, source.read(group.external[piece.external], piece.box))
+            sign_of_life()
 
 
 _OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the config"
@@ -274,13 +275,7 @@ def read_json(path: Path) -> dict:
     Raises:
         CheckpointError: it is no such thing.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}): download it again.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__} where an object is expected: download it again.")
-    return value
+    return utils.read_json(path, CheckpointError)
 
 
 def initialize_rest(model: nn.Module, loaded: set[str], device: torch.device, dtype: torch.dtype | None = None) -> None:

@@ -1,5 +1,6 @@
 """The processes of a run: which part of a tensor each holds, and what they do as one."""
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,25 @@ class Ranks:
         for one in work:
             one.wait()
 
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is True on any rank."""
+        if self._group is None:
+            return flag
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found)
+
+    def from_first(self, value: T | None) -> T:
+        """Rank 0's value; what others give is ignored. What it costs a rank does not grow with their number."""
+        if self._group is None:
+            return value
+        data = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
+        size = torch.tensor(len(data))
+        dist.all_reduce(size, group=self._group)  # the others' is 0; a ring, where a broadcast's tree grows
+        room = torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(int(size), dtype=torch.uint8)
+        dist.all_reduce(room, group=self._group)
+        return pickle.loads(room.numpy().tobytes())
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """A block that fails on all ranks if it fails on one: none waits for another in vain.
@@ -87,6 +107,8 @@ class Ranks:
             if self.size == 1:
                 raise
             failure = error  # raised below, when the others know
+        if not self.any(failure is not None):
+            return
         known = isinstance(failure, UserError | OSError)
         text = str(failure) if known else f"{type(failure).__name__}: {failure}"
         error = self._verdict(self.gather(None if failure is None else (known, text)), failure)
@@ -117,7 +139,7 @@ class Ranks:
         with self.together():
             if self.rank == 0:
                 made = make()
-        return made if self.size == 1 else self.gather(made)[0]
+        return self.from_first(made)
 
     @contextmanager
     def same_randomness(self) -> Iterator[None]:
@@ -126,7 +148,7 @@ class Ranks:
             yield
             return
         own = RNGState().state_dict()
-        RNGState().load_state_dict(self.gather(own if self.rank == 0 else None)[0])
+        RNGState().load_state_dict(self.from_first(own))
         yield
         if self.rank != 0:
             RNGState().load_state_dict(own)

@@ -1,6 +1,5 @@
 """Files of weights, opened for reading one tensor at a time."""
 
-import json
 import math
 import pickle
 import re
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torchtune.models import Box
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
+from torchtune.utils import read_json
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
@@ -192,9 +192,9 @@ class FormattedCheckpointFiles:
                 f"checkpoint_files: filename_format '{filename_format}' must hold {{}} exactly twice, "
                 "as in model-{}-of-{}.safetensors."
             )
-        if not isinstance(max_filename, str) or not max_filename.isdigit():
+        if not isinstance(max_filename, str) or not max_filename.isdecimal() or len(max_filename) > 6:
             raise CheckpointError(
-                f"checkpoint_files: max_filename {max_filename!r} must be digits in quotes, like '00004'."
+                f"checkpoint_files: max_filename {max_filename!r} must be up to 6 digits in quotes, like '00004'."
             )
         self.filename_format = filename_format
         self.max_filename = max_filename
@@ -250,6 +250,19 @@ def must_exist(path: Path) -> None:
     raise CheckpointError(f"There is no file {path} ({hint}): check checkpoint_dir and checkpoint_files.")
 
 
+def _shards_of(index: Path) -> list[str]:
+    """Names of the files that an index lists."""
+    names = read_json(index, CheckpointError).get("weight_map")
+    names = names.values() if isinstance(names, dict) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise CheckpointError(f"{index} is not a valid index of shards (weight_map): download it again.")
+    for name in names:
+        # Files of a folder may be links that lead out of it, as in the cache of huggingface_hub; names may not.
+        if "\0" in name or len(name) > 255 or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{index} lists {name[:255]!r}, which is no file of this folder: download it again.")
+    return sorted(set(names))
+
+
 def find_files(checkpoint_dir: Path) -> list[Path]:
     """The files of weights of a folder: what an index lists, or the only kind of file that is there.
 
@@ -262,10 +275,7 @@ def find_files(checkpoint_dir: Path) -> list[Path]:
         path = checkpoint_dir / index
         if not path.exists():
             continue
-        try:
-            shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{path} is not a valid index of shards: download it again.") from error
+        shards = _shards_of(path)
         missing = [shard for shard in shards if not (checkpoint_dir / shard).is_file()]
         if missing:
             raise CheckpointError(

@@ -10,7 +10,13 @@ from torch.nn import functional as F
 from torchtune.models import Description, build
 from torchtune.models.qwen3_moe import SPEC
 from torchtune.modules import TransformerSelfAttentionLayer
-from torchtune.modules.conversion import ConversionError, apply_conversions, run_post_optimizer_hooks
+from torchtune.modules.conversion import (
+    ConversionError,
+    apply_conversions,
+    get_conversions,
+    run_post_optimizer_hooks,
+    run_pre_optimizer_hooks,
+)
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.modules.moe import (
     BalancingLoss,
@@ -170,14 +176,15 @@ def test_recipes_tell_the_load_without_a_line_of_their_own() -> None:
     assert "expert_load_max" not in Throughput(model=torch.nn.Linear(2, 2)).metrics()
 
 
-def test_lora_and_balancing_stand_in_this_order() -> None:
-    model = make(LoRA(rank=2, attn_modules=["q_proj"]), BalancingLoss(0.1))
+@pytest.mark.parametrize("turned", [False, True])
+def test_lora_and_balancing_in_any_order(turned: bool) -> None:
+    conversions = [LoRA(rank=2, attn_modules=["q_proj"]), BalancingLoss(0.1)]
+    model = make(*(conversions[::-1] if turned else conversions))
+    assert get_conversions(model) == conversions
     loss_fn = LinearCrossEntropyLoss()
     loss_fn.set_model_output(model)
     loss_fn(model(TOKENS), TOKENS).backward()
     assert model.layers[0].attn.q_proj.lora_b.weight.grad.any()
-    with pytest.raises(ConversionError, match="list them as LoRA, BalancingLoss"):
-        make(BalancingLoss(0.1), LoRA(rank=2))
 
 
 def test_selection_biases_move_towards_idle_experts() -> None:
@@ -191,6 +198,27 @@ def test_selection_biases_move_towards_idle_experts() -> None:
             step = (total - counts.get(path, 0)).float()
             new = model.get_submodule(path).selection_bias
             assert torch.allclose(new, old + 0.01 * (step.mean() - step).sign())
+
+
+def test_tokens_of_a_skipped_step_do_not_move_biases_later() -> None:
+    """Steps as recipes make them: the hooks around the optimizer, of which a skipped step has the first alone."""
+    model = make(LossFreeBalancing(0.01), router_selection_bias=True, router_scores="sigmoid")
+    skipped, taken = torch.randint(0, int(TOKENS.max()) + 1, (2, 8, 16), generator=torch.Generator().manual_seed(4))
+    moved_otherwise = False
+    for is_taken, tokens in ((True, taken[:2]), (False, skipped), (False, skipped), (True, taken[2:])):
+        before = [(path, total.clone()) for path, total in tokens_per_expert(model).items()]
+        biases = copy.deepcopy([router.selection_bias.detach() for router in routers(model)])
+        model(tokens)
+        run_pre_optimizer_hooks(model)
+        if is_taken:
+            run_post_optimizer_hooks(model)
+        now = tokens_per_expert(model)
+        for old, (path, total) in zip(biases, now.items(), strict=True):
+            step = (total - dict(before).get(path, 0)).float() * is_taken
+            assert torch.allclose(model.get_submodule(path).selection_bias, old + 0.01 * (step.mean() - step).sign())
+            whole = total.float()
+            moved_otherwise |= bool(is_taken and ((whole.mean() - whole).sign() != (step.mean() - step).sign()).any())
+    assert moved_otherwise  # with all tokens, some bias would have gone the other way
 
 
 def test_what_cannot_be_balanced() -> None:

@@ -40,6 +40,7 @@ def main(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, size
     held = [local_part(parameter)[1] for parameter in model.parameters()]
     found["model"] = sum(p.numel() * p.element_size() for p in held) / 2**20
     found["loaded"] = status("VmHWM")
+    model.requires_grad_(False)  # the base alone would lose a trained adapter, and is refused
     store.save("step_1", model, max_shard_bytes=shard_bytes)
     found["saved"] = status("VmHWM")
     store.save("step_2", model)

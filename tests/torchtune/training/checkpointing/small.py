@@ -64,11 +64,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def hf_model(shape: str, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> torch.nn.Module:
-    """A random model of transformers, with norms and biases that matter."""
-    architecture, options = SHAPES[shape]
+def hf_model(
+    shape: str | tuple[str, dict], dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any
+) -> torch.nn.Module:
+    """A random model of transformers, with norms and biases that matter, of a row of SHAPES or another."""
+    architecture, options = SHAPES[shape] if isinstance(shape, str) else shape
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{architecture}Config")(**{**SIZES, **options, **sizes})
+    kind = {"Gemma3": "Gemma3Text"}.get(architecture, architecture)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **sizes})
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -79,7 +82,9 @@ def hf_model(shape: str, dtype: torch.dtype = torch.float32, seed: int = 0, **si
     return model.to(dtype)
 
 
-def write_folder(folder: Path, shape: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def write_folder(
+    folder: Path, shape: str | tuple[str, dict] = "llama", dtype: torch.dtype = torch.float32, **options: Any
+) -> Path:
     """A complete Hugging Face folder; ``max_shard_size`` goes to ``save_pretrained``, other options to the model."""
     shards = {"max_shard_size": options.pop("max_shard_size")} if "max_shard_size" in options else {}
     hf_model(shape, dtype, **options).save_pretrained(folder, **shards)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -83,9 +83,10 @@ def test_with_peft_both_ways(shape: str, targets: str, dora: bool, tmp_path: Pat
 
 # peft itself writes these patterns for parameters of experts, applies them, and looks for them among modules only.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
-def test_adapters_of_experts_load_in_peft_and_merge(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", "qwen3_moe")
-    conversion = LoRA(rank=4, alpha=6, attn_modules=["q_proj"], apply_to_mlp=True)
+    conversion = LoRA(rank=4, alpha=6, dropout=dropout, attn_modules=["q_proj"], apply_to_mlp=True)
     checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
     model = build(source, conversion)
     checkpointer.load_model(model)
@@ -98,6 +99,7 @@ def test_adapters_of_experts_load_in_peft_and_merge(tmp_path: Path) -> None:
     saved = checkpointer.save("epoch_0", model, adapter_only=True)
     settings = read(saved / "adapter_config.json")
     assert sorted(settings["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    assert settings["lora_dropout"] == 0  # peft refuses to load any other
     in_peft = PeftModel.from_pretrained(hf_model("qwen3_moe"), saved)
     torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
 
@@ -106,6 +108,18 @@ def test_adapters_of_experts_load_in_peft_and_merge(tmp_path: Path) -> None:
     shutil.copytree(saved, source, dirs_exist_ok=True)
     again = load(source, conversion)
     assert same_bits(adapters(again), adapters(model))
+    (report,) = apply_conversions(build(source), [conversion])
+    assert ("files say lora_dropout 0" in str(report)) == (dropout > 0)
+    plain = build(source, LoRA(2, 4, dropout=dropout)).conversions[0]
+    assert plain.peft_config(build(source))["lora_dropout"] == dropout
+
+
+def test_experts_as_they_were_before_lora(tmp_path: Path) -> None:
+    source, conversion = write_folder(tmp_path / "in", "qwen3_moe"), LoRA(4, 6, apply_to_mlp=True)
+    model, plain = build(source, conversion), build(source)
+    conversion.revert(model)
+    assert str(model) == str(plain)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -188,7 +202,7 @@ def test_merged_export(shape: str, dora: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter only", "merged"])
 @pytest.mark.parametrize("shape", ["llama", "qwen3_tied"])
-def test_bf16_adapter_resumes_bit_exact(shape: str, merge: bool, tmp_path: Path) -> None:
+def test_adapter_of_a_bf16_model_resumes_bit_exact(shape: str, merge: bool, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", shape, torch.bfloat16)
     checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
     made = [build(source, LoRA(4, 8, use_dora=True), dtype=torch.bfloat16) for _ in range(2)]
@@ -201,7 +215,13 @@ def test_bf16_adapter_resumes_bit_exact(shape: str, merge: bool, tmp_path: Path)
     checkpointer.resume(checkpointer.find_resume_point(), made[1], found)
     assert found == state
     assert same_bits(dict(made[0].state_dict()), dict(made[1].state_dict()))
-    assert {parameter.dtype for parameter in made[1].parameters()} == {torch.bfloat16}
+    trained = get_adapter_params(made[1])
+    assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
+    assert {p.dtype for name, p in made[1].named_parameters() if name not in trained} == {torch.bfloat16}
+    folder = tmp_path / "out" / "step_3"
+    files = load_file((folder / "adapter" if merge else folder) / "adapter_model.safetensors")
+    in_peft = PeftModel.from_pretrained(hf_model(shape, torch.bfloat16), folder / "adapter" if merge else folder)
+    assert same_bits(get_peft_model_state_dict(in_peft), files)  # which keeps them in float32 as well
 
 
 def test_older_adapter_file(tmp_path: Path) -> None:
@@ -316,10 +336,10 @@ def test_base_of_an_adapter_is_named(tmp_path: Path) -> None:
     assert read(saved / "adapter_config.json")["base_model_name_or_path"] == "org/model"
 
 
-def test_adapter_is_no_part_of_the_base(tmp_path: Path) -> None:
+def test_base_of_a_model_whose_adapter_is_frozen(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in")
     checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
     model = build(source, LoRA(4, 8))
     checkpointer.load_model(model)
     randomize_adapter(model)
-    assert same_bits(stored(checkpointer.save("epoch_0", model)), stored(source))
+    assert same_bits(stored(checkpointer.save("epoch_0", model.requires_grad_(False))), stored(source))

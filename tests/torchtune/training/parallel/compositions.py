@@ -56,6 +56,7 @@ def run(
     clip: float | None = 1.0,
     dtype: torch.dtype = torch.float32,
     in_backward: bool = False,
+    steps: int = STEPS,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """Train for some steps; returns losses, gradients of the first step, and norms."""
@@ -84,7 +85,7 @@ def run(
         world_size=dims.data_size,
     )
     losses, norms, gradients = [], [], {}
-    while len(losses) < STEPS:
+    while len(losses) < steps:
         for batches in loader:
             loss, gradients = _step(model, loss_fn, batches, dims, gradients)
             losses.append(loss)
@@ -92,7 +93,7 @@ def run(
                 norms.append(float(training.clip_grad_norm_(model.parameters(), clip)))
             optimizer.step()
             optimizer.zero_grad()
-            if len(losses) == STEPS:
+            if len(losses) == steps:
                 break
     return losses, gradients, norms
 

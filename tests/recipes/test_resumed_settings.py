@@ -1,0 +1,93 @@
+"""A resume says which settings take effect, and refuses those that cannot change."""
+
+import dataclasses
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import yaml
+
+from tests.recipes.runs import TRAINING, load_recipe, read_log, start
+from torchtune.training.checkpointing import CheckpointError
+from torchtune.training.checkpointing._resumed_settings import ON_RESUME, OnResume, check_resumed_settings
+from torchtune.utils import get_logger
+
+NAME = "lora_finetune_single_device"
+
+
+def test_every_setting_of_every_training_recipe_is_classified(tmp_path: Path) -> None:
+    names = set()
+    for recipe in TRAINING:
+        settings = get_type_hints(load_recipe(recipe, tmp_path).recipe_main)["cfg"]
+        names |= {field.name for field in dataclasses.fields(settings)}
+    assert "optimizer" in names
+    assert {name for name in ON_RESUME if "." not in name} - {"recipe"} == names - {"recipe"}
+    assert {name.partition(".")[0] for name in ON_RESUME} - {"recipe"} <= names
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = get_logger()
+    level = logger.level
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def lora(alpha: int) -> list[dict[str, Any]]:
+    return [{"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": alpha}]
+
+
+def test_a_resume_with_other_settings(said: list[str], tmp_path: Path) -> None:
+    settings = {"save_every_n_steps": 4, "log_level": "INFO", "model_converters": lora(8)}
+    first = start(NAME, tmp_path, **settings)
+    shutil.rmtree(first.output_dir / "step_12")
+    resume = {**settings, "output_dir": first.output_dir, "resume_from_checkpoint": True}
+    before = sorted(first.output_dir.rglob("*"))
+
+    def refused(**changes: Any) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            start(NAME, tmp_path, train=False, **{**resume, **changes})
+        assert sorted(first.output_dir.rglob("*")) == before
+        return str(caught.value)
+
+    message = refused(optimizer__lr=5e-4)
+    assert "step_8/torchtune_config.yaml" in message
+    assert "optimizer.lr was 0.01 and is 0.0005 now: set it back, or start a new run" in message
+    assert "lr_scheduler.num_warmup_steps was 2 and is 3 now" in refused(lr_scheduler__num_warmup_steps=3)
+    assert "model_converters.0.alpha was 8.0 and is 16.0 now" in refused(model_converters=lora(16))
+    message = refused(shuffle=False, optimizer__weight_decay=0.1, log_every_n_steps=2)
+    assert "optimizer.weight_decay was not set and is 0.1 now; shuffle was True and is False now: set them" in message
+
+    said.clear()
+    start(NAME, tmp_path, **{**resume, "log_every_n_steps": 2, "seed": 8, "loss__num_output_chunks": 4})
+    (new,) = [line for line in said if "takes effect" in line]
+    assert new.endswith("log_every_n_steps was 1 and is 2 now; loss.num_output_chunks was not set and is 4 now.")
+    (kept,) = [line for line in said if "goes on" in line]
+    assert kept.endswith("seed was 7 and is 8 now.")
+    assert [record["step"] for record in read_log(first.output_dir) if "loss" in record][12:] == [10, 12]
+
+
+def test_settings_of_a_recipe_of_ones_own(said: list[str], tmp_path: Path) -> None:
+    """What nobody classified is read by the recipe; a secret and a setting of another release are no change."""
+    text = yaml.safe_dump({"mine": {"a": [1, 2]}, "gone": 1, "metric_logger": {"api_key": "<redacted>"}, "seed": 1})
+    (tmp_path / "torchtune_config.yaml").write_text(text)
+    get_logger("INFO")
+    now = {"mine": {"a": [1, 3]}, "come": 2, "metric_logger": {"api_key": "abc"}, "seed": None}
+    check_resumed_settings(now, tmp_path)
+    assert said == ["Resumed with other settings, the new value takes effect: mine.a.1 was 2 and is 3 now."]
+    (tmp_path / "torchtune_config.yaml").write_text("- 1")
+    with pytest.raises(CheckpointError, match=r"torchtune_config\.yaml holds no settings"):
+        check_resumed_settings(now, tmp_path)
+
+
+def test_a_part_is_as_its_whole_unless_it_is_listed() -> None:
+    assert ON_RESUME["model"] is OnResume.FIXED
+    assert ON_RESUME["model.checkpoint_dir"] is OnResume.NEW

@@ -1,0 +1,88 @@
+"""A ``config.json`` of absurd sizes and wrong types: refused in one sentence that names the field, at once."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.torchtune.models.test_left_out_fields import _FILES, _SIZES, _filled
+from torchtune.models import ModelError, from_hf_config
+
+_ABSURD = ["7", -3, 0.5, 1e30, float("nan"), float("inf"), [8], {"a": 1}, True, 10**12, 10**30, "x" * 10_000]
+
+
+def _refusal(folder: Path) -> str | None:
+    """What reading the folder says; None if it is read."""
+    start = time.monotonic()
+    try:
+        with torch.device("meta"):
+            from_hf_config(folder)
+        text = None
+    except ModelError as error:
+        text = str(error)
+        assert "\n" not in text
+        assert len(text) < 600
+    assert time.monotonic() - start < 5
+    return text
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3 long", "smol3", "granite", "qwen3_moe", "gpt_oss"])
+def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    architecture, more = _FILES[name]
+    config = _filled(architecture, {**_SIZES, **more, "num_hidden_layers": 1, "layer_types": None}).to_dict()
+    config |= {"architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": 1}
+    sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"}
+    for field in config:
+        for value in _ABSURD:
+            (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+            text = _refusal(tmp_path)
+            if text is None:
+                assert field not in sizes or (value is True and field != "num_hidden_layers"), (field, value)
+            else:
+                assert field in text or field.startswith("rope"), (field, value, text)
+
+
+def test_layers_by_the_billion_and_widths_by_the_trillion(tmp_path: Path) -> None:
+    config = {**_SIZES, "architectures": ["LlamaForCausalLM"]}
+    for field, value in {"num_hidden_layers": 10**9, "hidden_size": 10**12, "vocab_size": 2**62}.items():
+        (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+        assert field in (_refusal(tmp_path) or ""), field
+    large = {"num_hidden_layers": 2000, "hidden_size": 2**20, "vocab_size": 2**28, "intermediate_size": 2**22}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, **large, "num_attention_heads": 2**6, "head_dim": 2**14})
+    )
+    assert _refusal(tmp_path) is None  # describing it costs little; no one can hold it
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 200_000,
+        '{"a":' * 100_000,
+        "1" * 10_000,
+        "[]",
+        "null",
+        "\x00",
+        '{"architectures": "LlamaForCausalLM"}',
+        '{"architectures": 3}',
+        '{"architectures": {"a": 1}}',
+        '{"architectures": [["LlamaForCausalLM"]]}',
+        '{"architectures": []}',
+        '{"text_config": {"model_type": ["llama"]}}',
+        '{"text_config": {"model_type": "llama", "hidden_size": {}}}',
+        '{"architectures": ["LlamaForSequenceClassification"], "num_labels": 1e30}',
+    ],
+)
+def test_what_is_no_config(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert _refusal(tmp_path)
+
+
+def test_a_config_that_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    assert "is no file" in (_refusal(tmp_path) or "")
+    (tmp_path / "config.json").rmdir()
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    assert "is no file" in (_refusal(tmp_path) or "")

@@ -1,0 +1,221 @@
+"""Every field of every ``config.json`` left out, or ``null``: what is read then is what ``transformers`` reads.
+
+``transformers`` fills the rest in; our description of the shorter file has to be that of the file so filled, or the
+file is refused with a field's name. Where the model is small and differs from that of the whole file, logits are
+compared.
+"""
+
+import copy
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torchtune.models.conftest import on_disk
+from torchtune.models import Description, ModelError, build
+from torchtune.models._spec import spec_for_architecture
+
+_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 20_000.0,
+    "short_factor": [1.0, 1.1, 1.5],
+    "long_factor": [1.0, 3.0, 9.0],
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 20_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.5, "high_freq_factor": 3.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 20_000.0}
+_KINDS = [["sliding_attention", "full_attention"][i in (0, 3)] for i in range(5)]
+_PAIR = {"full_attention": {**_YARN, "beta_fast": 16.0}, "sliding_attention": {**_PLAIN, "rope_theta": 500.0}}
+_CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 9}
+_ON = {"use_sliding_window": True, "sliding_window": 4}
+_EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.02}
+# name -> (architecture, what its file says beyond the sizes): as little as possible as it would be if left out
+_FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "llama dynamic": ("Llama", {"rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 3.0}}),
+    "mistral": ("Mistral", {"sliding_window": 4, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.2}}),
+    "gemma": ("Gemma", {"head_dim": 12, "tie_word_embeddings": False, "hidden_act": "silu", "rope_parameters": _PLAIN}),
+    "gemma2": (
+        "Gemma2",
+        {**_CAPS, "head_dim": 12, "sliding_window": 4, "layer_types": _KINDS, "rope_parameters": _PLAIN},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"final_logit_softcapping": 4.0, "query_pre_attn_scalar": 9, "head_dim": 12, "sliding_window": 4}
+        | {"layer_types": _KINDS, "rope_parameters": _PAIR},
+    ),
+    "phi3": ("Phi3", {"sliding_window": 4, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.75}}),
+    "phi3 long": (
+        "Phi3",
+        {"original_max_position_embeddings": 8, "rope_parameters": {**_LONG, "partial_rotary_factor": 0.75}},
+    ),
+    "olmo2": ("Olmo2", {"rope_parameters": _YARN, "attention_bias": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 4, "layer_types": _KINDS, "rope_parameters": _PAIR}),
+    "seed_oss": ("SeedOss", {"head_dim": 12, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    "smol3": ("SmolLM3", {**_ON, "no_rope_layers": [1, 0, 0, 1, 1], "layer_types": _KINDS, "rope_parameters": _PLAIN}),
+    "smol3 interval": ("SmolLM3", {**_ON, "no_rope_layers": None, "no_rope_layer_interval": 3}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 4.0,
+            "attention_multiplier": 0.2,
+            "rope_parameters": _PLAIN,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 12, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 1.0}}),
+    "qwen2": ("Qwen2", {**_ON, "max_window_layers": 2, "layer_types": None, "rope_parameters": _YARN}),
+    "qwen2 kinds": ("Qwen2", {**_ON, "layer_types": _KINDS}),
+    "qwen3": ("Qwen3", {**_ON, "max_window_layers": 2, "head_dim": 12, "layer_types": None, "attention_bias": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**_ON, **_EXPERTS, "num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 12}
+        | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "rope_parameters": _PLAIN},
+    ),
+    "mixtral": ("Mixtral", {**_EXPERTS, "num_local_experts": 5, "sliding_window": 4, "rope_parameters": _PLAIN}),
+    "gpt_oss": (
+        "GptOss",
+        {**_EXPERTS, "num_local_experts": 5, "head_dim": 12, "sliding_window": 4, "layer_types": _KINDS}
+        | {"swiglu_limit": 1.5, "rope_parameters": {**_YARN, "truncate": False, "beta_slow": 2.0}},
+    ),
+}
+
+
+def _kind(architecture: str) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{architecture}{'Text' if architecture == 'Gemma3' else ''}Config")
+
+
+def _filled(architecture: str, file: dict[str, Any]) -> Any:
+    """The file as transformers understands it."""
+    return _kind(architecture).from_dict(copy.deepcopy(file))
+
+
+def _older(file: dict[str, Any]) -> dict[str, Any]:
+    """The file in the words of transformers 4."""
+    older = copy.deepcopy(file)
+    rope = older.pop("rope_parameters", None) or {}
+    if older["model_type"] == "olmo3":  # which had no field for the base of layers with a window
+        rope = {**rope["full_attention"], "rope_theta": 500_000.0}
+    elif "full_attention" in rope:
+        older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    older |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if older.get("original_max_position_embeddings"):
+        rope.pop("original_max_position_embeddings", None)
+    return {**older, "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None}
+
+
+def _without(file: dict[str, Any], path: tuple[str, ...], null: bool) -> dict[str, Any]:
+    """The file without a field, or with ``null`` in its place."""
+    file = copy.deepcopy(file)
+    owner = file
+    for key in path[:-1]:
+        owner = owner[key]
+    del owner[path[-1]]
+    if null:
+        owner[path[-1]] = None
+    return file
+
+
+def _paths(node: dict[str, Any]) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in node.items():
+        found.append((key,))
+        if isinstance(value, dict) and key.startswith(("rope", "full_", "sliding_")):
+            found += [(key, *rest) for rest in _paths(value)]
+    return found
+
+
+def _read(architecture: str, file: dict[str, Any]) -> Description:
+    spec = spec_for_architecture(f"{architecture}ForCausalLM")
+    return spec.from_hf_config({**file, "architectures": [f"{architecture}ForCausalLM"]})
+
+
+def _logits_differ_by(architecture: str, config: Any, description: Description) -> float:
+    """Largest difference to a random model of transformers, relative to the largest logit."""
+    import transformers
+
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    config.initializer_range = 0.3
+    theirs = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    ours = build(description, spec_for_architecture(f"{architecture}ForCausalLM")).eval()
+    weights = on_disk(theirs.state_dict().items(), mixtral=architecture == "Mixtral")
+    if description.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    ours.load_state_dict(dict(ours.spec.weight_map("hf").to_tune(weights.items(), description)))
+    tokens = torch.randint(1, 61, (1, 24))
+    with torch.no_grad():
+        wanted, found = theirs(tokens, use_cache=False).logits, ours(tokens)
+    return float((wanted - found).abs().max() / wanted.abs().max())
+
+
+def _runs(config: Any) -> bool:
+    """Whether transformers can: it makes no mask for a window without a size, and no positions without a base."""
+    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    ropes = [rope for rope in config.rope_parameters.values() if isinstance(rope, dict)]
+    return not (windowed and config.sliding_window is None) and all(rope["rope_theta"] is not None for rope in ropes)
+
+
+def _small(description: Description) -> bool:
+    widest = max(description.intermediate_dim, description.vocab_size, description.q_dim, description.expert_dim)
+    return widest < 1000 and description.num_layers < 10 and description.num_experts < 20
+
+
+@pytest.mark.parametrize("name", _FILES)
+def test_a_field_left_out_has_the_value_that_transformers_gives_it(name: str) -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    architecture, more = _FILES[name]
+    newer = {**_filled(architecture, {**_SIZES, **more}).to_dict(), **{k: v for k, v in more.items() if v is None}}
+    compared = {_read(architecture, newer)}
+    assert _logits_differ_by(architecture, _filled(architecture, newer), next(iter(compared))) < 1e-4
+    wrong = []
+    for file in (newer, _older(newer)):
+        for path, null in itertools.product(_paths(file), (False, True)):
+            short = _without(file, path, null)
+            try:
+                config = _filled(architecture, short)
+            except Exception:  # noqa: BLE001 - transformers has no value for it either
+                continue
+            if not _runs(config):
+                continue
+            label = ".".join(path) + " = null" * null
+            try:
+                found = _read(architecture, short)
+            except ModelError as error:
+                if path[-1] not in str(error):
+                    wrong.append(f"{label}: {error}")
+                continue
+            wanted = _read(architecture, config.to_dict())
+            if found != wanted:
+                wrong.append(f"{label}: {_difference(found, wanted)}")
+            elif found not in compared and _small(found):
+                compared.add(found)
+                if (difference := _logits_differ_by(architecture, config, found)) > 1e-4:
+                    wrong.append(f"{label}: logits differ by {difference:.1e}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _difference(found: Description, wanted: Description) -> str:
+    ours, theirs = vars(found), vars(wanted)
+    return ", ".join(f"{key} {ours[key]} instead of {theirs[key]}" for key in ours if ours[key] != theirs[key])

@@ -1,0 +1,97 @@
+"""Positions that depend on how long a text is, with a cache that is longer than any: as transformers has them.
+
+LongRoPE reads a text again that outgrows the original context: the reference is transformers without a cache. Its
+dynamic scaling keeps keys as they were turned when the text was shorter, so that its cache is the reference.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torchtune.models.conftest import load_model, make_hf_model
+from torchtune.generation import generate, stream
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.common_utils import delete_kv_caches
+
+_ORIGINAL, _NEW = 12, 9
+# Prompts that stay short, become longer than the original context, and are longer from the beginning.
+_PROMPTS = {"short": 2, "grows": 8, "long": 20}
+
+
+@pytest.fixture(scope="module", params=["phi4_mini", "llama3_dynamic"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TransformerDecoder]:
+    longrope = request.param == "phi4_mini"
+    field = "original_max_position_embeddings" if longrope else "max_position_embeddings"
+    hf = make_hf_model(request.param, **{field: _ORIGINAL})
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    hf.save_pretrained(folder)
+    ours = load_model(folder)
+    ours.max_seq_len = 64  # dynamic scaling is for texts beyond it
+    return hf, ours
+
+
+def _steps(hf: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and logits of a greedy continuation."""
+    found = hf.generate(
+        prompt,
+        max_new_tokens=_NEW,
+        do_sample=False,
+        use_cache=hf.config.rope_parameters["rope_type"] == "dynamic",
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return found.sequences, torch.stack(found.logits, dim=1)
+
+
+@pytest.mark.parametrize("length", _PROMPTS.values(), ids=_PROMPTS)
+def test_decoding_with_a_large_cache_goes_by_the_length_of_the_text(models: Any, length: int) -> None:
+    hf, ours = models
+    prompt = torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(length))
+    tokens, logits = _steps(hf, prompt)
+    assert list(stream(ours, prompt[0], max_generated_tokens=_NEW, temperature=0.0)) == tokens[0, length:].tolist()
+    ours.setup_caches(1, torch.float32, decoder_max_seq_len=60)
+    try:
+        for _ in range(2):  # an emptied cache is as a new one
+            found, found_logits = generate(
+                ours, prompt, max_generated_tokens=_NEW, temperature=0.0, prompt_lengths=[length]
+            )
+            ours.reset_caches()
+            assert torch.equal(found, tokens)
+            torch.testing.assert_close(found_logits, logits, rtol=1e-4, atol=1e-4 * float(logits.abs().max()))
+    finally:
+        delete_kv_caches(ours)
+
+
+def test_rows_of_a_padded_batch_go_each_by_its_own_length(models: Any) -> None:
+    hf, ours = models
+    draw = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 97, (1, length), generator=draw) for length in _PROMPTS.values()]
+    longest = max(_PROMPTS.values())
+    batch = torch.cat([torch.nn.functional.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts])
+    ours.setup_caches(3, torch.float32, decoder_max_seq_len=50)
+    try:
+        lengths = list(_PROMPTS.values())
+        found, _ = generate(ours, batch, max_generated_tokens=_NEW, temperature=0.0, prompt_lengths=lengths)
+    finally:
+        delete_kv_caches(ours)
+    for row, prompt in zip(found, prompts, strict=True):
+        assert torch.equal(row[longest:], _steps(hf, prompt)[0][0, prompt.shape[1] :])
+
+
+def test_a_text_that_outgrows_its_cache_is_not_read_on(models: Any) -> None:
+    hf, ours = models
+    tokens = torch.randint(3, 97, (1, 16), generator=torch.Generator().manual_seed(9))
+    mask, positions = torch.ones(16, 16, dtype=torch.bool).tril()[None], torch.arange(16)[None]
+    ours.setup_caches(1, torch.float32, decoder_max_seq_len=16)
+    try:
+        ours(tokens[:, :10], input_pos=positions[:, :10], mask=mask[:, :10])
+        assert ours.outgrows_caches(positions[:, 10:]) == (hf.config.rope_parameters["rope_type"] == "longrope")
+        if hf.config.rope_parameters["rope_type"] == "dynamic":
+            ours(tokens[:, 10:], input_pos=positions[:, 10:], mask=mask[:, 10:])
+            return
+        with pytest.raises(ValueError, match=r"call reset_caches\(\)"):
+            ours(tokens[:, 10:], input_pos=positions[:, 10:], mask=mask[:, 10:])
+    finally:
+        delete_kv_caches(ours)

@@ -1,0 +1,88 @@
+"""Every architecture trains under tensor parallelism as on one device, or is refused; the guide's table says which."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torchtune.training.checkpointing.small import write_folder
+from tests.torchtune.training.parallel.test_compositions import ROOT, launch
+from torchtune.models import from_hf_config
+from torchtune.models._spec import _BUILTIN
+from torchtune.modules.parallel._styles import ParallelError
+
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_PAIR = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 9}
+_SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 4.0, "attention_multiplier": 0.2}
+# Architecture -> what its config says beyond the small sizes, so that all that it has matters.
+SPLIT: dict[str, dict[str, Any]] = {
+    "Gemma": {"head_dim": 12},
+    "Gemma2": {**_KINDS, **_CAPS, "head_dim": 12, "tie_word_embeddings": False},
+    "Gemma3": {**_KINDS, "head_dim": 12, "rope_parameters": _PAIR, "final_logit_softcapping": 3.0},
+    "Glm4": {"head_dim": 16},
+    "Granite": _SCALES,
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": 7},
+    "Olmo2": {"attention_bias": True},
+    "Olmo3": {**_KINDS, "rope_parameters": _PAIR},
+    "Phi3": {"sliding_window": 7},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 16},
+    "SeedOss": {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+}
+WITH_EXPERTS = {
+    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "Mixtral": {"num_local_experts": 2},
+    "Qwen3Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+}
+WAYS = {"full": {}, "lora": {"adapter": "lora"}}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Largest relative differences to one process of every architecture, in two steps of two processes."""
+    folder = tmp_path_factory.mktemp("families")
+    cases = {}
+    for name, options in SPLIT.items():
+        write_folder(folder / name, (name, options), num_hidden_layers=2)
+        for way, settings in WAYS.items():
+            cases[f"{name} {way}"] = ({"tp": 2}, {**settings, "source": name, "steps": 2}, {})
+    (folder / "cases.json").write_text(json.dumps(cases))
+    launch("worker.py", 2, folder)
+    return json.loads((folder / "outcomes.json").read_text())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_split_layer_computes_what_one_device_does(outcomes: dict, name: str, way: str) -> None:
+    outcome = outcomes[f"{name} {way}"]
+    assert outcome["loss"] < 1e-5
+    assert outcome["norm"] < 1e-4
+    assert outcome["gradient"] < 2e-4  # of the largest element of a tensor
+    assert outcome["missing"] == 0
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_are_refused(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path, (name, WITH_EXPERTS[name]), num_hidden_layers=1)
+    with torch.device("meta"):
+        model = from_hf_config(tmp_path)
+    with pytest.raises(ParallelError, match="tensor_parallel_dim: a model with experts"):
+        model.spec.parallel_plan(model)
+
+
+def test_the_guide_says_of_every_architecture_what_is_tested() -> None:
+    known = {name.removesuffix("ForCausalLM") for _, names in _BUILTIN.values() for name in names}
+    assert {*SPLIT, *WITH_EXPERTS} == known - {"Gemma3Text"}
+    rows = "".join(
+        f"   * - ``{name}ForCausalLM``\n     - {'yes' if name in SPLIT else 'no: experts'}\n"
+        f"     - {'yes' if name in SPLIT else 'no: experts'}\n"
+        for name in sorted({*SPLIT, *WITH_EXPERTS})
+    )
+    guide = (ROOT / "docs" / "distributed.rst").read_text()
+    assert rows in guide, f"docs/distributed.rst lacks these rows:\n{rows}"

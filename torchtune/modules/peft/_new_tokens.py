@@ -1,0 +1,137 @@
+"""Rows of new tokens, trained beside an adapter of a frozen model."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.modules.conversion import ConversionError, ConversionReport, Phase
+from torchtune.modules.tied_linear import TiedLinear, soft_cap
+
+NEW_ROWS = "new_rows"
+
+
+class GrownEmbedding(nn.Module):
+    """Token embedding whose first rows are frozen and whose last ones are trained.
+
+    ``weight`` [v, d] is the embedding as it was before training, ``new_rows`` [n, d] stand in for its last n rows.
+    It is no ``nn.Embedding``, so that nobody reads ``weight`` for all there is.
+
+    Args:
+        embedding: with all v rows, real.
+        num_new: n.
+    """
+
+    def __init__(self, embedding: nn.Embedding, num_new: int) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.weight.shape
+        self.weight = embedding.weight.requires_grad_(False)
+        self.new_rows = nn.Parameter(self.weight.detach()[-num_new:].clone())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids ``[...]`` to ``[..., d]``."""
+        first = self.num_embeddings - len(self.new_rows)
+        new = F.embedding((tokens - first).clamp(min=0), self.new_rows)
+        return torch.where((tokens >= first).unsqueeze(-1), new, F.embedding(tokens, self.weight))
+
+
+class GrownLinear(nn.Module):
+    """Output projection whose last rows are trained; see :class:`GrownEmbedding`.
+
+    Args:
+        linear: [v, d], real, without a bias.
+        num_new: n.
+    """
+
+    def __init__(self, linear: nn.Linear, num_new: int) -> None:
+        super().__init__()
+        self.out_features, self.in_features = linear.weight.shape
+        self.weight = linear.weight.requires_grad_(False)
+        self.new_rows = nn.Parameter(self.weight.detach()[-num_new:].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., d]`` to ``[..., v]``."""
+        return _grown_product(x, self)
+
+
+class TiedGrownLinear(TiedLinear):
+    """Output projection that shares the rows of a :class:`GrownEmbedding`."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., d]`` to ``[..., v]``."""
+        return soft_cap(_grown_product(x, self.tied_module), self.softcap)
+
+
+def _grown_product(x: Tensor, grown: nn.Module) -> Tensor:
+    old = F.linear(x, grown.weight[: -len(grown.new_rows)])
+    return torch.cat([old, F.linear(x, grown.new_rows)], dim=-1)
+
+
+class NewTokens:
+    """Conversion that trains the last rows of a frozen embedding and output projection.
+
+    What ``peft`` calls ``trainable_token_indices``, and what an adapter's file calls it.
+
+    Args:
+        num_new: number of rows, at least 1.
+    """
+
+    phase: ClassVar[Phase] = Phase.OBJECTIVE  # after everything else: it needs the values of the rows
+
+    def __init__(self, num_new: int) -> None:
+        self.num_new = num_new
+
+    @staticmethod
+    def check(model: nn.Module) -> None:
+        """Refuse a model whose rows cannot be trained apart.
+
+        Raises:
+            ConversionError: embedding or output projection are no plain ones, or the model is sharded.
+        """
+        kinds = (type(model.tok_embeddings), type(model.output))
+        plain = kinds in ((nn.Embedding, nn.Linear), (nn.Embedding, TiedLinear))
+        if not plain or getattr(model.output, "bias", None) is not None:
+            raise ConversionError(
+                f"resize_token_embeddings: new rows cannot be trained beside an output projection that is a "
+                f"{kinds[1].__name__} or has a bias: leave out the adapter of the output, or use a full recipe."
+            )
+        if hasattr(model.tok_embeddings.weight, "device_mesh"):
+            raise ConversionError("resize_token_embeddings: new rows of a sharded model cannot be trained yet.")
+
+    def convert(self, model: nn.Module) -> ConversionReport:
+        """Replace embedding and output projection.
+
+        Raises:
+            ConversionError: see :meth:`check`.
+        """
+        self.check(model)
+        output, paths = model.output, ["tok_embeddings"]
+        model.tok_embeddings = GrownEmbedding(model.tok_embeddings, self.num_new)
+        if isinstance(output, TiedLinear):
+            model.output = TiedGrownLinear(model.tok_embeddings, output.softcap)
+        else:
+            model.output = GrownLinear(output, self.num_new)
+            paths.append("output")
+        number = sum(model.get_parameter(f"{path}.{NEW_ROWS}").numel() for path in paths)
+        return ConversionReport("New tokens", paths, number, f"their {self.num_new} rows are trained")
+
+    def is_own_key(self, key: str) -> bool:
+        """Whether a state-dict key is of the trained rows."""
+        return key.rpartition(".")[2] == NEW_ROWS
+
+    def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
+        """The weight called ``name`` with the trained rows in it; other tensors come back as they are."""
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf != "weight" or not isinstance(module, GrownEmbedding | GrownLinear):
+            return weight
+        rows = module.new_rows.detach().to(weight.device, weight.dtype)
+        return torch.cat([weight[: -len(rows)], rows])
+
+    def new_rows(self, model: nn.Module) -> dict[str, Any]:
+        """Name of the weight -> (name of its trained rows, their token ids)."""
+        paths = [path for path, module in model.named_modules() if isinstance(module, GrownEmbedding | GrownLinear)]
+        size = model.tok_embeddings.num_embeddings
+        ids = list(range(size - self.num_new, size))
+        return {f"{path}.weight": (f"{path}.{NEW_ROWS}", ids) for path in paths}

@@ -1,0 +1,173 @@
+"""What ``adapter_config.json`` says: which settings are understood, and those that change the base on load."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune.models import FusedAdapter
+from torchtune.modules.conversion import get_conversions
+from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._load import identity, is_adapter_key, parameter_at, read_json
+from torchtune.training.checkpointing._ranks import full, local_part
+from torchtune.utils import get_logger
+
+# Settings that are compared with the model, or looked at by their readers.
+_COMPARED = (
+    *("peft_type", "r", "lora_alpha", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"),
+    "trainable_token_indices",
+)
+# Settings that may have any value: where the adapter came from, how it was trained, options of a setting that is
+# looked at, and which layers it is of, which its tensors say.
+_ANY = (
+    *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode"),
+    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("megatron_core", "qalora_group_size"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+)
+# Values of init_lora_weights after which the adapter's tensors are all there is to it, and those after which peft takes
+# the adapter's first value out of the base.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+_INITS_FROM_BASE = ("pissa", "olora")
+
+
+def check_settings(model: nn.Module, path: Path, patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare the file of an adapter's settings with the model; return them.
+
+    Only known settings pass: another one may change what the same tensors compute, unless it is switched off.
+
+    Args:
+        model: has its adapters.
+        path: the file; without it the model's settings are taken for granted, with a warning.
+        patterns: ``rank_pattern`` and ``alpha_pattern`` of this model.
+
+    Raises:
+        CheckpointError: a setting is unknown, cannot be had here, or differs from the model's.
+    """
+    if not path.is_file():
+        get_logger().warning(f"There is no {path}: that the adapter has the model's alpha is taken for granted.")
+        return {}
+    saved, ours = read_json(path), peft_settings(model)
+    if saved.get("peft_type", "LORA") != "LORA":
+        raise CheckpointError(f"{path}: an adapter of type {saved['peft_type']} cannot be read, only LORA.")
+    for key, value in saved.items():
+        known = key in _ANY or key in _COMPARED
+        if key in ("rank_pattern", "alpha_pattern"):
+            known = not value or (isinstance(value, Mapping) and value.items() <= patterns.get(key, {}).items())
+        elif key == "init_lora_weights":
+            known = any(value is plain or value == plain for plain in _PLAIN_INITS) or init_from_base(saved) is not None
+        elif key == "bias":
+            known = value == "none"
+        elif key == "trainable_token_indices":
+            known = value == token_indices(model)
+        if not known and value:
+            raise CheckpointError(
+                f"{path}: {key} = {value!r} cannot be expressed: use an adapter without it, or merge it into its base "
+                "with peft and start from the merged model."
+            )
+    for key, default in (("r", None), ("lora_alpha", None), ("use_dora", False)):
+        if key in ours and saved.get(key, default) != ours[key]:
+            raise CheckpointError(
+                f"{path}: the adapter has {key} = {saved.get(key, default)}, the model in the config {ours[key]}: "
+                "make them equal."
+            )
+    return saved
+
+
+def peft_settings(model: nn.Module) -> dict[str, Any]:
+    """What the conversions of ``model`` say of its adapter."""
+    settings: dict[str, Any] = {}
+    for conversion in get_conversions(model):
+        if hasattr(conversion, "peft_config"):
+            settings |= conversion.peft_config(model)
+    return settings
+
+
+def trained_rows(model: nn.Module) -> dict[str, tuple[str, list[int]]]:
+    """Name of a weight -> name of the parameter with its trained rows, and their token ids."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for conversion in get_conversions(model):
+        if hasattr(conversion, "new_rows"):
+            found |= conversion.new_rows(model)
+    return found
+
+
+def token_indices(model: nn.Module) -> dict[str, list[int]] | None:
+    """``trainable_token_indices`` of the model's adapter."""
+    rows = trained_rows(model)
+    return {_module(model, name).rpartition(".")[2]: ids for name, (_, ids) in rows.items()} or None
+
+
+def token_tensors(model: nn.Module) -> dict[str, str]:
+    """Name of the trained rows in an adapter's file -> name of the parameter."""
+    rows = trained_rows(model)
+    return {
+        f"base_model.model.{_module(model, name)}.token_adapter.trainable_tokens_delta": parameter
+        for name, (parameter, _) in rows.items()
+    }
+
+
+def _module(model: nn.Module, name: str) -> str:
+    """Path of the module in ``transformers`` that has the weight called ``name`` here."""
+    spec, description = identity(model)
+    (group,) = [group for group in spec.weight_map("hf").groups(description) if name in group.tune]
+    return group.external[0].removesuffix(".weight")
+
+
+def init_from_base(settings: Mapping[str, Any]) -> str | None:
+    """``"pissa"`` or ``"olora"`` if peft takes the adapter's first value out of the base, else None."""
+    init = settings.get("init_lora_weights")
+    name = init.lower() if isinstance(init, str) and init.lower() == "olora" else init
+    return name if name in _INITS_FROM_BASE else None
+
+
+@torch.no_grad()
+def take_from_base(model: nn.Module, settings: Mapping[str, Any], path: Path) -> None:
+    """Change the base of adapters that started as a part of it: W becomes W - scale · B0 A0, as in peft.
+
+    A0 and B0 are computed from W again: PiSSA's are its first ``r`` singular vectors, OLoRA's those of its QR
+    decomposition. The model remembers that, so that a resume does it once and a save says it.
+
+    Args:
+        model: base weights loaded, whole or sharded.
+        settings: of the adapter.
+        path: their file.
+
+    Raises:
+        CheckpointError: the base was changed for an adapter of another kind, or a layer cannot be changed so.
+    """
+    init, done = init_from_base(settings), getattr(model, "adapter_init", None)
+    if init == done:
+        return
+    if done is not None:
+        raise CheckpointError(f"{path}: the base was changed for an adapter of the kind {done} already: start anew.")
+    spec, description = identity(model)
+    groups = {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.tune}
+    own = is_adapter_key(model)
+    names = [name for name, _ in model.named_parameters() if own(name) and name.endswith(".lora_a.weight")]
+    others = [name for name, _ in model.named_parameters() if own(name) and name.endswith(("_a", "_b"))]
+    others += [name for name in names if isinstance(groups[name].op, FusedAdapter)]
+    if others:
+        raise CheckpointError(
+            f"{path}: init_lora_weights = '{init}' cannot be expressed for '{others[0]}', whose base weight has other "
+            "parts here: merge the adapter into its base with peft and start from the merged model."
+        )
+    for name in names:
+        weight = parameter_at(model, name.removesuffix(".lora_a.weight") + ".weight")
+        box, local = local_part(weight)
+        whole = full(weight) if isinstance(weight, DTensor) else weight.detach()
+        scale = settings["lora_alpha"] / settings["r"]
+        local.copy_(_without_start(whole.float(), init, settings["r"], scale)[box])
+    model.adapter_init = init
+
+
+def _without_start(weight: torch.Tensor, init: str, rank: int, scale: float) -> torch.Tensor:
+    """float32 ``weight`` [out, in] minus what an adapter of this kind and rank starts with."""
+    if init == "pissa":
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        return weight - (left[:, :rank] * values[:rank]) @ right[:rank]
+    left, right = torch.linalg.qr(weight)
+    return weight - scale * left[:, :rank] @ right[:rank]

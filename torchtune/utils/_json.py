@@ -1,0 +1,35 @@
+"""JSON that came with somebody else's checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchtune.utils._errors import UserError
+
+_MOST_BYTES = 64 * 2**20  # the index of the largest published model has 9 MB
+
+
+def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Args:
+        path: the file.
+        error: raised where there is no such object.
+
+    Raises:
+        UserError: the file is missing, unreadable, larger than 64 MiB, or holds anything else; of the class ``error``.
+    """
+    try:
+        size = path.stat().st_size
+        if not path.is_file() or size > _MOST_BYTES:
+            what = f"has {size:,} bytes" if path.is_file() else "is no file"
+            raise error(f"{path} {what}, where a few lines of JSON are expected: download it again.")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as caught:
+        reason = "it is nested too deeply" if isinstance(caught, RecursionError) else str(caught).rstrip(".")
+        if isinstance(caught, error):
+            raise
+        raise error(f"{path} is not valid JSON ({reason}): download it again.") from caught
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a {type(value).__name__} where an object is expected: download it again.")
+    return value

@@ -1,0 +1,88 @@
+"""The names of torch that are not public and that the library cannot do without, each with what it is for.
+
+A release of torch may take any of them away: nothing else in the library names them, so that here is the one place to
+mend. Where torch has a public name by now, that one is used.
+"""
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+
+def flatten_mesh(mesh: Any, name: str) -> Any:
+    """Join all dimensions of a device mesh into one, a process group of its own; torch has no public way."""
+    return mesh._flatten(name)
+
+
+def set_collective_timeout(seconds: float, known: int = 0) -> int:
+    """Set the time after which torch gives a collective up, in all process groups of this rank.
+
+    Only ``torch.distributed`` itself can name all groups. ``set_timeout`` is public from 2.14 on.
+
+    Args:
+        seconds: the time.
+        known: do nothing if there are no more groups than that.
+
+    Returns:
+        how many groups there are.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    groups = list(distributed_c10d._world.pg_map)
+    if len(groups) <= known:
+        return known
+    with warnings.catch_warnings():  # for backends that have none
+        warnings.filterwarnings("ignore", "Set timeout is now only supported", UserWarning)
+        for group in groups:
+            # a group that another thread is about to make has no ranks yet
+            if group not in distributed_c10d._world.pg_group_ranks or dist.get_rank(group) < 0:
+                continue
+            if hasattr(dist, "set_timeout"):
+                dist.set_timeout(timedelta(seconds=seconds), group)
+            else:
+                distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    return len(groups)
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd runs a backward pass in this thread: a forward pass inside of it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def record_memory_history(enabled: bool) -> None:
+    """Let a snapshot of CUDA's memory say where blocks came from; the documentation of torch names these functions."""
+    if enabled:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot() -> Any:
+    """What CUDA's memory is filled with, for https://pytorch.org/memory_viz."""
+    return torch.cuda.memory._snapshot()
+
+
+def verbose_profiling() -> Any:
+    """Setting of ``torch.profiler`` without which ``with_stack`` records no stacks, where there is one."""
+    profiler = torch._C._profiler
+    return profiler._ExperimentalConfig(verbose=True) if hasattr(profiler, "_ExperimentalConfig") else None
+
+
+def reduce_scatter_op() -> Any:
+    """The operation that compiled and sharded models reduce gradients with, for rules on what is recomputed."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+def has_cpp_compiler() -> bool:
+    """Whether the compiler that inductor writes C++ for can be found; only inductor knows where it looks."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
