@@ -6,7 +6,9 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "Activity": "_activity",
+        "AppendedFile": "_appended",
         "DeviceSupport": "_device",
+        "FolderLock": "_folder_lock",
         "ForeignPathError": "_ownership",
         "LOOP_PHASES": "_activity",
         "UserError": "_errors",
@@ -45,6 +47,7 @@ __getattr__, __dir__, __all__ = attach(
         "set_collective_timeout": "_torch_private",
         "sign_of_life": "_activity",
         "torch_version_ge": "_version",
+        "valid_json": "_files",
         "verbose_profiling": "_torch_private",
         "watch_activity": "_activity",
         "watched_activity": "_activity",

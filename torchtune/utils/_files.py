@@ -7,6 +7,7 @@ disk, then renamed over the final name. A process that dies, or a disk that fill
 import errno
 import functools
 import json
+import math
 import os
 import shutil
 import uuid
@@ -45,6 +46,11 @@ def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
         return UserError(
             f"No space left while writing {path} ({free:.0f} MiB free): nothing that was saved before is lost; "
             "free some space or choose another output_dir."
+        )
+    if error.errno == errno.EFBIG:
+        return UserError(
+            f"{path} would become larger than a file may be here (ulimit -f, or what the file system takes): nothing "
+            "that was saved before is lost; raise the limit or choose another output_dir."
         )
     if error.errno in (errno.EACCES, errno.EROFS):
         return UserError(f"No permission to write {path}: choose another output_dir or change its permissions.")
@@ -110,6 +116,15 @@ def atomic_directory(path: str | Path, replace: bool = True) -> Iterator[Path]:
         raise explain_os_error(error, path) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def valid_json(value: Any) -> Any:
+    """The value with ``None`` for every number that JSON cannot hold: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: valid_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [valid_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: str | Path, value: Any) -> None:
