@@ -21,7 +21,7 @@ def dry_run(settings: Any, processes: int) -> None:
     from torchtune.training import RunError, plan_data, plan_run
     from torchtune.training._check_run import find_problems
 
-    problems = find_problems(settings, processes, tokenizer=True)
+    problems = find_problems(settings, processes, thorough=True)
 
     def show(make: Callable[[], str]) -> None:
         try:

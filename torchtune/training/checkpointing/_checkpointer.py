@@ -24,6 +24,7 @@ from torchtune.training.checkpointing._directories import (
     MARKER,
     ResumePoint,
     check_output_dir,
+    complete_directories,
     damage,
     marked_files,
     refuse_damaged,
@@ -279,6 +280,16 @@ class FullModelHFCheckpointer(LegacyInterface):
         finally:
             if not held:
                 self._lock.release()
+
+    def check_resume(self, cfg: Any) -> None:
+        """Compare the settings of a run with those of the newest complete checkpoint; no file of it is verified.
+
+        Raises:
+            CheckpointError: as for :meth:`find_resume_point`.
+        """
+        for newest in complete_directories(self._output_dir())[-1:]:
+            resume_point(newest)
+            check_resumed_settings(cfg, newest)
 
     @doing("resuming")
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
