@@ -211,10 +211,11 @@ class FullModelHFCheckpointer(LegacyInterface):
         """Refuse an output folder that would overwrite something; call it before anything is loaded.
 
         Raises:
-            CheckpointError: there is none, it is inside ``checkpoint_dir``, it holds a run and ``resume`` is False, or
-                it cannot be written to.
+            UserError: there is none, it is inside ``checkpoint_dir``, it holds a run and ``resume`` is False, another
+                run of this machine has it, or it cannot be written to.
         """
         output_dir = self._output_dir()
+        self._ranks.first(self._lock.refuse_used)
         self._ranks.first(lambda: check_output_dir(output_dir, self.checkpoint_dir, resume=resume))
 
     def lock_output_dir(self) -> None:
