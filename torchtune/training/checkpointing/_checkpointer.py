@@ -211,8 +211,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         """Refuse an output folder that would overwrite something; call it before anything is loaded.
 
         Raises:
-            UserError: there is none, it is inside ``checkpoint_dir``, it holds a run and ``resume`` is False, another
-                run of this machine has it, or it cannot be written to.
+            UserError: there is none, it is inside ``checkpoint_dir``, holds a run without ``resume``, or is in use.
         """
         output_dir = self._output_dir()
         self._ranks.first(self._lock.refuse_used)
@@ -278,16 +277,15 @@ class FullModelHFCheckpointer(LegacyInterface):
                     return point
                 self._ranks.first(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
             return None
+        except Exception:
+            held = False  # there will be no run
+            raise
         finally:
             if not held:
                 self._lock.release()
 
     def check_resume(self, cfg: Any) -> None:
-        """Compare the settings of a run with those of the newest complete checkpoint; no file of it is verified.
-
-        Raises:
-            CheckpointError: as for :meth:`find_resume_point`.
-        """
+        """:meth:`find_resume_point` of the newest complete checkpoint, without the lock and without verifying files."""
         for newest in complete_directories(self._output_dir())[-1:]:
             resume_point(newest)
             check_resumed_settings(cfg, newest)
