@@ -158,10 +158,9 @@ class FullWeights:
         whole = tuple(slice(0, size) for size in form.shape)
         if not any(isinstance(self._parameters[part], DTensor) for part in form.names):
             return whole, held[0].writes
-        rows = {part.box[:1] for part in held}
-        if not form.by_rows or len(rows) > 1 or any(_is_cut(part) for part in held):
+        if not form.by_rows or any(_is_cut(part) or part.box[0] != held[0].box[0] for part in held):
             return None, False
-        return (*rows.pop(), *whole[1:]), held[0].writes
+        return (held[0].box[0], *whole[1:]), held[0].writes
 
     def _whole(self, name: str, weight: torch.Tensor, ranks: Ranks, turn: int) -> Held:
         """A weight that all ranks have whole."""
