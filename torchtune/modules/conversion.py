@@ -169,7 +169,7 @@ class Conversion(ABC):
             tensors: stored tensors by the names of their parameters, or some rows of them.
 
         Returns:
-            the full weight, or these rows of it.
+            the full weight, or these rows of it, in any floating dtype.
         """
         return tensors[name]
 

@@ -1,6 +1,8 @@
 """Linear layers that keep their weight in another form, quantised for example."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +18,7 @@ class StoredLinear(nn.Linear):
 
     # Which dimension of a parameter belongs to the outputs and which to the inputs, None for neither: tensor
     # parallelism shards them with the layer. Parameters that are not named are replicated.
-    parallel_dims: dict[str, tuple[int | None, int | None]]
+    parallel_dims: ClassVar[Mapping[str, tuple[int | None, int | None]]]
 
     @abstractmethod
     def full_weight(self) -> Tensor:

@@ -217,13 +217,12 @@ class FullWeights:
     def _to_full(self, name: str, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
         conversion, form = self._stored[name]
         weight = conversion.to_full(name, tensors)
-        if tuple(weight.shape) != tuple(shape) or weight.dtype != form.dtype:
+        if tuple(weight.shape) != tuple(shape):
             raise ConversionError(
-                f"model_converters: to_full of {type(conversion).__name__} returned "
-                f"{_listed({name: (weight.shape, weight.dtype)})}, but the full weight is "
-                f"{_listed({name: (shape, form.dtype)})}: make them equal."
+                f"model_converters: to_full('{name}') of {type(conversion).__name__} returned a tensor of the shape "
+                f"{list(weight.shape)}, but the full weight has the shape {list(shape)}: make them equal."
             )
-        return weight
+        return weight.to(form.dtype)
 
 
 def _is_turn(ranks: Ranks, turn: int) -> bool:
