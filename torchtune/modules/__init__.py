@@ -8,6 +8,7 @@ from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import RMSNorm, rms_norm
+from torchtune.modules.stored_linear import StoredLinear
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
 
@@ -17,6 +18,7 @@ __all__ = [
     "MultiHeadAttention",
     "RMSNorm",
     "RotaryPositionalEmbeddings",
+    "StoredLinear",
     "TiedLinear",
     "TransformerDecoder",
     "TransformerSelfAttentionLayer",

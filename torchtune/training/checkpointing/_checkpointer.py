@@ -38,6 +38,7 @@ from torchtune.training.checkpointing._export import (
     model_parts,
     shards,
 )
+from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.training.checkpointing._legacy import LegacyInterface
@@ -46,7 +47,6 @@ from torchtune.training.checkpointing._load import (
     check_config,
     check_description,
     initialize_rest,
-    is_adapter_key,
     load_base,
     read_json,
 )
@@ -162,7 +162,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         """
         self._check_model_type(model)
         reshard(model)
-        device, own, adapter = torch.device(device), is_adapter_key(model), None
+        device, own, adapter = torch.device(device), owned_names(model), None
         with self._ranks.together():
             source = self.source()
             if isinstance(source, GGUFFile):
@@ -173,10 +173,10 @@ class FullModelHFCheckpointer(LegacyInterface):
                 check_config(model, self.checkpoint_dir / "config.json")
             load_base(model, source, device, dtype)
             model.adapter_init = None
-            adapter = self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
+            adapter = self._adapter_file(wanted=bool(own))
             if adapter is not None:
                 load_adapter(model, adapter, device, dtype)
-        loaded = {name for name, _ in model.named_parameters() if adapter is not None or not own(name)}
+        loaded = {name for name, _ in model.named_parameters() if adapter is not None or name not in own}
         with self._ranks.same_randomness():
             initialize_rest(model, loaded, device, dtype)
 
@@ -196,8 +196,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         else:
             check_config(model, self.checkpoint_dir / "config.json")
         check_base(model, source)
-        own = is_adapter_key(model)
-        self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
+        own = owned_names(model)
+        self._adapter_file(wanted=bool(own))
 
     def _adapter_file(self, *, wanted: bool) -> Path | None:
         if self.adapter_checkpoint is None:
@@ -293,9 +293,9 @@ class FullModelHFCheckpointer(LegacyInterface):
             CheckpointError: the checkpoint is of another model or kind of run.
         """
         device = next(model.parameters()).device
-        own = is_adapter_key(model)
+        own = owned_names(model)
         adapters = [folder for folder in (point.path, point.path / ADAPTER_DIR) if (folder / ADAPTER_FILE).is_file()]
-        has_adapter = any(own(name) for name, _ in model.named_parameters())
+        has_adapter = bool(own)
         if has_adapter != bool(adapters):
             theirs, ours = ("an adapter", "has none") if adapters else ("a whole model", "has an adapter")
             raise CheckpointError(
@@ -381,7 +381,9 @@ class FullModelHFCheckpointer(LegacyInterface):
         output_dir = self._output_dir()
         own, agreed = (None, b"") if saved is None else (saved.file, saved.agreed)
         job = Job(output_dir, name, files, own, agreed, small, self.keep_last_n_checkpoints, optional)
-        optimizers = [] if merge else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
+        # What is made of a weight by all ranks together is made now, and not while training goes on.
+        now = merge or FullWeights(model).stored
+        optimizers = [] if now else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
         self._saver.save(job, behind=async_save, optimizers=optimizers)
         return output_dir / name
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtune.modules.conversion import complete_conversions
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.utils import get_logger, log_rank_zero
 
@@ -121,10 +122,10 @@ def check_split(
     if dims.tp == 1:
         return None
     found = _layer_plan(model, plan)
-    for pattern, style in found.items():
-        for name, module in model.named_modules():
-            if _matches(name, pattern):
-                _check_size(name, module, style, dims.tp)
+    modules = dict(model.named_modules())
+    for name, style in found.items():
+        if name in modules and hasattr(style, "check"):  # a plan may have styles of torch
+            style.check(name, modules[name], dims.tp)
     return found
 
 
@@ -134,27 +135,21 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def _check_size(name: str, module: nn.Module, style: Any, ranks: int) -> None:
-    from torchtune.modules.parallel import ByColumns, ByRows, ByVocabulary
-    from torchtune.modules.parallel._styles import check_linear
-
-    if isinstance(style, ByColumns | ByRows):
-        check_linear(module)
-    split = {ByColumns: 0, ByVocabulary: 0, ByRows: 1}.get(type(style))
-    if split is not None and module.weight.shape[split] % ranks:
-        raise ParallelDimsError(
-            f"tensor_parallel_dim: {ranks} does not divide the size {module.weight.shape[split]} of {name}: choose one "
-            "that does."
-        )
-
-
 def _layer_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> Mapping[str, Any]:
+    """Style by path of the module, as the plan and the conversions of the model say."""
     if plan is None and getattr(model, "spec", None) is None:
         raise ParallelDimsError(
             f"tensor_parallel_dim: {type(model).__name__} carries no ModelSpec that says how it is split: give a "
             "tensor_parallel_plan, or build it with a builder of torchtune.models."
         )
-    return dict((plan or model.spec.parallel_plan)(model))
+    styles = {}
+    for pattern, style in (plan or model.spec.parallel_plan)(model).items():
+        matching = {name: module for name, module in model.named_modules() if _matches(name, pattern)}
+        styles |= {pattern: style} if not matching else dict.fromkeys(matching, style)
+    modules = dict(model.named_modules())
+    for conversion in complete_conversions(model):
+        styles |= {name: conversion.parallel_style(modules[name], styles[name]) for name in styles if name in modules}
+    return styles
 
 
 def _split_layers(model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None) -> None:

@@ -41,6 +41,7 @@ def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folde
 
 def run(size: int, cases: Sequence[Callable[[Path], Any]], folder: Path) -> None:
     """Run the cases one after another in ``size`` processes; the first failure fails all."""
+    (folder / f"store_{size}").unlink(missing_ok=True)  # of a run before, in the same folder
     context = torch.multiprocessing.get_context("fork")
     store = f"store_{uuid.uuid4().hex}"  # one that was used before says where processes of that time could be reached
     processes = [context.Process(target=_process, args=(rank, size, cases, folder, store)) for rank in range(size)]

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from torchtune.modules.moe._grouped import grouped_mm
 from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.peft.lora import check_adapter_numbers
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
@@ -32,7 +33,7 @@ class LoRAGroupedExperts(GroupedExperts):
         ConversionError: ``rank`` below 1 or ``dropout`` outside [0, 1].
     """
 
-    # initialize_parameters() does not look at the base.
+    # initialize_parameters() does not read the base weights.
     initialize_reads_base: ClassVar[bool] = False
 
     def __init__(
@@ -46,8 +47,6 @@ class LoRAGroupedExperts(GroupedExperts):
         num_experts: int = 1,
         activation: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:
-        from torchtune.modules.peft.lora import check_adapter_numbers  # which imports this class
-
         check_adapter_numbers(rank, dropout)
         super().__init__(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, activation=activation)
         self.requires_grad_(False)
@@ -70,7 +69,7 @@ class LoRAGroupedExperts(GroupedExperts):
     def from_experts(
         cls, experts: GroupedExperts, *, rank: int, alpha: float, dropout: float = 0.0
     ) -> "LoRAGroupedExperts":
-        """Wrap ``experts``: the new ones hold the very same weights, frozen; device and dtype are kept."""
+        """Wrap ``experts``: the new ones have the very same weights, frozen; device and dtype are kept."""
         sizes = {"dim": experts.dim, "hidden_dim": experts.hidden_dim, "num_experts": experts.num_experts}
         with torch.device("meta"):
             new = cls(**sizes, rank=rank, alpha=alpha, dropout=dropout, activation=experts.activation)
@@ -120,7 +119,7 @@ class LoRAGroupedExperts(GroupedExperts):
         return torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling).to(weight.dtype)
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Multiply rows with a matrix of their expert's, and with its adapter."""
+        """Multiply rows with a matrix of their expert, and add the update of its adapter."""
         out = super().project(name, x, num_tokens_per_expert)
         if self.disabled:
             return out
