@@ -147,7 +147,7 @@ def check_saved(saved: Path, base: Path, *, lora: bool, like: Path) -> None:
         logits = model(tokens).logits
         assert not torch.allclose(logits, before(tokens).logits, atol=1e-2)
         if lora:
-            adapted = peft.PeftModel.from_pretrained(before, saved).eval()
+            adapted = peft.PeftModel.from_pretrained(before, saved / "adapter").eval()
             torch.testing.assert_close(adapted(tokens).logits, logits, atol=1e-4, rtol=1e-4)
     ours, theirs = load_file(saved / "model.safetensors"), load_file(like / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -163,8 +163,11 @@ CASES = {
     ),
     "lora": (SINGLE, True, {}),
     "full on 2 ranks": (DISTRIBUTED, False, {"custom_sharded_layers": ["tok_embeddings", "output"]}),
-    "full on 2 ranks in steps": (DISTRIBUTED, False, {"save_every_n_steps": 1, "epochs": 1}),
-    "full on 2 ranks asynchronously": (DISTRIBUTED, False, {"enable_async_checkpointing": True}),
+    "full on 2 ranks asynchronously": (
+        DISTRIBUTED,
+        False,
+        {"enable_async_checkpointing": True, "save_every_n_steps": 1, "epochs": 1},
+    ),
     "full on 2 ranks in backward": (
         DISTRIBUTED,
         False,
@@ -192,3 +195,34 @@ def test_an_older_recipe_trains_saves_and_resumes(case: str, forker: Forker, fol
     run(forker, name, write_yaml(folder, rest, lora=lora, **settings), "resume_from_checkpoint=True")
     assert records(rest) == {step: loss for step, loss in losses.items() if step > steps_saved}
     check_saved(rest / last, folder / "checkpoint", lora=lora, like=whole / last)
+
+
+SPLITS = {
+    "data": {"batch_size": 2},
+    "sequences": {"context_parallel_dim": 2, "data_parallel_shard_dim": 1},
+    "layers": {
+        "tensor_parallel_dim": 2,
+        "data_parallel_shard_dim": 1,
+        "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def alone(forker: Forker, folder: Path) -> Path:
+    output_dir = folder / "alone"
+    run(forker, SINGLE, write_yaml(folder, output_dir, lora=False, batch_size=4, epochs=1))
+    return output_dir
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_ranks_train_as_one_process(split: str, alone: Path, forker: Forker, folder: Path) -> None:
+    """Losses and gradient norms: gradients are scaled by the recipe, which expects them averaged over ranks."""
+    output_dir = folder / split
+    run(
+        forker,
+        DISTRIBUTED,
+        write_yaml(folder, output_dir, lora=False, **{"batch_size": 4, "epochs": 1, **SPLITS[split]}),
+    )
+    for key in ("loss", "grad_norm"):
+        assert records(output_dir, key) == pytest.approx(records(alone, key), rel=1e-4)

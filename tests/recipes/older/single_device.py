@@ -195,7 +195,7 @@ class OlderRecipe(FTRecipeInterface):
         else:
             ds, packed = config.instantiate(cfg_dataset, self._tokenizer), cfg_dataset.get("packed", False)
         collate = _get_component_from_path(collate_fn)
-        sampler = DistributedSampler(ds, num_replicas=1, rank=0, shuffle=shuffle, seed=0)
+        sampler = DistributedSampler(ds, num_replicas=1, rank=0, shuffle=shuffle, seed=self.seed)
         dataloader = DataLoader(
             dataset=ds,
             sampler=sampler,
