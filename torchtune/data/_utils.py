@@ -4,10 +4,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from torchtune.data._images import format_content_with_images
+from torchtune.data._images import format_content_with_images, load_image
 from torchtune.data._truncate import truncate
 
-__all__ = ["chain", "format_content_with_images", "truncate"]
+__all__ = ["chain", "format_content_with_images", "load_image", "truncate"]
 
 
 def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -34,8 +34,11 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
             "torchtune.models.llama3_2.llama3_2_1b."
         ) from error
     model = builder(**base_model_kwargs)
-    weight = model.tok_embeddings.weight
-    model.output = nn.Linear(weight.shape[1], num_classes, bias=False, device=weight.device, dtype=weight.dtype)
+    width, old = model.tok_embeddings.weight.shape[1], model.output
+    if hasattr(old, "adapter_params"):
+        model.output = type(old)(width, num_classes, rank=old.rank, alpha=old.alpha, dropout=old.dropout.p)
+    else:
+        model.output = nn.Linear(width, num_classes, bias=False)
     if getattr(model, "description", None) is not None:
         model.description = replace(model.description, num_classes=num_classes)
     return model
