@@ -5,6 +5,7 @@ state dicts, in the layout of earlier releases (``recipe_state.pt``); asynchrono
 ``resume``, shard by shard.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ from torchtune.training.checkpointing import (
     VAL_DATALOADER_KEY,
     CheckpointError,
 )
+from torchtune.training.checkpointing._directories import complete_directories
+from torchtune.training.checkpointing._ranks import Ranks
 from torchtune.training.compat._state_dicts import gather_cpu_state_dict, get_full_optimizer_state_dict
 from torchtune.utils import get_device, get_world_size_and_rank
 
@@ -94,6 +97,7 @@ class CheckpointClient:
             from_state = self._resume and not self._enable_async
             checkpointer = config.instantiate(cfg.checkpointer, should_load_recipe_state=from_state)
         self._checkpointer = checkpointer
+        self._ranks: Ranks | None = None
 
     def load_base_checkpoint(self) -> dict[str, Any]:
         """Read the weights that training starts from; when resuming a synchronous checkpoint, also its state.
@@ -202,12 +206,9 @@ class CheckpointClient:
             }
         return get_full_optimizer_state_dict(model, optimizer, is_rank_zero, self._device)
 
-    def _on_rank_zero(self, write: Any) -> None:
+    def _on_rank_zero(self, write: Callable[[], None]) -> None:
         """Call ``write`` on rank 0 and wait for it; its failure is raised on all ranks."""
-        from torchtune.training.checkpointing._ranks import Ranks
-
-        if not hasattr(self, "_ranks"):
-            self._ranks = Ranks()
+        self._ranks = self._ranks or Ranks()
         self._ranks.first(write)
 
     def load_distributed_checkpoint(
@@ -233,6 +234,11 @@ class CheckpointClient:
         Raises:
             CheckpointError: there is none, or it belongs to another model or kind of run.
         """
+        saved = complete_directories(self._checkpointer.output_dir)
+        if saved and (saved[-1] / "recipe_state.pt").is_file():
+            raise CheckpointError(
+                f"{saved[-1]} was saved as a full state dict: resume it with enable_async_checkpointing=False."
+            )
         point = self._checkpointer.find_resume_point()
         if point is None:
             raise CheckpointError(

@@ -126,7 +126,7 @@ def get_full_optimizer_state_dict(
     state: dict[str, Any] = {}
     for parameter, values in opt.state.items():
         state[names[parameter]] = {
-            key: _gather(value, device).cpu() if isinstance(value, torch.Tensor) else value
+            key: _gather(value, device).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             for key, value in values.items()
         }
     return {"state": state, "param_groups": groups} if is_rank_zero else {}
