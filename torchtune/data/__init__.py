@@ -17,7 +17,15 @@ from torchtune.data._images import (
     padded_collate_tiled_images_and_mask,
 )
 from torchtune.data._loader import BatchLoader
-from torchtune.data._messages import MaskingStrategy, Message, Role, mask_messages, validate_messages
+from torchtune.data._messages import (
+    MaskingStrategy,
+    Message,
+    MessageLike,
+    Role,
+    as_messages,
+    mask_messages,
+    validate_messages,
+)
 from torchtune.data._prompt_templates import (
     ChatMLTemplate,
     GrammarErrorCorrectionTemplate,
@@ -41,6 +49,7 @@ __all__ = [
     "InputOutputToMessages",
     "MaskingStrategy",
     "Message",
+    "MessageLike",
     "OpenAIToMessages",
     "PromptTemplate",
     "PromptTemplateInterface",
@@ -49,6 +58,7 @@ __all__ = [
     "ShareGPTToMessages",
     "SummarizeTemplate",
     "Transform",
+    "as_messages",
     "collate_documents",
     "format_content_with_images",
     "left_pad_sequence",

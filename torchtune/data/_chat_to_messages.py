@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
 from torchtune.data._images import format_content_with_images
-from torchtune.data._messages import ROLES, MaskingStrategy, Message, mask_messages
+from torchtune.data._messages import ROLES, MaskingStrategy, Message, content_part, mask_messages
 from torchtune.data._to_messages import as_turn, check_column_map, column, image_item, resolve_masking
 
 
@@ -156,16 +156,8 @@ class OpenAIToMessages(_ConversationTransform):
         extra = {key: value for key, value in turn.items() if key not in ("role", "content")}
         return Message(
             role=role,
-            content=content if isinstance(content, str) else [self._part(part) for part in content],
+            content=content if isinstance(content, str) else [content_part(part) for part in content],
             ipython=role == "assistant" and following in ("tool", "ipython"),
             eot=not waits,
             extra=extra,
         )
-
-    @staticmethod
-    def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-        if part.get("type") == "text":
-            return {"type": "text", "content": part["text"]}
-        if part.get("type") == "image_url":
-            return {"type": "image", "content": part["image_url"]["url"]}
-        raise DataError(f"a part of a turn has the type '{part.get('type')}': only text and image_url are known")

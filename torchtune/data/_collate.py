@@ -20,8 +20,14 @@ def _row(value: Any) -> torch.Tensor:
 
 
 def documents_of(example: Example) -> list[Document]:
-    """The documents of an example or of a pack."""
-    return [example] if isinstance(example, Mapping) else list(example)
+    """The documents of an example or of a pack. Raises :class:`DataError` where one lacks ``tokens`` or ``labels``."""
+    documents = [example] if isinstance(example, Mapping) else example
+    if not isinstance(documents, list | tuple) or not all(isinstance(document, Mapping) for document in documents):
+        raise DataError(f"An example must be a mapping or a list of mappings, not {type(example).__name__}.")
+    for document in documents:
+        if missing := {"tokens", "labels"} - document.keys():
+            raise DataError(f"An example has no '{max(missing)}', it has {', '.join(map(str, document)) or 'nothing'}.")
+    return list(documents)
 
 
 def collate_documents(batch: Sequence[Example]) -> dict[str, Any]:
@@ -152,6 +158,8 @@ def padded_collate_sft(
     """
     if not isinstance(batch[0], Mapping):
         return padded_collate_packed(batch, padding_idx, ignore_idx)
+    for example in batch:
+        documents_of(example)
     tokens = [_row(example["tokens"]) for example in batch]
     labels = [_row(example["labels"]) for example in batch]
     length = max(max(map(len, tokens)), max(map(len, labels)))

@@ -19,3 +19,10 @@ class Transform(Protocol):
     def __call__(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
         """The changed sample."""
         ...
+
+
+def as_sample(sample: Any, giver: str) -> dict[str, Any]:
+    """A copy of a sample. Raises :class:`DataError` where what ``giver`` gives is no mapping."""
+    if not isinstance(sample, Mapping):
+        raise DataError(f"{giver} gives {type(sample).__name__}, not a mapping")
+    return dict(sample)

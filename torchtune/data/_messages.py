@@ -1,6 +1,6 @@
 """One turn of a conversation, and which turns are trained on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
 from typing import Any, Literal
 
@@ -78,6 +78,62 @@ class Message:
         return f"Message(role='{self.role}', content={parts!r})"
 
 
+# A turn: a message, or a mapping with ``role`` and ``content`` as chat APIs have them.
+MessageLike = Message | Mapping[str, Any]
+_FIELDS = ("masked", "ipython", "eot")
+
+
+def as_message(value: MessageLike) -> Message:
+    """A turn as a :class:`Message`.
+
+    A mapping may have the message's other arguments too; further fields go to ``extra``. Its content is a text, a list
+    of parts as messages or chat APIs have them, or, beside ``tool_calls``, nothing.
+
+    Raises:
+        DataError: it is neither a message nor such a mapping.
+    """
+    if isinstance(value, Message):
+        return value
+    if not isinstance(value, Mapping) or "role" not in value:
+        found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+        raise DataError(f"a turn must be a Message or a mapping with 'role' and 'content', not {found}")
+    role, content = value["role"], value.get("content")
+    if role not in ROLES:
+        raise DataError(f"'{role}' is not a role: use {', '.join(ROLES)}")
+    if content is None and not value.get("tool_calls"):
+        raise DataError(f"a turn of '{role}' has no content")
+    if not isinstance(content, str):
+        if content is not None and not isinstance(content, list | tuple):
+            raise DataError(f"the content of a turn of '{role}' must be a text or a list, not {type(content).__name__}")
+        content = [content_part(part) for part in content or []]
+    known = {"role", "content", "extra", *_FIELDS}
+    extra = {**(value.get("extra") or {}), **{key: item for key, item in value.items() if key not in known}}
+    fields = {name: value[name] for name in _FIELDS if value.get(name) is not None}
+    try:
+        return Message(role=role, content=content, extra=extra, **fields)
+    except ValueError as error:
+        raise DataError(str(error).rstrip(".")) from error
+
+
+def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
+    """A conversation as messages. Raises :class:`DataError` where it is no list of turns."""
+    if not isinstance(messages, list | tuple):
+        raise DataError(f"a conversation must be a list of turns, not {type(messages).__name__}")
+    return [as_message(message) for message in messages]
+
+
+def content_part(part: Any) -> dict[str, Any]:
+    """A part of a turn as messages have it. Raises :class:`DataError` for what is neither text nor image."""
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind in ("text", "image") and "content" in part:
+        return dict(part)
+    if kind == "text" and "text" in part:
+        return {"type": "text", "content": part["text"]}
+    if kind == "image_url":
+        return {"type": "image", "content": part["image_url"]["url"]}
+    raise DataError(f"a part of a turn has the type '{kind}': only text and image_url are known")
+
+
 class MaskingStrategy(Enum):
     """Which turns are trained on."""
 
@@ -95,8 +151,10 @@ def masking_strategy_of(value: MaskingStrategy | str) -> MaskingStrategy:
         raise DataError(f"masking_strategy must be one of {names}, not '{value}'.") from error
 
 
-def mask_messages(messages: Sequence[Message], masking_strategy: MaskingStrategy | str) -> None:
-    """Set ``masked`` on every message, in place.
+def mask_messages(
+    messages: Sequence[Message | MutableMapping[str, Any]], masking_strategy: MaskingStrategy | str
+) -> None:
+    """Set ``masked`` on every message (or mapping), in place.
 
     ``train_on_assistant`` trains on all turns of the assistant, ``train_on_last`` on its last one, ``train_on_all``
     on users and tools too (not on users' turns with media). The system's turn is never trained on.
@@ -105,25 +163,31 @@ def mask_messages(messages: Sequence[Message], masking_strategy: MaskingStrategy
         DataError: unknown strategy.
     """
     strategy = masking_strategy_of(masking_strategy)
-    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
-    for i, message in enumerate(messages):
-        if message.role == "system":
-            message.masked = True
+    turns = as_messages(messages)
+    last = max((i for i, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
+    for i, (message, turn) in enumerate(zip(messages, turns, strict=True)):
+        if turn.role == "system":
+            masked = True
         elif strategy is MaskingStrategy.TRAIN_ON_LAST:
-            message.masked = i != last
+            masked = i != last
         elif strategy is MaskingStrategy.TRAIN_ON_ALL:
-            message.masked = message.role == "user" and message.contains_media
+            masked = turn.role == "user" and turn.contains_media
         else:
-            message.masked = message.role != "assistant"
+            masked = turn.role != "assistant"
+        if isinstance(message, Message):
+            message.masked = masked
+        else:
+            message["masked"] = masked
 
 
-def validate_messages(messages: Sequence[Message]) -> None:
+def validate_messages(messages: Sequence[MessageLike]) -> None:
     """Check that the turns follow each other as in a conversation.
 
     Raises:
         DataError: fewer than two turns; an assistant that does not answer a user or a tool; two user turns in a
             row; a system turn that is not the first; a tool's answer that nothing asked for.
     """
+    messages = as_messages(messages)
     if len(messages) < 2:
         raise DataError(f"a conversation needs at least 2 turns, this one has {len(messages)}")
     last_role = ""

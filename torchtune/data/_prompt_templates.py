@@ -1,11 +1,11 @@
 """Texts put before and after a turn: layouts that are part of the data, not of the tokenizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Protocol
 
 from torchtune.data._common import DataError
-from torchtune.data._messages import Message, Role
+from torchtune.data._messages import Message, MessageLike, Role, as_messages
 
 TemplateType = str | Mapping[Role, tuple[str, str]]
 
@@ -15,7 +15,7 @@ class PromptTemplateInterface(Protocol):
 
     template: dict[Role, tuple[str, str]]
 
-    def __call__(self, messages: list[Message], inference: bool = False) -> list[Message]:
+    def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
         """The messages with the layout added to their content."""
         ...
 
@@ -47,9 +47,10 @@ class PromptTemplate(PromptTemplateInterface):
     def __init__(self, template: Mapping[Role, tuple[str, str]]) -> None:
         self.template = {role: (before, after) for role, (before, after) in template.items()}
 
-    def __call__(self, messages: list[Message], inference: bool = False) -> list[Message]:
+    def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
         """The messages with the texts added."""
-        return [with_tags(message, *self.template.get(message.role, ("", ""))) for message in messages]
+        turns = as_messages(messages)
+        return [with_tags(message, *self.template.get(message.role, ("", ""))) for message in turns]
 
 
 class ChatMLTemplate(PromptTemplateInterface):
@@ -65,9 +66,9 @@ class ChatMLTemplate(PromptTemplateInterface):
         "ipython": ("", ""),
     }
 
-    def __call__(self, messages: list[Message], inference: bool = False) -> list[Message]:
+    def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
         """The messages with the layout added."""
-        formatted = []
+        formatted, messages = [], as_messages(messages)
         for i, message in enumerate(messages):
             before, after = self.template.get(message.role, ("", ""))
             is_open = message.role == "assistant" and i == len(messages) - 1 and not message.text_content

@@ -1,5 +1,6 @@
 """Rows that are longer than the context."""
 
+from collections.abc import Collection
 from typing import Any
 
 from torchtune.data._common import DataError
@@ -36,14 +37,18 @@ def truncate_row(
     max_seq_len: int | None,
     truncation_type: str,
     eos_id: int | None = None,
-    eos_masked: bool = True,
+    stop_ids: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
-    """Cut a row and its mask; where something was cut and ``eos_id`` is given, the last token becomes ``eos_id``.
+    """Cut a row and its mask to ``max_seq_len``.
 
-    The token put there stands where the text did not end, so by default it is not trained on.
+    The end of a row that is cut on the left is its real end: nothing takes its place. A row that is cut on the right
+    ends with ``eos_id``, where that is given. This token stands where the text did not end, so it is never trained on;
+    it takes no token of ``stop_ids`` away, because a turn that does end there teaches to stop.
     """
     if max_seq_len is None or len(tokens) <= max_seq_len:
         return tokens, mask
-    tokens = truncate(tokens, max_seq_len, eos_id, truncation_type)
-    mask = truncate(mask, max_seq_len, None if eos_id is None else eos_masked, truncation_type)
+    tokens = truncate(tokens, max_seq_len, truncation_type=truncation_type)
+    mask = truncate(mask, max_seq_len, truncation_type=truncation_type)
+    if truncation_type == "right" and eos_id is not None and tokens[-1] not in stop_ids:
+        tokens[-1], mask[-1] = eos_id, True
     return tokens, mask

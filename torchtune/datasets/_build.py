@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtune.data import DataError, Transform
+from torchtune.datasets._load import Source
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._sft import SFTDataset
 
@@ -18,7 +19,7 @@ def pack_length(tokenizer: Any) -> int:
 
 def sft_dataset(
     tokenizer: Any,
-    source: str,
+    source: Source,
     message_transform: Transform,
     *,
     packed: bool,

@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtune.data import DataError, OpenAIToMessages, ShareGPTToMessages
 from torchtune.datasets._build import sft_dataset
+from torchtune.datasets._load import Source
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._sft import SFTDataset
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
@@ -13,7 +14,7 @@ from torchtune.modules.transforms.tokenizers import ModelTokenizer
 def chat_dataset(
     tokenizer: ModelTokenizer,
     *,
-    source: str,
+    source: Source,
     conversation_column: str,
     conversation_style: str,
     train_on_input: bool | None = None,
@@ -28,7 +29,8 @@ def chat_dataset(
 
     Args:
         tokenizer: tokenizer of the model.
-        source: a dataset of the hub, a folder, a file, or a loader's name (``json``, ``csv``, ``parquet`` …).
+        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``csv``, ``parquet`` …), or rows in
+            memory.
         conversation_column: the column with the list of turns.
         conversation_style: ``"openai"`` (``{"role", "content"}``) or ``"sharegpt"`` (``{"from", "value"}``).
         train_on_input: old spelling of ``masking_strategy``.
@@ -65,7 +67,7 @@ def chat_dataset(
 def slimorca_dataset(
     tokenizer: ModelTokenizer,
     *,
-    source: str = "Open-Orca/SlimOrca-Dedup",
+    source: Source = "Open-Orca/SlimOrca-Dedup",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
     masking_strategy: str | None = "train_on_assistant",

@@ -9,6 +9,7 @@ from torchtune import config
 from torchtune.config._locate import locate
 from torchtune.data import DataError
 from torchtune.datasets._concat import ConcatDataset
+from torchtune.datasets._own import CheckedDataset, checked_collate, is_own
 from torchtune.utils import doing
 
 
@@ -21,16 +22,24 @@ def instantiate_dataset(dataset: Any, tokenizer: Any) -> Any:
         tokenizer: handed to every dataset.
 
     Raises:
-        DataError: see the datasets.
+        DataError: see the datasets; one of somebody else is empty, or its examples lack ``tokens`` and ``labels``.
     """
     if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
-        parts = [config.instantiate(node, tokenizer) for node in dataset]
+        parts = [_checked(config.instantiate(node, tokenizer), tokenizer) for node in dataset]
         return parts[0] if len(parts) == 1 else ConcatDataset(parts)
-    return config.instantiate(dataset, tokenizer)
+    return _checked(config.instantiate(dataset, tokenizer), tokenizer)
+
+
+def _checked(dataset: Any, tokenizer: Any) -> Any:
+    if is_own(dataset):
+        return dataset
+    return CheckedDataset(dataset, getattr(tokenizer, "vocab_size", None))
 
 
 def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Any]:
     """The collation of a dotted path, padding with the tokenizer's ``pad_id`` if it pads.
+
+    Batches of one that is not of this library are checked.
 
     Raises:
         DataError: it pads on the left, which a causal model cannot be trained with.
@@ -38,6 +47,6 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
     if getattr(collate, "__name__", "") == "left_pad_sequence":
         raise DataError("collate_fn: left_pad_sequence does not make batches for training: use collate_documents.")
-    if "padding_idx" in inspect.signature(collate).parameters:
-        return partial(collate, padding_idx=getattr(tokenizer, "pad_id", 0))
-    return collate
+    takes_padding = "padding_idx" in inspect.signature(collate).parameters
+    collate = collate if is_own(collate) else checked_collate(collate)
+    return partial(collate, padding_idx=getattr(tokenizer, "pad_id", 0)) if takes_padding else collate

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtune.data import AlpacaToMessages, InputOutputToMessages
 from torchtune.datasets._build import sft_dataset
+from torchtune.datasets._load import Source
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._sft import SFTDataset
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
@@ -14,7 +15,7 @@ from torchtune.modules.transforms.tokenizers import ModelTokenizer
 def instruct_dataset(
     tokenizer: ModelTokenizer,
     *,
-    source: str,
+    source: Source,
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
     masking_strategy: str | None = "train_on_assistant",
@@ -28,7 +29,8 @@ def instruct_dataset(
 
     Args:
         tokenizer: tokenizer of the model.
-        source: a dataset of the hub, a folder, a file, or a loader's name (``json``, ``csv``, ``parquet`` …).
+        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``csv``, ``parquet`` …), or rows in
+            memory.
         column_map: the columns of ``input`` and ``output``; by default those names.
         train_on_input: old spelling of ``masking_strategy``.
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
@@ -55,7 +57,7 @@ def instruct_dataset(
 def alpaca_dataset(
     tokenizer: ModelTokenizer,
     *,
-    source: str = "tatsu-lab/alpaca",
+    source: Source = "tatsu-lab/alpaca",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
     masking_strategy: str | None = "train_on_all",
@@ -86,7 +88,7 @@ alpaca_cleaned_dataset.__doc__ = ":func:`alpaca_dataset` of the cleaned data."
 def grammar_dataset(
     tokenizer: ModelTokenizer,
     *,
-    source: str = "liweili/c4_200m",
+    source: Source = "liweili/c4_200m",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
     masking_strategy: str | None = "train_on_assistant",
@@ -120,7 +122,7 @@ def grammar_dataset(
 def samsum_dataset(
     tokenizer: ModelTokenizer,
     *,
-    source: str = "Samsung/samsum",
+    source: Source = "Samsung/samsum",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
     masking_strategy: str | None = "train_on_assistant",

@@ -1,12 +1,20 @@
 """Rows from a local file, a folder or the hub."""
 
+import difflib
+import glob
 import json
+import socket
+import threading
+import urllib.request
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from torchtune.data import DataError
+from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import limited, look
 from torchtune.utils import get_logger
 
@@ -15,6 +23,8 @@ LOADERS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
     ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
+# The name of a dataset of the hub, a folder, a file or a loader; or rows in memory.
+Source = str | Path | Iterable[Mapping[str, Any]]
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
@@ -37,15 +47,42 @@ def _files(data_files: Any) -> list[str]:
     return [name for value in values for name in _files(value)]
 
 
+def _looks_local(name: str) -> bool:
+    """Whether a name can only be a path: a dataset of the hub has one slash at most, and none at an end."""
+    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
+
+
+def _matches(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+def _is_here(name: str) -> bool:
+    return Path(name).expanduser().is_file()
+
+
+def _not_here(what: str, name: str) -> DataError:
+    path = Path(name).expanduser()
+    beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    hint = f"; did you mean {path.with_name(near[0])}" if near else ""
+    where = "" if path.is_absolute() else f" (in {Path.cwd()})"
+    return DataError(f"There is no {what} {name}{where}: correct the path{hint}.")
+
+
 def _check_files(names: Sequence[str]) -> None:
     for name in names:
-        if _is_remote(name) or any(sign in name for sign in "*?["):
-            continue
         path = Path(name).expanduser()
-        if not path.is_file():
-            raise DataError(f"There is no data file {name} (in {Path.cwd()}): correct the path.")
-        if path.stat().st_size == 0:
-            raise DataError(f"The data file {name} is empty.")
+        if _is_remote(name):
+            continue
+        if path.is_dir():
+            raise DataError(f"data_files names the folder {name}: name the files in it, for example {path}/*.jsonl.")
+        if path.is_file():
+            if path.stat().st_size == 0:
+                raise DataError(f"The data file {name} is empty.")
+        elif not _matches(name):
+            raise _not_here("data file", name)
+        elif not glob.glob(str(path), recursive=True):
+            raise DataError(f"No file matches {name} (in {Path.cwd()}): correct the pattern.")
 
 
 def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -55,35 +92,44 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
     the place of a dataset of the hub, so that ``dataset.data_files=mine.jsonl`` alone is enough.
 
     Raises:
-        DataError: a file is missing or empty, or its kind is not known.
+        DataError: a file or folder is missing or empty, or its kind is not known.
     """
     kwargs = dict(kwargs)
+    if source.startswith("~"):
+        source = str(Path(source).expanduser())
     data_files = kwargs.get("data_files")
     names = [] if data_files is None else _files(data_files)
     loaders = set(LOADERS.values())
+    is_folder = Path(source).is_dir()
     if source in loaders:
         if not names:
             raise DataError(f"source='{source}' needs data_files: the file or files to read.")
         _check_files(names)
-    elif _suffix(source) in LOADERS and not Path(source).is_dir():
-        if not _is_remote(source):
-            _check_files([source])
+    elif _suffix(source) in LOADERS and not is_folder:
+        _check_files([source])
         kwargs["data_files"], source = source, LOADERS[_suffix(source)]
-    elif names and not Path(source).is_dir():
-        local = [name for name in names if Path(name).expanduser().is_file()]
-        looks_local = any(name.startswith(("/", "./", "../", "~")) for name in names)
-        if local or looks_local:
+    elif names and not is_folder:
+        if any(map(_is_here, names)) or any(map(_is_path, names)):
             _check_files(names)
             kinds = {LOADERS.get(_suffix(name)) for name in names}
             if len(kinds) != 1 or None in kinds:
                 raise DataError(f"data_files {names} must all be of one of the kinds {', '.join(LOADERS)}.")
             get_logger().info(f"Reading {', '.join(names)} instead of {source}.")
             source = kinds.pop()
+    elif not is_folder and Path(source).is_file():
+        raise DataError(f"The file {source} is of no kind that is read: use one of {', '.join(LOADERS)}.")
+    if not is_folder and source not in loaders and not _is_remote(source) and _looks_local(source):
+        raise _not_here("folder or file", source)
     if source in loaders:
         kwargs["data_files"] = _plain(kwargs["data_files"])
         if all(_suffix(name) == ".tsv" for name in _files(kwargs["data_files"])):
             kwargs.setdefault("sep", "\t")
     return source, kwargs
+
+
+def _is_path(name: str) -> bool:
+    """Whether a data file's name is a path of this machine, not one inside a dataset of the hub."""
+    return name.startswith(("/", "./", "../", "~"))
 
 
 def _plain(data_files: Any) -> Any:
@@ -113,6 +159,126 @@ def _broken_line(names: Sequence[str]) -> str | None:
                 except json.JSONDecodeError as error:
                     return f"{name}, line {number}: {error.msg} at column {error.colno}"
     return None
+
+
+class RowSource:
+    """Where rows come from, by name or in memory.
+
+    Args:
+        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``csv``, ``parquet`` …); or rows: a
+            ``datasets.Dataset``, or any iterable of mappings column -> value.
+        filter_fn: rows for which it is false are left out.
+        filter_kwargs: arguments of ``datasets.Dataset.filter``.
+        **kwargs: arguments of ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
+
+    Attributes:
+        shown: what the rows are from, for messages.
+
+    Raises:
+        DataError: rows in memory are no rows, or arguments are given that rows in memory cannot have.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        filter_fn: Callable[..., bool] | None = None,
+        filter_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs
+        self._rows: Any = None
+        self._is_here = not isinstance(source, str | Path)
+        if self._is_here:
+            self._rows = _rows_in_memory(source, kwargs)
+            self.shown = f"the {type(source).__name__} of {len(self._rows)} rows in memory"
+        else:
+            self._source = str(source)
+            self.shown = str(kwargs.get("data_files") or source)
+
+    def rows(self) -> Any:
+        """The rows, with a length; loaded at the first call. Raises :class:`DataError` as :func:`load_rows` does."""
+        if self._is_here:
+            return _filtered(self._rows, self._filter, self._filter_kwargs, self.shown)
+        if self._rows is None:
+            self._rows = load_rows(
+                self._source, filter_fn=self._filter, filter_kwargs=self._filter_kwargs, **self._kwargs
+            )
+        return self._rows
+
+    def add_to(self, fingerprint: Fingerprint) -> None:
+        """Add what the rows depend on. Local files are not loaded for that; what is on the hub is.
+
+        Raises:
+            DataError: a file is missing, or see :func:`load_rows`.
+        """
+        fingerprint.add([self._filter, self._filter_kwargs])
+        if not self._is_here:
+            where, kwargs = resolve_source(self._source, self._kwargs)
+            names = _flat(kwargs["data_files"]) if where in LOADERS.values() else [where]
+            if kwargs.get("streaming") is None and all(not _is_remote(name) and _exists(name) for name in names):
+                files = kwargs.pop("data_files", None) if where in LOADERS.values() else None
+                fingerprint.add([where if files is not None else "folder", kwargs])
+                fingerprint.add({split: len(_flat(part)) for split, part in files.items()} if _is_map(files) else None)
+                fingerprint.add_files(names)
+                return
+        rows = self._rows if self._is_here else self.rows()
+        known = getattr(rows, "_fingerprint", None)  # of the datasets package: of content and all that was done to it
+        if isinstance(known, str):
+            fingerprint.add(known)
+        else:
+            fingerprint.add_rows(rows)
+
+
+def _is_map(files: Any) -> bool:
+    return isinstance(files, Mapping)
+
+
+def _flat(data_files: Any) -> list[str]:
+    return [str(Path(name).expanduser()) if not _is_remote(name) else name for name in _files(data_files)]
+
+
+def _exists(name: str) -> bool:
+    return Path(name).exists() or bool(glob.glob(name, recursive=True))
+
+
+def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Rows with a length, from whatever holds them."""
+    others = sorted(name for name, value in kwargs.items() if name != "split" and value is not None)
+    if others:
+        raise DataError(f"{others[0]} does not go with rows in memory: leave it out.")
+    split = kwargs.get("split")
+    is_table = type(source).__module__.partition(".")[0] == "datasets"
+    if isinstance(source, Mapping):
+        if not is_table:
+            raise DataError("source is a mapping: rows in memory must be a list of mappings column -> value.")
+        if split not in source:
+            raise DataError(f"source has the splits {', '.join(source)}: set split to one of them, not {split!r}.")
+        return source[split]
+    if split not in (None, "train"):
+        raise DataError(f"split='{split}' does not go with rows in memory: hand over the rows that are meant.")
+    if (is_table and hasattr(source, "__len__")) or isinstance(source, list | tuple):
+        return source
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not hasattr(source, "columns"):
+        return [source[i] for i in range(len(source))]
+    if not hasattr(source, "__iter__") or hasattr(source, "columns"):
+        raise DataError(
+            f"source must be a name, or rows (a list of mappings, a datasets.Dataset), not {type(source).__name__}."
+        )
+    return list(source)
+
+
+def _filtered(
+    rows: Any, filter_fn: Callable[..., bool] | None, filter_kwargs: Mapping[str, Any] | None, shown: str
+) -> Any:
+    if filter_fn is not None:
+        if hasattr(rows, "filter"):
+            rows = rows.filter(filter_fn, **(filter_kwargs or {}))
+        else:
+            rows = [row for row in rows if filter_fn(row)]
+    if hasattr(rows, "__len__") and len(rows) == 0:
+        raise DataError(f"{'filter_fn leaves no rows' if filter_fn is not None else 'There are no rows'} in {shown}.")
+    return rows
 
 
 def load_rows(
@@ -148,19 +314,29 @@ def load_rows(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
-            rows = _saved_rows(where, split) if _is_saved(where) else datasets.load_dataset(where, **kwargs)
+            if _is_saved(where):
+                rows = _saved_rows(where, split)
+            elif names or Path(where).is_dir():
+                rows = datasets.load_dataset(where, **kwargs)
+            else:
+                with _without_waiting_for_the_hub():
+                    rows = datasets.load_dataset(where, **kwargs)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"There is no dataset '{source}' on the hub (or it is gated), and no such folder or file here: correct "
             "the source, log in with 'hf auth login', or give the path of a .json, .jsonl, .csv or .parquet file."
         ) from error
     except ConnectionError as error:
+        missing = _files(load_dataset_kwargs.get("data_files") or [])
+        here = f"there is no data file {', '.join(missing)} in {Path.cwd()}, and " if missing else ""
         raise DataError(
-            f"Dataset '{source}' cannot be fetched: the hub cannot be reached; check the network, or give a local "
-            "file with dataset.data_files."
+            f"Dataset '{source}' cannot be fetched: {here}the hub cannot be reached; check the network, or give a "
+            "local file with dataset.data_files."
         ) from error
     except FileNotFoundError as error:
-        raise DataError(f"{shown} cannot be found: {_first_line(error)}.") from error
+        missing = ", ".join(_files(load_dataset_kwargs.get("data_files") or []))
+        here = f", and there is no {missing} in {Path.cwd()}" if missing else ""
+        raise DataError(f"{shown} cannot be found: {_first_line(error)}{here}.") from error
     except datasets.exceptions.DatasetGenerationError as error:
         place = _broken_line(names)
         reason = place or f"{shown}: {_first_line(error.__cause__ or error)}"
@@ -171,12 +347,45 @@ def load_rows(
         raise DataError(f"Cannot load {shown}: {_first_line(error)}.") from error
     if isinstance(rows, dict):
         raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
-    if filter_fn is not None:
-        rows = rows.filter(filter_fn, **(filter_kwargs or {}))
-    if hasattr(rows, "__len__") and len(rows) == 0:
-        part = "filter_fn leaves no rows" if filter_fn is not None else "There are no rows"
-        raise DataError(f"{part} in {shown}{'' if split is None else f' (split {split})'}.")
-    return limited(rows)
+    part = "" if split is None else f" (split {split})"
+    return limited(_filtered(rows, filter_fn, filter_kwargs, shown + part))
+
+
+@contextmanager
+def _without_waiting_for_the_hub() -> Iterator[None]:
+    """Inside the block, the datasets package reads its cache alone where the hub does not answer at once.
+
+    It retries for 25 to 40 seconds otherwise, and fails in the same way.
+    """
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or not _hub_answers(datasets.config.HF_ENDPOINT)
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:
+    """Whether a connection to the hub can be opened; True where a proxy stands between."""
+    if urllib.request.getproxies():
+        return True
+    address = urlsplit(endpoint)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    answers = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((address.hostname or "", port), timeout=seconds).close()
+            answers.set()
+        except OSError:
+            pass  # the hub does not answer: that is the result
+
+    thread = threading.Thread(target=connect, daemon=True)  # looking up a name has no time limit of its own
+    thread.start()
+    thread.join(seconds)
+    return answers.is_set()
 
 
 def _is_saved(source: str) -> bool:

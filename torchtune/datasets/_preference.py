@@ -7,14 +7,18 @@ from typing import Any
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from torchtune.data import ChosenRejectedToMessages, DataError, Message, Transform
+from torchtune.data import ChosenRejectedToMessages, DataError, Message, Transform, as_messages
+from torchtune.data._common import as_sample
 from torchtune.data._messages import mask_messages
 from torchtune.data._to_messages import check_column_map, resolve_masking, text_column
 from torchtune.datasets._bad_rows import BadRows
-from torchtune.datasets._load import load_rows
+from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._sft import NO_LABEL
-from torchtune.datasets._store import TokenStore, has_label, shifted_labels
+from torchtune.datasets._shared import prepare
+from torchtune.datasets._store import StoreWriter, has_label, shifted_labels
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
+from torchtune.utils import sign_of_life
 
 _SIDES = ("chosen", "rejected")
 
@@ -23,7 +27,7 @@ class PreferenceDataset(Dataset):
     """Pairs of answers, tokenized when the dataset is made.
 
     Args:
-        source: a dataset of the hub, a folder, a file, or a loader's name.
+        source: a dataset of the hub, a folder, a file, a loader's name, or rows in memory.
         message_transform: row -> ``chosen`` and ``rejected`` messages.
         tokenizer: tokenizer of the model.
         filter_fn: rows for which it is false are left out.
@@ -37,7 +41,7 @@ class PreferenceDataset(Dataset):
     def __init__(
         self,
         *,
-        source: str,
+        source: Source,
         message_transform: Transform,
         tokenizer: ModelTokenizer,
         filter_fn: Callable[..., bool] | None = None,
@@ -46,28 +50,37 @@ class PreferenceDataset(Dataset):
     ) -> None:
         if packed:
             raise DataError("packed=True is not possible for preference data: set it to False.")
-        rows = load_rows(source, filter_fn=filter_fn, **load_dataset_kwargs)
-        self.stores = {side: TokenStore() for side in _SIDES}
-        self.source = str(load_dataset_kwargs.get("data_files") or source)
-        bad = BadRows(self.source)
-        hidden = True if os.environ.get("RANK", "0") != "0" else None
-        for index, row in enumerate(tqdm(rows, desc="Tokenizing", unit=" rows", disable=hidden)):
-            try:
-                pair = self._tokenize(message_transform(row), tokenizer)
-            except DataError as error:
-                bad.add(index, str(error))
-                continue
-            for side, sample in pair.items():
-                self.stores[side].append(sample["tokens"], sample["labels"])
-        bad.check()
-        for store in self.stores.values():
-            store.finish()
+        found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        self.source = found.shown
+        fingerprint = Fingerprint()
+        fingerprint.add([type(self), message_transform, tokenizer])
+        found.add_to(fingerprint)
+
+        def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+            bad = BadRows(self.source)
+            hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None
+            for index, row in enumerate(tqdm(found.rows(), desc="Tokenizing", unit=" rows", disable=hidden)):
+                sign_of_life()
+                try:
+                    pair = self._tokenize(message_transform(row), tokenizer)
+                except DataError as error:
+                    bad.add(index, str(error))
+                    continue
+                for side, sample in pair.items():
+                    writers[side].append(sample["tokens"], sample["labels"])
+            bad.check()
+            return {}
+
+        self.stores, _ = prepare(fingerprint, _SIDES, self.source, build)
 
     @staticmethod
     def _tokenize(pair: Mapping[str, Any], tokenizer: Any) -> dict[str, dict[str, list[int]]]:
         samples = {}
+        pair = as_sample(pair, "message_transform")
         for side in _SIDES:
-            row = tokenizer({"messages": pair[side]})
+            if side not in pair:
+                raise DataError(f"message_transform gives no '{side}' among {', '.join(map(repr, pair)) or 'nothing'}")
+            row = tokenizer({"messages": as_messages(pair[side])})
             samples[side] = {"tokens": row["tokens"], "labels": shifted_labels(row["tokens"], row["mask"])}
             if not has_label(samples[side]):
                 raise DataError(f"{NO_LABEL} in the {side} answer")
@@ -97,7 +110,7 @@ class PreferenceDataset(Dataset):
 def preference_dataset(
     tokenizer: ModelTokenizer,
     *,
-    source: str,
+    source: Source,
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
     masking_strategy: str | None = "train_on_assistant",
@@ -110,7 +123,7 @@ def preference_dataset(
 
     Args:
         tokenizer: tokenizer of the model.
-        source: a dataset of the hub, a folder, a file, or a loader's name (``json``, ``parquet`` …).
+        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``parquet`` …), or rows in memory.
         column_map: the columns of ``chosen`` and ``rejected``; by default those names.
         train_on_input: old spelling of ``masking_strategy``.
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
@@ -141,7 +154,7 @@ def preference_dataset(
 def hh_rlhf_helpful_dataset(
     tokenizer: ModelTokenizer,
     *,
-    source: str = "RLHFlow/HH-RLHF-Helpful-standard",
+    source: Source = "RLHFlow/HH-RLHF-Helpful-standard",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
     masking_strategy: str | None = "train_on_assistant",
@@ -205,7 +218,7 @@ class StackExchangePairedToMessages(Transform):
 def stack_exchange_paired_dataset(
     tokenizer: ModelTokenizer,
     *,
-    source: str = "lvwerra/stack-exchange-paired",
+    source: Source = "lvwerra/stack-exchange-paired",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
     masking_strategy: str | None = "train_on_assistant",

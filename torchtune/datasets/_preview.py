@@ -48,6 +48,11 @@ def preview(limit: int) -> Iterator[Preview]:
         _current.reset(token)
 
 
+def is_preview() -> bool:
+    """Whether this runs in a :func:`preview`, where rows may be some of a source and must not be kept for a run."""
+    return _current.get() is not None
+
+
 def look(source: str, *, is_remote: bool) -> None:
     """Called by ``load_rows`` when a source was found to be there, before it is read."""
     found = _current.get()

@@ -1,5 +1,6 @@
 """Supervised fine-tuning: rows -> messages -> tokens and labels."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,11 +10,14 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from torchtune.data import DataError, Transform, validate_messages
+from torchtune.data import DataError, Transform, as_messages, validate_messages
+from torchtune.data._common import as_sample
 from torchtune.datasets._bad_rows import BadRows
-from torchtune.datasets._load import load_rows
-from torchtune.datasets._store import TokenStore, has_label, shifted_labels
-from torchtune.utils import get_logger
+from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._load import RowSource, Source
+from torchtune.datasets._shared import prepare
+from torchtune.datasets._store import StoreWriter, TokenStore, check_row, has_label, shifted_labels
+from torchtune.utils import get_logger, log_rank_zero, sign_of_life
 
 NO_LABEL = "no label is left"
 
@@ -37,58 +41,92 @@ class SFTTransform(Transform):
             DataError: the row does not fit the transforms.
         """
         if self.message_transform is not None:
-            sample = self.message_transform(sample)
-        if self.message_transform is not None and "messages" in sample:
-            validate_messages(sample["messages"])
-        sample = dict(self.model_transform(sample)) if self.model_transform is not None else dict(sample)
+            sample = as_sample(self.message_transform(sample), "message_transform")
+            if "messages" in sample:
+                sample["messages"] = as_messages(sample["messages"])
+                validate_messages(sample["messages"])
+        if self.model_transform is not None:
+            sample = self.model_transform(sample)
+        sample = as_sample(sample, "the model transform")
         if "tokens" not in sample or "mask" not in sample:
             raise DataError(
-                f"the model transform gives {', '.join(sample) or 'nothing'}, but 'tokens' and 'mask' are needed"
+                f"the model transform gives {', '.join(map(str, sample)) or 'nothing'}, but 'tokens' and 'mask' are "
+                "needed"
             )
         sample["labels"] = shifted_labels(sample["tokens"], sample.pop("mask"))
         return sample
 
 
 def tokenize_rows(
-    rows: Any, transform: Callable[[Mapping[str, Any]], Mapping[str, Any]], source: str, max_seq_len: int | None
-) -> TokenStore:
+    rows: Any,
+    transform: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    source: str,
+    write: Callable[[Mapping[str, Any]], None],
+    limit: int | None,
+    side: str = "right",
+) -> dict[str, Any]:
     """Transform every row, with a progress bar.
+
+    Args:
+        rows: mappings column -> value.
+        transform: a row -> ``tokens`` and ``labels``.
+        source: what the rows are from.
+        write: takes a transformed row.
+        limit: longest row; ``side`` is the end of longer ones that is cut.
+        side: see ``limit``.
+
+    Returns:
+        ``cut``: how many rows are as long as ``limit``; or ``on_reading`` where the first row has more than tokens.
 
     Raises:
         DataError: some rows cannot be transformed or have no label; the message names up to ten.
     """
-    store, bad, cut = TokenStore(), BadRows(source), 0
-    hidden = True if os.environ.get("RANK", "0") != "0" else None  # None: only on a terminal
+    bad, cut = BadRows(source), 0
+    hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: only on a terminal
     for index, row in enumerate(tqdm(rows, desc="Tokenizing", unit=" rows", disable=hidden)):
+        sign_of_life()
         try:
+            if not isinstance(row, Mapping):
+                raise DataError(f"a row must be a mapping column -> value, not {type(row).__name__}")
             sample = transform(row)
+            if index == 0 and sample.keys() - {"tokens", "labels", *row}:
+                return {"on_reading": True}
+            check_row(sample["tokens"], sample["labels"])
+            is_full = limit is not None and len(sample["tokens"]) >= limit
+            cut += is_full
+            if not has_label(sample):
+                why = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
+                raise DataError(NO_LABEL + (f" within max_seq_len={limit}, {why}" if is_full else ""))
+            write(sample)
         except DataError as error:
             bad.add(index, str(error))
-            continue
-        is_full = max_seq_len is not None and len(sample["tokens"]) >= max_seq_len
-        cut += is_full
-        if not has_label(sample):
-            where = f" within max_seq_len={max_seq_len}, the prompt is too long" if is_full else ""
-            bad.add(index, NO_LABEL + where)
-            continue
-        store.append(sample["tokens"], sample["labels"])
     bad.check()
-    store.finish()
-    if cut:
-        get_logger().warning(
-            f"{cut} of {len(store)} rows of {source} are as long as max_seq_len={max_seq_len} or were cut to it."
+    return {"cut": cut}
+
+
+def say_what_is_cut(info: Mapping[str, Any], rows: int, source: str, limit: int | None) -> None:
+    """Warn of rows that may have been cut, whether they were prepared now or before."""
+    if info.get("cut"):
+        log_rank_zero(
+            get_logger(),
+            f"{info['cut']} of {rows} rows of {source} are as long as max_seq_len={limit} or were cut to it.",
+            logging.WARNING,
         )
-    return store
 
 
 class SFTDataset(Dataset):
     """Rows for supervised fine-tuning, tokenized when the dataset is made.
 
+    One process of a machine tokenizes, all of them map its files. They are used again by later runs with the same
+    data, tokenizer and settings; transforms and filters that are not of this library take part where they have an
+    attribute ``fingerprint``, a text that changes when they do.
+
     Everything that is wrong with the data shows before training starts. Transforms that give more than tokens
     (images) are applied again whenever such a row is read, and only the first row is checked.
 
     Args:
-        source: a dataset of the hub, a folder, a file, or a loader's name (``json``, ``csv``, ``parquet`` …).
+        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``csv``, ``parquet`` …), or rows in
+            memory: a ``datasets.Dataset`` or an iterable of mappings.
         message_transform: row -> ``messages``.
         model_transform: ``messages`` -> ``tokens`` and ``mask``, usually a tokenizer.
         filter_fn: rows for which it is false are left out.
@@ -102,7 +140,7 @@ class SFTDataset(Dataset):
     def __init__(
         self,
         *,
-        source: str,
+        source: Source,
         message_transform: Transform,
         model_transform: Transform,
         filter_fn: Callable[..., bool] | None = None,
@@ -110,21 +148,27 @@ class SFTDataset(Dataset):
         **load_dataset_kwargs: Any,
     ) -> None:
         self._transform = SFTTransform(message_transform, model_transform)
-        rows = load_rows(source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **load_dataset_kwargs)
-        self.source = str(load_dataset_kwargs.get("data_files") or source)
-        self._rows = rows if self._gives_more_than_tokens(rows) else None
-        self.store: TokenStore | None = None
-        if self._rows is None:
-            max_seq_len = getattr(model_transform, "max_seq_len", None)
-            self.store = tokenize_rows(rows, self._transform, self.source, max_seq_len)
+        found = RowSource(source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **load_dataset_kwargs)
+        self.source = found.shown
+        limit, side = (
+            getattr(model_transform, "max_seq_len", None),
+            getattr(model_transform, "truncation_type", "right"),
+        )
+        fingerprint = Fingerprint()
+        fingerprint.add([type(self), message_transform, model_transform])
+        found.add_to(fingerprint)
 
-    def _gives_more_than_tokens(self, rows: Any) -> bool:
-        row = rows[0]
-        try:
-            sample = self._transform(row)
-        except DataError:
-            return False  # reported with its row number when all rows are tokenized
-        return bool(sample.keys() - {"tokens", "labels", *row})
+        def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+            def write(sample: Mapping[str, Any]) -> None:
+                writers["rows"].append(sample["tokens"], sample["labels"])
+
+            return tokenize_rows(found.rows(), self._transform, self.source, write, limit, side)
+
+        stores, info = prepare(fingerprint, ["rows"], self.source, build)
+        on_reading = bool(info.get("on_reading"))
+        self._rows = found.rows() if on_reading else None
+        self.store: TokenStore | None = None if on_reading else stores["rows"]
+        say_what_is_cut(info, len(self), self.source, limit)
 
     @property
     def lengths(self) -> np.ndarray:

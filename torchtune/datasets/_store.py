@@ -1,46 +1,33 @@
-"""Token rows, kept in a few large arrays instead of millions of small objects."""
+"""Token rows in a few large files that all processes of a machine map into their memory."""
 
+import json
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
 
-_FIRST_CAPACITY = 1 << 16
+_BUFFER = 1 << 18  # tokens that are kept before they are written
+_INT32 = np.iinfo(np.int32)
 
 
 class TokenStore:
-    """Rows of tokens and pre-shifted labels: int32 tokens and labels, int64 boundaries; about 8 bytes a token."""
+    """Rows of tokens and pre-shifted labels, read from mapped files: the page cache holds them once a machine.
 
-    def __init__(self) -> None:
-        self._tokens = np.empty(_FIRST_CAPACITY, dtype=np.int32)
-        self._labels = np.empty(_FIRST_CAPACITY, dtype=np.int32)
-        self._ends: list[int] = [0]
-        self._boundaries: np.ndarray | None = None
-        self._fingerprint: int | None = None
+    Args:
+        tokens: int32 [all tokens].
+        labels: int32 [all tokens].
+        boundaries: int64 [rows + 1].
+        fingerprint: changes when any token or label does.
+    """
 
-    def append(self, tokens: Sequence[int], labels: Sequence[int]) -> None:
-        """Add a row."""
-        start, end = self._ends[-1], self._ends[-1] + len(tokens)
-        if end > len(self._tokens):
-            capacity = max(end, 2 * len(self._tokens))
-            for name in ("_tokens", "_labels"):
-                grown = np.empty(capacity, dtype=np.int32)
-                grown[:start] = getattr(self, name)[:start]
-                setattr(self, name, grown)
-        self._tokens[start:end] = tokens
-        self._labels[start:end] = labels
-        self._ends.append(end)
-
-    def finish(self) -> None:
-        """Give back what was reserved for more rows."""
-        self._boundaries = np.array(self._ends, dtype=np.int64)
-        self._tokens = self._tokens[: self._ends[-1]].copy()
-        self._labels = self._labels[: self._ends[-1]].copy()
-        self._ends = []
+    def __init__(self, tokens: np.ndarray, labels: np.ndarray, boundaries: np.ndarray, fingerprint: int) -> None:
+        self._tokens, self._labels, self._boundaries = tokens, labels, boundaries
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return len(self._boundaries) - 1
@@ -49,16 +36,6 @@ class TokenStore:
     def lengths(self) -> np.ndarray:
         """int64 [rows]: tokens of every row."""
         return np.diff(self._boundaries)
-
-    @property
-    def fingerprint(self) -> int:
-        """Changes when any token or label does."""
-        if self._fingerprint is None:
-            crc = 0
-            for array in (self._boundaries, self._tokens, self._labels):
-                crc = zlib.crc32(memoryview(np.ascontiguousarray(array)).cast("B"), crc)
-            self._fingerprint = crc
-        return self._fingerprint
 
     def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Views, int32 [s], of the tokens and labels of a row."""
@@ -78,8 +55,105 @@ class TokenStore:
         }
 
 
+def _paths(folder: Path, name: str) -> dict[str, tuple[Path, type]]:
+    kinds = {"tokens": np.int32, "labels": np.int32, "boundaries": np.int64}
+    return {kind: (folder / f"{name}.{kind}", dtype) for kind, dtype in kinds.items()}
+
+
+class StoreWriter:
+    """Writes the files of a :class:`TokenStore`, row after row; about 8 bytes a token.
+
+    Args:
+        folder: where the files go.
+        name: what they begin with.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._paths = _paths(folder, name)
+        self._files: dict[str, IO[bytes]] = {kind: path.open("wb") for kind, (path, _) in self._paths.items()}
+        self._buffers: dict[str, list[Any]] = {"tokens": [], "labels": [], "boundaries": [[0]]}
+        self._buffered = 0
+        self._written = 0
+        self.rows = 0
+
+    def append(self, tokens: Sequence[int], labels: Sequence[int]) -> None:
+        """Add a row. Raises :class:`DataError` where the two differ in length or are no token ids."""
+        ids, targets = check_row(tokens, labels)
+        self._written += len(ids)
+        self._buffered += len(ids)
+        for kind, values in (("tokens", ids), ("labels", targets), ("boundaries", [self._written])):
+            self._buffers[kind].append(values)
+        self.rows += 1
+        if self._buffered >= _BUFFER:
+            self._flush()
+
+    def _flush(self) -> None:
+        for kind, (_, dtype) in self._paths.items():
+            if self._buffers[kind]:
+                self._files[kind].write(np.concatenate(self._buffers[kind]).astype(dtype).tobytes())
+                self._files[kind].flush()
+            self._buffers[kind] = []
+        self._buffered = 0
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def finish(self) -> dict[str, int]:
+        """Write what is left; return what :func:`open_store` needs to know."""
+        self._flush()
+        crc = 0
+        for kind in ("boundaries", "tokens", "labels"):
+            with self._paths[kind][0].open("rb") as file:
+                while chunk := file.read(1 << 22):
+                    crc = zlib.crc32(chunk, crc)
+        return {"rows": self.rows, "tokens": self._written, "fingerprint": crc}
+
+
+def open_store(folder: Path, name: str, meta: Mapping[str, int]) -> TokenStore | None:
+    """Map the files of a store; None where they are not of the size that ``meta`` says."""
+    sizes = {"tokens": meta["tokens"], "labels": meta["tokens"], "boundaries": meta["rows"] + 1}
+    arrays = {}
+    for kind, (path, dtype) in _paths(folder, name).items():
+        if path.stat().st_size != sizes[kind] * np.dtype(dtype).itemsize:
+            return None
+        mapped = np.memmap(path, dtype=dtype, mode="r") if sizes[kind] else np.empty(0, dtype)
+        arrays[kind] = np.asarray(mapped)  # slices of the subclass are slow
+    return TokenStore(arrays["tokens"], arrays["labels"], arrays["boundaries"], meta["fingerprint"])
+
+
+def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Both as int32 [s]. Raises :class:`DataError` unless they are sequences of ids of one length."""
+    for name, values in (("tokens", tokens), ("labels", labels)):
+        if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
+            raise DataError(f"{name} must be a list of token ids, not {type(values).__name__}")
+    if len(tokens) != len(labels):
+        raise DataError(f"a row has {len(tokens)} tokens but {len(labels)} labels")
+    try:
+        ids, targets = np.asarray(tokens), np.asarray(labels)
+    except ValueError as error:
+        raise DataError("tokens and labels must be flat lists of token ids") from error
+    for name, values in (("tokens", ids), ("labels", targets)):
+        if len(values) and (values.ndim != 1 or values.dtype.kind not in "iu"):
+            shape = json.dumps(list(values.shape))
+            raise DataError(f"{name} must be a flat list of whole numbers, not of shape {shape} and {values.dtype}")
+    if len(ids) and (ids.min() < 0 or ids.max() > _INT32.max):
+        raise DataError(f"token id {ids.min() if ids.min() < 0 else ids.max()} is none")
+    ignored = targets != CROSS_ENTROPY_IGNORE_IDX
+    if len(targets) and (targets[ignored] < 0).any():
+        raise DataError(f"label {targets[ignored].min()} is neither a token id nor {CROSS_ENTROPY_IGNORE_IDX}")
+    return ids.astype(np.int32), targets.astype(np.int32)
+
+
 def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int]:
-    """Pre-shifted labels: position i carries token i + 1 unless that is masked; the last carries none."""
+    """Pre-shifted labels: position i carries token i + 1 unless that is masked; the last carries none.
+
+    Raises:
+        DataError: there are more tokens than elements of the mask, or fewer.
+    """
+    if len(tokens) != len(mask):
+        raise DataError(f"the model transform gives {len(tokens)} tokens but {len(mask)} elements of a mask")
     following = [
         CROSS_ENTROPY_IGNORE_IDX if masked else token for token, masked in zip(tokens[1:], mask[1:], strict=True)
     ]

@@ -9,18 +9,25 @@ from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, truncate
 from torchtune.data._to_messages import text_column
 from torchtune.datasets._build import pack_length
-from torchtune.datasets._load import load_rows
+from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._packed import PackedDataset
-from torchtune.datasets._sft import tokenize_rows
+from torchtune.datasets._sft import say_what_is_cut, tokenize_rows
+from torchtune.datasets._shared import prepare
+from torchtune.datasets._store import StoreWriter
 from torchtune.modules.transforms.tokenizers import BaseTokenizer
 
 
 class TextCompletionDataset(Dataset):
     """Rows of text, tokenized when the dataset is made.
 
+    A text begins with the token of the beginning where the tokenizer puts it before texts, and ends with that of the
+    end. A control token that it spells, such as ``<|im_end|>``, is plain text, unless the tokenizer was made with
+    ``parse_special_tokens=True``.
+
     Args:
-        tokenizer: has ``encode(text, add_bos, add_eos)`` and ``max_seq_len``.
-        source: a dataset of the hub, a folder, a file, or a loader's name.
+        tokenizer: has ``encode(text, add_bos, add_eos)``, or ``encode_text``, and ``max_seq_len``.
+        source: a dataset of the hub, a folder, a file, a loader's name, or rows in memory.
         column: the column with the text.
         add_eos: end every text with the end-of-sequence token.
         filter_fn: rows for which it is false are left out.
@@ -35,7 +42,7 @@ class TextCompletionDataset(Dataset):
     def __init__(
         self,
         tokenizer: BaseTokenizer,
-        source: str,
+        source: Source,
         column: str = "text",
         add_eos: bool = True,
         filter_fn: Callable[..., bool] | None = None,
@@ -43,19 +50,31 @@ class TextCompletionDataset(Dataset):
         cut: bool = True,
         **load_dataset_kwargs: Any,
     ) -> None:
-        self._tokenizer = tokenizer
+        # Control tokens that a document spells are text; tokenizers that never read them need no method for that.
+        self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
         self._column = column
         self._add_eos = add_eos
         self._max_seq_len = (max_seq_len or getattr(tokenizer, "max_seq_len", None)) if cut else None
-        rows = load_rows(source, filter_fn=filter_fn, **load_dataset_kwargs)
-        shown = str(load_dataset_kwargs.get("data_files") or source)
         limit = None if self._max_seq_len is None else self._max_seq_len - 1
-        self.source = shown
-        self.store = tokenize_rows(rows, self._tokenize, shown, limit)
+        found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        self.source = found.shown
+        fingerprint = Fingerprint()
+        fingerprint.add([type(self), tokenizer, column, add_eos, limit])
+        found.add_to(fingerprint)
+
+        def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+            def write(sample: Mapping[str, Any]) -> None:
+                writers["rows"].append(sample["tokens"], sample["labels"])
+
+            return tokenize_rows(found.rows(), self._tokenize, self.source, write, limit)
+
+        stores, info = prepare(fingerprint, ["rows"], self.source, build)
+        self.store = stores["rows"]
+        say_what_is_cut(info, len(self), self.source, limit)
 
     def _tokenize(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
         text = text_column(row, self._column)
-        tokens = self._tokenizer.encode(text=text, add_bos=True, add_eos=self._add_eos)
+        tokens = self._encode(text=text, add_bos=True, add_eos=self._add_eos)
         if self._max_seq_len is not None:
             tokens = truncate(tokens, self._max_seq_len - 1)
         return {"tokens": tokens, "labels": [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]}
@@ -85,7 +104,7 @@ class TextCompletionDataset(Dataset):
 
 def text_completion_dataset(
     tokenizer: BaseTokenizer,
-    source: str,
+    source: Source,
     column: str = "text",
     add_eos: bool = True,
     packed: bool = False,
@@ -99,7 +118,7 @@ def text_completion_dataset(
 
     Args:
         tokenizer: tokenizer of the model.
-        source: a dataset of the hub, a folder, a file, or a loader's name (``text``, ``json`` …).
+        source: a dataset of the hub, a folder, a file, a loader's name (``text``, ``json`` …), or rows in memory.
         column: the column with the text.
         add_eos: end every text with the end-of-sequence token.
         packed: put texts together into packs.
@@ -132,7 +151,7 @@ def text_completion_dataset(
 
 def wikitext_dataset(
     tokenizer: BaseTokenizer,
-    source: str = "EleutherAI/wikitext_document_level",
+    source: Source = "EleutherAI/wikitext_document_level",
     subset: str = "wikitext-103-v1",
     max_seq_len: int | None = None,
     packed: bool = False,
@@ -162,7 +181,7 @@ def wikitext_dataset(
 
 def cnn_dailymail_articles_dataset(
     tokenizer: BaseTokenizer,
-    source: str = "ccdv/cnn_dailymail",
+    source: Source = "ccdv/cnn_dailymail",
     max_seq_len: int | None = None,
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",

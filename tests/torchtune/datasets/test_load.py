@@ -3,6 +3,8 @@
 import csv
 import gzip
 import json
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,47 @@ def test_the_hub_cannot_be_reached(tmp_path: Path) -> None:
     message = refused(tmp_path, source="someone/something")
     assert "someone/something" in message
     assert "hub" in message
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    with socket.socket() as closed:  # a port at which nobody listens
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.chdir(tmp_path)
+    start = time.monotonic()
+    message = refused(tmp_path, source="someone/something", data_files="nope.jsonl")
+    assert time.monotonic() - start < 5, "the datasets package alone takes 25 seconds"
+    assert f"there is no data file nope.jsonl in {tmp_path}, and the hub cannot be reached" in message
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"source": "a/b", "data_files": ["mine.jsonl", "nope.jsonl"]}, "There is no data file nope.jsonl"),
+        ({"source": "a/b", "data_files": {"train": "./min.jsonl"}}, "did you mean mine.jsonl"),
+        ({"source": "a/b", "data_files": "./*.jsonlines"}, "No file matches ./*.jsonlines"),
+        ({"source": "json", "data_files": "more/*.json"}, "No file matches more/*.json"),
+        ({"source": "json", "data_files": "folder"}, "names the folder folder"),
+        ({"source": "./data"}, "There is no folder or file ./data"),
+        ({"source": "~/no/such/data"}, "There is no folder or file"),
+        ({"source": "one/two/three"}, "There is no folder or file one/two/three"),
+        ({"source": "mine.xlsx"}, "is of no kind that is read"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_said_without_the_hub(
+    settings: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "mine.jsonl")
+    (tmp_path / "mine.xlsx").write_text("x")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("was asked"))
+    assert said in refused(tmp_path, **settings)
 
 
 def test_builders_take_a_path(tmp_path: Path, tokenizer: Any) -> None:

@@ -1,6 +1,7 @@
 """Rows to tokens and labels, and rows that cannot be trained on."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,15 +186,34 @@ def test_the_named_instruction_datasets(tokenizer: Any, tmp_path: Path) -> None:
 def test_running_text(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": "red blue one", "page": "a", "article": "b"}] * 3)
     row = text_completion_dataset(tokenizer, path)[0]
-    assert row["tokens"][0] == tokenizer.bos_id
-    assert row["tokens"][-1] == tokenizer.eos_id
+    assert row["tokens"] == [*tokenizer.encode("red blue one", False, False), tokenizer.eos_id]
     assert row["labels"] == [*row["tokens"][1:], IGNORE]
     assert text_completion_dataset(tokenizer, path, add_eos=False)[0]["tokens"] == row["tokens"][:-1]
     assert len(text_completion_dataset(tokenizer, path, max_seq_len=4)[0]["tokens"]) == 3
     assert len(wikitext_dataset(tokenizer, path, max_seq_len=3)[0]["tokens"]) == 2
     assert len(cnn_dailymail_articles_dataset(tokenizer, path, max_seq_len=3)[0]["tokens"]) == 2
     packed = wikitext_dataset(tokenizer, path, max_seq_len=4, packed=True)
-    assert packed.lengths.tolist() == [4, 4, 1]
+    assert packed.lengths.tolist() == [4, 2]
+
+
+@pytest.mark.parametrize(("adds_bos", "first"), [(None, []), (False, []), (True, [1])])
+def test_running_text_is_text(tokenizer_folder: Path, tmp_path: Path, adds_bos: bool | None, first: list[int]) -> None:
+    """No chat header in front unless the checkpoint asks for one, no control token out of a document's text."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_folder / name, tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    settings = json.loads(config.read_text()) | ({} if adds_bos is None else {"add_bos_token": adds_bos})
+    config.write_text(json.dumps(settings))
+    text = "red<|im_end|>blue <|endoftext|>"
+    path = write(tmp_path / "a.jsonl", [{"text": text}])
+    tokenizer = hf_tokenizer(str(tmp_path))
+    row = text_completion_dataset(tokenizer, path)[0]["tokens"]
+    body = row[len(first) : -1]
+    assert (row[: len(first)], row[-1]) == (first, tokenizer.eos_id)
+    assert not set(body) & set(tokenizer.special_tokens.values())
+    assert tokenizer.decode(body) == text
+    parsed = text_completion_dataset(hf_tokenizer(str(tmp_path), parse_special_tokens=True), path)[0]["tokens"]
+    assert [token for token in parsed if token in (0, 2)] == [2, 0, 2]
 
 
 def test_preference_data(tokenizer: Any, tmp_path: Path) -> None:

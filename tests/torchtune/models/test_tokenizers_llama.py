@@ -120,6 +120,10 @@ def test_llama3_truncation(ranks: str, length: int) -> None:
     assert cut == [*mask[: length - 1], True]
     tokens, cut = Llama3Tokenizer(ranks, max_seq_len=length, truncation_type="left").tokenize_messages(CHAT)
     assert (tokens, cut) == (whole[-length:], mask[-length:])
+    last = [token for token, hidden in zip(whole, mask, strict=True) if not hidden][-1]
+    tokens, cut = Llama3Tokenizer(ranks, max_seq_len=len(whole) - 1).tokenize_messages(CHAT)
+    assert (tokens, cut) == (whole[:-1], mask[:-1]), "only the unlabelled end of the sequence is cut"
+    assert (tokens[-1], cut[-1]) == (last, False) == (128009, False)
     assert len(Llama3Tokenizer(ranks, max_seq_len=length)({"messages": CHAT}, inference=True)["tokens"]) == length
 
 
@@ -242,7 +246,7 @@ def test_llama2_inference_and_truncation(pieces: str) -> None:
     for length in (3, 10, 30):
         tokens, cut = Llama2Tokenizer(pieces, max_seq_len=length).tokenize_messages(CHAT)
         assert tokens == [*whole[: length - 1], 2]
-        assert cut[:-1] == mask[: length - 1]
+        assert cut == [*mask[: length - 1], True], "the end that stands where the text was cut is not trained on"
 
 
 def test_sentencepiece_base(pieces: str, tmp_path: Path) -> None:

@@ -106,6 +106,9 @@ def test_ids_equal_those_of_transformers(files: tuple[str, str], tmp_path: Path)
         assert tokenizer.encode(text, add_eos=False) == reference.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text, add_eos=False)) == reference.normalizer.normalize_str(text)
     assert tokenizer.encode("red<|im_end|>") == [*tokenizer.encode("red"), 151645]
+    text = tokenizer.encode_text("red<|im_end|>", add_eos=False)
+    assert max(text) < 151643
+    assert tokenizer.decode(text) == "red<|im_end|>"
 
 
 def test_builders(files: tuple[str, str], tmp_path: Path) -> None:

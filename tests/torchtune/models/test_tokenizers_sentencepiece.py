@@ -123,6 +123,9 @@ def test_gemma_chat_template(gemma_pieces: str, pieces: str) -> None:
     assert tokenizer.stop_tokens == [end, 1]
     begun = tokenizer({"messages": [Message("user", "one"), Message("assistant", " two ")]}, inference=True)["tokens"]
     assert tokenizer.decode(begun).endswith("<start_of_turn>model\ntwo")
+    document = tokenizer.encode_text("one <end_of_turn> two")
+    assert (document[0], document[-1], document.count(end)) == (tokenizer.bos_id, tokenizer.eos_id, 0)
+    assert tokenizer.decode(document) == "one <end_of_turn> two"
     forged = [Message("user", " <end_of_turn> "), Message("assistant", "x")]
     assert tokenizer.tokenize_messages(forged)[0].count(end) == 2
     for message, what in (

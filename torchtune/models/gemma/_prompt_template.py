@@ -1,8 +1,9 @@
 """Gemma's layout of conversations."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
-from torchtune.data import DataError, Message, PromptTemplateInterface, Role
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, Role, as_messages
 
 
 class GemmaChatTemplate(PromptTemplateInterface):
@@ -18,7 +19,7 @@ class GemmaChatTemplate(PromptTemplateInterface):
     }
     end_of_turn: ClassVar[str] = "<end_of_turn>"
 
-    def __call__(self, messages: list[Message], inference: bool = False) -> list[Message]:
+    def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
         """The messages with the layout added; system turns are merged into the next user turn.
 
         With ``inference`` a last turn of the assistant stays open.
@@ -27,7 +28,7 @@ class GemmaChatTemplate(PromptTemplateInterface):
             DataError: a turn is neither the system's nor a user's nor the assistant's, or holds an image.
         """
         system: list[str] = []
-        formatted = []
+        formatted, messages = [], as_messages(messages)
         for i, message in enumerate(messages):
             if message.contains_media or message.role not in ("system", *self.template):
                 what = "an image" if message.contains_media else f"a turn of '{message.role}'"

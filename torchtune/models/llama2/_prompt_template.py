@@ -1,8 +1,9 @@
 """Llama 2's layout of conversations."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torchtune.data import Message, PromptTemplateInterface, Role
+from torchtune.data import Message, MessageLike, PromptTemplateInterface, Role, as_messages
 from torchtune.data._prompt_templates import with_tags
 
 
@@ -19,11 +20,11 @@ class Llama2ChatTemplate(PromptTemplateInterface):
         "ipython": ("", ""),
     }
 
-    def __call__(self, messages: list[Message], inference: bool = False) -> list[Message]:
+    def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
         """The messages with the layout added; system turns are merged into the next user turn."""
         system: list[dict[str, Any]] = []
         formatted = []
-        for message in messages:
+        for message in as_messages(messages):
             if message.role == "system":
                 system = with_tags(message, *self.template["system"]).content
                 continue

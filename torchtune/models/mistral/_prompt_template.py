@@ -1,8 +1,9 @@
 """Mistral's layout of conversations."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
-from torchtune.data import DataError, Message, PromptTemplateInterface, Role
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, Role, as_messages
 from torchtune.data._prompt_templates import with_tags
 
 
@@ -15,8 +16,9 @@ class MistralChatTemplate(PromptTemplateInterface):
         "ipython": ("", ""),
     }
 
-    def __call__(self, messages: list[Message], inference: bool = False) -> list[Message]:
+    def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
         """The messages with the layout added. Raises :class:`DataError` where one is a system turn."""
+        messages = as_messages(messages)
         if any(message.role == "system" for message in messages):
             raise DataError(
                 "Mistral's layout has no system turn: put its text into the first user turn, or leave it out."

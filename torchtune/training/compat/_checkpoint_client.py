@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from torchtune import config
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
-from torchtune.training._optimizer_in_backward import OptimizerInBackwardWrapper
+from torchtune.training.optim._optimizer_in_backward import OptimizerInBackwardWrapper
 from torchtune.training.checkpointing import (
     ADAPTER_CONFIG,
     ADAPTER_KEY,

@@ -66,13 +66,29 @@ def test_without_configs(folder: Path) -> None:
 def test_encode_and_decode(folder: Path) -> None:
     tokenizer = hf_tokenizer(str(folder))
     ids = tokenizer.encode("red 你好 🙂")
-    assert (ids[0], ids[-1]) == (1, 2)
+    assert ids[-1] == 2
     assert tokenizer.decode(ids) == "red 你好 🙂"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>red 你好 🙂<|im_end|>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "red 你好 🙂<|im_end|>"
     stream = StreamDecoder(tokenizer)
     parts = [stream.put(token) for token in ids]
     assert "".join(parts) == "red 你好 🙂"
     assert "".join(part for part in parts if "\ufffd" in part) == ""
+
+
+@pytest.mark.parametrize("template", [None, "<|im_start|> $A", "$A <|im_end|>", "<|endoftext|> $A"])
+def test_the_beginning_of_a_text_is_that_of_transformers(folder: Path, template: str | None) -> None:
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoTokenizer
+
+    if template is not None:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        special = [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        tokenizer.save(str(folder / "tokenizer.json"))
+    change(folder, bos_token="<|endoftext|>" if "endoftext" in str(template) else "<|im_start|>")
+    theirs = [token for token in AutoTokenizer.from_pretrained(folder)("red blue").input_ids if token != 2]
+    ours = hf_tokenizer(str(folder))
+    assert ours.encode("red blue", add_eos=False) == ours.encode_text("red blue", add_eos=False) == theirs
 
 
 @pytest.mark.parametrize("form", ["list", "file", "json", "folder", "argument", "path"])
@@ -153,9 +169,23 @@ def test_truncation(folder: Path, length: int) -> None:
         [*mask[: length - 1], True],
     )
     tokens, cut = hf_tokenizer(str(folder), max_seq_len=length, truncation_type="left").tokenize_messages(CHAT)
-    assert tokens[:-1] == whole[-length:-1]
-    assert cut[:-1] == mask[-length:-1]
+    assert (tokens, cut) == (whole[-length:], mask[-length:])
     assert len(hf_tokenizer(str(folder)).tokenize_messages(CHAT, max_seq_len=length)[0]) == length
+
+
+@pytest.mark.parametrize("cut", ["left", "right"])
+def test_a_cut_row_keeps_the_label_of_the_end_of_its_turn(folder: Path, cut: str) -> None:
+    """The template ends turns with another token than the end of the sequence, as Llama 3's does."""
+    change(folder, eos_token="<|endoftext|>", chat_template=CHATML)
+    whole, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
+    end = len(whole) - whole[::-1].index(2)  # behind the last <|im_end|>
+    assert not mask[end - 1]
+    length = end if cut == "right" else len(whole) - 3
+    extra = [Message("user", "one two", masked=True)] if cut == "right" else []
+    tokenizer = hf_tokenizer(str(folder), max_seq_len=length, truncation_type=cut)
+    tokens, masked = tokenizer.tokenize_messages([*CHAT, *extra])
+    assert [token for token, hidden in zip(tokens, masked, strict=True) if not hidden][-1] == 2
+    assert 0 not in tokens
 
 
 def test_special_tokens_that_only_the_config_names(folder: Path) -> None:

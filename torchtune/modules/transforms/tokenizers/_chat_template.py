@@ -1,6 +1,7 @@
 """A checkpoint's own Jinja chat template, in a sandbox."""
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -9,14 +10,18 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtune.data import DataError
+from torchtune.modules.transforms.tokenizers._template_limits import SOURCE, Budget, LimitedEnvironment, TemplateLimit
 
 # Stand around the text of a {% generation %} block; no text contains them by chance.
 _OPEN, _CLOSE = (f"\ue000{uuid.uuid4().hex}\ue001" for _ in range(2))
 # What an expression inside a template may raise on data that it was not made for.
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+_CLOCK_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_DIRECTIVE = re.compile(r"%-?(.)")
+_DATE = frozenset("aAwdbBmyYjUWGVux%")  # directives of strftime that change once a day at most
 
 
 class _Generation(Extension):
@@ -50,34 +55,48 @@ def _raise_exception(message: str) -> NoReturn:
 class ChatTemplate:
     """A compiled chat template.
 
-    Templates come from checkpoints, that is from strangers: they run in Jinja's immutable sandbox and see plain data
-    only. Blocks and filters are those that checkpoints' templates are written for: trimmed blocks, ``break`` and
-    ``continue``, ``tojson``, ``strftime_now``, ``raise_exception``, ``{% generation %}``.
+    Templates come from checkpoints, that is from strangers: they run in Jinja's immutable sandbox, with limits of
+    time and size, and see plain data only. Blocks and filters are those that checkpoints' templates are written for:
+    trimmed blocks, ``break`` and ``continue``, ``tojson``, ``strftime_now``, ``raise_exception``,
+    ``{% generation %}``.
 
     Args:
         source: text of the template.
         variables: further variables, for example ``bos_token``; may be the switches that a template has.
 
     Raises:
-        DataError: the template has a syntax error.
+        DataError: the template has a syntax error, or is too large.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         self.variables = dict(variables)
         self.now: datetime | None = None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        self._environment = environment = LimitedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], filters={"tojson": _to_json}
         )
-        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = self._strftime_now
+        if len(source) > SOURCE:
+            raise DataError(f"The chat template has {len(source)} characters: {SOURCE} are the most that is read.")
         try:
             self._template = environment.from_string(source)
+        except TemplateLimit:
+            raise
+        except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:
+            raise DataError("The chat template is nested too deeply, or its constants are too large.") from error
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             raise DataError(f"The chat template has an error in line {line}: {error}.") from error
         self.marks_generation = "generation" in source and "endgeneration" in source
+
+    def fingerprint_parts(self) -> list[Any] | None:
+        """What renderings depend on; None where that is the time of the day."""
+        layouts = _CLOCK_CALL.findall(self.source)
+        mentions = len(re.findall(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)", self.source))
+        if len(layouts) != mentions or any(set(_DIRECTIVE.findall(layout)) - _DATE for _, layout in layouts):
+            return None
+        return [self.source, self.variables, [self._strftime_now(layout) for _, layout in layouts]]
 
     def _strftime_now(self, layout: str) -> str:
         return (self.now or datetime.now()).strftime(layout)
@@ -95,8 +114,9 @@ class ChatTemplate:
             the text, and (start, end) of every generation block in it, in characters.
 
         Raises:
-            DataError: the template refuses the conversation.
+            DataError: the template refuses the conversation; takes too long, or makes too much.
         """
+        self._environment.budget = Budget([messages, tools])
         try:
             text = self._template.render(
                 messages=list(messages),
@@ -105,8 +125,14 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
+        except TemplateLimit:
+            raise
+        except (RecursionError, MemoryError, OverflowError) as error:
+            raise TemplateLimit("calls itself without an end, or asks for too much memory") from error
         except _TEMPLATE_FAILURES as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
+        finally:
+            self._environment.budget = None
         if _OPEN not in text:
             return text, []
         spans: list[tuple[int, int]] = []

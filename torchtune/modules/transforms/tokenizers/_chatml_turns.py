@@ -1,8 +1,8 @@
 """ChatML over byte-level BPE, as Qwen writes it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from torchtune.data import ChatMLTemplate, DataError, Message, PromptTemplateInterface
+from torchtune.data import ChatMLTemplate, DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._byte_level_bpe import ByteLevelBPE
 from torchtune.modules.transforms.tokenizers._guard import TextGuard
@@ -26,7 +26,7 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: texts added to the turns before the layout.
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
-        parse_special_tokens: control tokens in the text of a turn become their ids.
+        parse_special_tokens: control tokens in the text of a turn or a document become their ids.
 
     Raises:
         DataError: a file is missing or broken, or ``special_tokens`` lacks one that is named.
@@ -76,6 +76,10 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
             ids = [self.bos_id, *ids]
         return [*ids, self.eos_id] if add_eos else ids
 
+    def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """The same for a text of training data: control tokens in it are plain text."""
+        return self.encode(self._guard.hide(text), add_bos=add_bos, add_eos=add_eos)
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
         return self._bpe.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -101,7 +105,7 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
         return f"{IM_START}{role}\n{body}{'' if is_open else f'{IM_END}' + chr(10)}"
 
     def tokenize_messages(
-        self, messages: list[Message], *, add_end_tokens: bool = True, add_eos: bool | None = None
+        self, messages: Sequence[MessageLike], *, add_end_tokens: bool = True, add_eos: bool | None = None
     ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation.
 
@@ -117,6 +121,7 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
             DataError: the content has no place in the layout.
         """
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = as_messages(messages)
         messages = [self._guard.hide_message(message) for message in messages]
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
@@ -132,4 +137,6 @@ class ChatMLTurns(MessageTransform, ModelTokenizer):
         if closed:
             tokens, mask = [*tokens, self.eos_id], [*mask, mask[-1] if mask else True]
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        return truncate_row(
+            tokens, mask, self.max_seq_len, self.truncation_type, eos_id, [*self.stop_tokens, self.im_end_id]
+        )

@@ -85,6 +85,10 @@ class GuardedEncoder:
         self.guard = guard
         self._renamed: Tokenizer | None = None
 
+    def fingerprint_parts(self) -> list[Any]:
+        """What the ids depend on."""
+        return [self.tokenizer, self.guard.control]
+
     def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Encoding, list[tuple[int, int]]]:
         """Encode ``text``.
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchtune.data import DataError, Message, PromptTemplateInterface
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._marked_turns import required_ids
 from torchtune.modules.transforms.tokenizers._protocols import MessagesWithToolsTransform, ModelTokenizer, end_tokens
@@ -103,7 +103,7 @@ class HarmonyTokenizer(MessagesWithToolsTransform, ModelTokenizer):
 
     def tokenize_messages(
         self,
-        messages: list[Message],
+        messages: Sequence[MessageLike],
         *,
         add_end_tokens: bool = True,
         add_eos: bool | None = None,
@@ -125,6 +125,7 @@ class HarmonyTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             DataError: the content has no place in the layout.
         """
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = as_messages(messages)
         if tools:
             raise DataError(
                 "Harmony is written here without descriptions of tools: use the checkpoint's own chat template "
@@ -149,7 +150,8 @@ class HarmonyTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             if self.truncation_type == "right" and self.max_seq_len and len(tokens) > self.max_seq_len:
                 break
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        ends = [*self.stop_tokens, self._control["end"]]
+        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id, ends)
 
     def _other(self, message: Message, called: str) -> list[int]:
         """A turn that is not the assistant's; ``called`` is the function that was called before it."""

@@ -1,8 +1,8 @@
 """Turns that begin with a header, as Llama 3 lays them out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from torchtune.data import DataError, Message, PromptTemplateInterface
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
 from torchtune.modules.transforms.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens
@@ -147,7 +147,7 @@ class HeaderTurns(MessageTransform, ModelTokenizer):
         return ids
 
     def tokenize_messages(
-        self, messages: list[Message], *, add_end_tokens: bool = True, add_eos: bool | None = None
+        self, messages: Sequence[MessageLike], *, add_end_tokens: bool = True, add_eos: bool | None = None
     ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation.
 
@@ -163,6 +163,7 @@ class HeaderTurns(MessageTransform, ModelTokenizer):
             DataError: the content has no place in the layout.
         """
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = as_messages(messages)
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
         tokens, mask = [self.bos_id], [True]
@@ -176,4 +177,4 @@ class HeaderTurns(MessageTransform, ModelTokenizer):
         if closed:
             tokens, mask = [*tokens, self.eos_id], [*mask, True]
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id, self.stop_tokens)

@@ -5,11 +5,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message
+from torchtune.data import DataError, Message, MessageLike, as_messages
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
 from torchtune.modules.transforms.tokenizers._files import read_json, read_text
-from torchtune.modules.transforms.tokenizers._guard import GuardedEncoder, TextGuard
 from torchtune.modules.transforms.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
 from torchtune.modules.transforms.tokenizers._protocols import MessagesWithToolsTransform, ModelTokenizer, end_tokens
 from torchtune.modules.transforms.tokenizers._turns import Span, TurnFinder, first_special, learn_stops
@@ -42,7 +41,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         max_seq_len: longest row; ``None`` does not cut.
         chat_template: file or text of a template to use instead of the checkpoint's.
         chat_template_kwargs: further variables of the template, its switches: ``{"enable_thinking": False}``.
-        parse_special_tokens: special tokens in the text of a turn become their ids.
+        parse_special_tokens: special tokens in the text of a turn or a document become their ids.
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.
@@ -64,6 +63,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             tokenizer_json_path,
             tokenizer_config_json_path=tokenizer_config_json_path,
             generation_config_path=generation_config_path,
+            parse_special_tokens=parse_special_tokens,
         )
         self.max_seq_len = max_seq_len
         self.truncation_type = truncation_type
@@ -75,8 +75,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             name: ChatTemplate(source, {**self.base_tokenizer.named_tokens, **(chat_template_kwargs or {})})
             for name, source in _template_sources(folder, self.base_tokenizer.config, chat_template).items()
         }
-        self._guard = TextGuard([] if parse_special_tokens else self.special_tokens)
-        self._encoder = GuardedEncoder(self.base_tokenizer.tokenizer, self._guard)
+        self._guard, self._encoder = self.base_tokenizer.guard, self.base_tokenizer.encoder
         self._stops: list[str] = []
         final: list[str] = []
         if "default" in self.chat_templates:
@@ -89,10 +88,15 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         self.stop_tokens = list(dict.fromkeys([*learned, *self.base_tokenizer.stop_tokens]))
         text_of = {token_id: text for text, token_id in self.special_tokens.items()}
         self._stops += [text_of[i] for i in self.stop_tokens if i in text_of and text_of[i] not in self._stops]
+        self._ends_turn = {self.special_tokens[stop] for stop in self._stops}
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Token ids of ``text``, with the tokens of beginning and end where the tokenizer has them."""
+        """Token ids of ``text``; see :meth:`HuggingFaceBaseTokenizer.encode`."""
         return self.base_tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos)
+
+    def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """The same for a text of training data: special tokens in it are plain text."""
+        return self.base_tokenizer.encode_text(text, add_bos=add_bos, add_eos=add_eos)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
@@ -114,7 +118,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
 
     def tokenize_messages(
         self,
-        messages: list[Message],
+        messages: Sequence[MessageLike],
         add_end_tokens: bool = True,
         *,
         add_eos: bool | None = None,
@@ -140,6 +144,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         if not messages:
             raise DataError("the conversation has no turns")
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = as_messages(messages)
         turns, tools = self._guard.hide([_as_turn(message) for message in messages]), self._guard.hide(tools)
         if not closed:
             text = self._open_text(turns, tools)
@@ -155,7 +160,8 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             if eos_id is None:
                 raise DataError("neither the chat template nor the tokenizer's config names a token that ends a turn")
             tokens, mask = [*tokens, eos_id], [*mask, False]
-        return truncate_row(tokens, mask, max_seq_len or self.max_seq_len, self.truncation_type, eos_id)
+        length = max_seq_len or self.max_seq_len
+        return truncate_row(tokens, mask, length, self.truncation_type, eos_id, self._ends_turn)
 
     def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"

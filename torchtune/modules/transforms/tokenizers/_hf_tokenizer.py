@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from torchtune.data import DataError
 from torchtune.modules.transforms.tokenizers._files import broken_file, read_json, read_text
+from torchtune.modules.transforms.tokenizers._guard import GuardedEncoder, TextGuard
 from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
 
 # Names under which tokenizer_config.json gives special tokens.
@@ -48,12 +49,16 @@ def _load(path: str | Path) -> Tokenizer:
 class HuggingFaceBaseTokenizer(BaseTokenizer):
     """Text to ids and back with the ``tokenizers`` package.
 
+    A text begins with the token of the beginning where ``add_bos_token`` of ``tokenizer_config.json`` says so, or, if
+    it says nothing, where the post-processor of ``tokenizer.json`` adds it, as in ``transformers``.
+
     Args:
         tokenizer_json_path: ``tokenizer.json``.
         tokenizer_config_json_path: ``tokenizer_config.json``, which names the special tokens; by default the one
             beside it, if there is one.
         generation_config_path: ``generation_config.json``, which names the ids that end generation; by default the
             one beside it, if there is one.
+        parse_special_tokens: special tokens in training data become their ids; by default they are plain text.
 
     Raises:
         DataError: a file is missing or broken.
@@ -65,6 +70,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         *,
         tokenizer_config_json_path: str | None = None,
         generation_config_path: str | None = None,
+        parse_special_tokens: bool = False,
     ) -> None:
         folder = Path(tokenizer_json_path).expanduser().parent
         self.tokenizer = _load(tokenizer_json_path)
@@ -80,6 +86,12 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self.eos_id = self._named_id("eos_token", "eos_token_id")
         pad_id = self._named_id("pad_token", "pad_token_id")
         self.pad_id: int = next(i for i in (pad_id, self.eos_id, 0) if i is not None)
+        self.guard = TextGuard([] if parse_special_tokens else self.special_tokens)
+        self.encoder = GuardedEncoder(self.tokenizer, self.guard)
+        adds_bos = self.config.get("add_bos_token")
+        if not isinstance(adds_bos, bool):
+            adds_bos = self.bos_id is not None and self.tokenizer.encode("a").ids[:1] == [self.bos_id]
+        self.adds_bos: bool = adds_bos and self.bos_id is not None
 
     @staticmethod
     def _read(folder: Path, path: str | None, name: str) -> dict[str, Any]:
@@ -124,13 +136,22 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         return list(dict.fromkeys([*([] if self.eos_id is None else [self.eos_id]), *self._generation_eos]))
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Token ids of ``text``, with the tokens of beginning and end where the tokenizer has them."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if add_bos and self.bos_id is not None:
-            ids = [self.bos_id, *ids]
-        if add_eos and self.eos_id is not None:
-            ids = [*ids, self.eos_id]
-        return ids
+        """Token ids of ``text``; special tokens in it become their ids.
+
+        Args:
+            text: what is encoded.
+            add_bos: put the token of the beginning first, where texts of this tokenizer begin with it.
+            add_eos: put the token of the end last, where there is one.
+        """
+        return self._framed(self.tokenizer.encode(text, add_special_tokens=False).ids, add_bos, add_eos)
+
+    def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """The same for a text of training data: special tokens in it are plain text."""
+        return self._framed(self.encoder.encode(self.guard.hide(text), [])[0].ids, add_bos, add_eos)
+
+    def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
+        ids = [self.bos_id, *ids] if add_bos and self.adds_bos else ids
+        return [*ids, self.eos_id] if add_eos and self.eos_id is not None else ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message, PromptTemplateInterface
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._protocols import MessagesWithToolsTransform, ModelTokenizer, end_tokens
 from torchtune.modules.transforms.tokenizers._sentencepiece import SentencePieceBaseTokenizer
@@ -77,7 +77,7 @@ class InstTurnsTokenizer(MessagesWithToolsTransform, ModelTokenizer):
 
     def tokenize_messages(
         self,
-        messages: list[Message],
+        messages: Sequence[MessageLike],
         *,
         add_end_tokens: bool = True,
         add_eos: bool | None = None,
@@ -98,6 +98,7 @@ class InstTurnsTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             DataError: the content has no place in the layout.
         """
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = as_messages(messages)
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
         if any(message.contains_media for message in messages):
@@ -125,7 +126,7 @@ class InstTurnsTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             if self.truncation_type == "right" and self.max_seq_len and len(tokens) > self.max_seq_len:
                 break
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id, self.stop_tokens)
 
     def _assistant(self, message: Message) -> list[int]:
         calls = message.extra.get("tool_calls")

@@ -1,8 +1,9 @@
 """Layouts whose turns are marked by special tokens of their own."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
-from torchtune.data import DataError, Message, PromptTemplateInterface
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._protocols import (
     MessageTransform,
@@ -54,7 +55,7 @@ class MarkedTurnsTokenizer(MessageTransform, ModelTokenizer):
 
     def tokenize_messages(
         self,
-        messages: list[Message],
+        messages: Sequence[MessageLike],
         *,
         add_end_tokens: bool = True,
         ignore_system_prompt: bool = False,
@@ -75,6 +76,7 @@ class MarkedTurnsTokenizer(MessageTransform, ModelTokenizer):
             DataError: the content or a role has no place in the layout.
         """
         closed = end_tokens(add_end_tokens, add_eos)
+        messages = as_messages(messages)
         if ignore_system_prompt:
             messages = [message for message in messages if message.role != "system"]
         if self.prompt_template is not None:
@@ -91,7 +93,7 @@ class MarkedTurnsTokenizer(MessageTransform, ModelTokenizer):
         end = self.closing() if closed else []
         tokens, mask = tokens + end, mask + [True] * len(end)
         eos_id = self.eos_id if closed else None
-        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id)
+        return truncate_row(tokens, mask, self.max_seq_len, self.truncation_type, eos_id, self.stop_tokens)
 
 
 def required_ids(special_tokens: dict[str, int], names: tuple[str, ...], family: str) -> list[int]:

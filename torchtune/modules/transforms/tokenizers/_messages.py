@@ -1,14 +1,15 @@
 """Conversations for tokenizers whose layout is plain text."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from torchtune.data import DataError, Message
+from torchtune.data import DataError, MessageLike, as_messages
 from torchtune.data._truncate import truncate_row
 
 
 def tokenize_messages_no_special_tokens(
     tokenizer: Any,
-    messages: list[Message],
+    messages: Sequence[MessageLike],
     *,
     bos_id: int | None = None,
     eos_id: int | None = None,
@@ -37,10 +38,10 @@ def tokenize_messages_no_special_tokens(
     Raises:
         DataError: a message holds an image.
     """
+    messages = as_messages(messages)
     tokens: list[int] = []
     mask: list[bool] = []
     starts_turn, ends_with_space = True, False
-    message = None
     for i, message in enumerate(messages):
         before = len(tokens)
         if starts_turn and bos_id is not None and not (begins_once and tokens):
@@ -63,6 +64,5 @@ def tokenize_messages_no_special_tokens(
         mask += [message.masked] * (len(tokens) - before)
         if truncation_type == "right" and tokenizer.max_seq_len and len(tokens) > tokenizer.max_seq_len:
             break
-    masked = message.masked if message is not None else True
     cut_id = None if is_open else eos_id
-    return truncate_row(tokens, mask, tokenizer.max_seq_len, truncation_type, cut_id, masked)
+    return truncate_row(tokens, mask, tokenizer.max_seq_len, truncation_type, cut_id, tokenizer.stop_tokens)

@@ -1,10 +1,11 @@
 """What a tokenizer is."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from torchtune.data import DataError, Message
+from torchtune.data import DataError, Message, MessageLike
+from torchtune.data._common import as_sample
 
 
 class BaseTokenizer(Protocol):
@@ -25,7 +26,7 @@ class ModelTokenizer(Protocol):
     special_tokens: dict[str, int]
     max_seq_len: int | None
 
-    def tokenize_messages(self, messages: list[Message], **kwargs: Any) -> tuple[list[int], list[bool]]:
+    def tokenize_messages(self, messages: Sequence[MessageLike], **kwargs: Any) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation, and for each whether it is masked (not trained on)."""
         ...
 
@@ -43,9 +44,19 @@ class MessageTransform:
         Raises:
             DataError: the messages do not fit the prompt layout.
         """
-        sample = dict(sample)
-        tokens, mask = self.tokenize_messages(sample.pop("messages"), add_end_tokens=not inference)
+        sample = as_sample(sample, "the message transform")
+        tokens, mask = self.tokenize_messages(_messages(sample), add_end_tokens=not inference)
         return {**sample, "tokens": tokens, "mask": mask}
+
+
+def _messages(sample: dict[str, Any]) -> Sequence[MessageLike]:
+    """Take the conversation out of a sample. Raises :class:`DataError` where there is none."""
+    if "messages" not in sample:
+        raise DataError(
+            f"there are no 'messages' among {', '.join(map(repr, sample)) or 'nothing'}: the message transform has to "
+            "give them"
+        )
+    return sample.pop("messages")
 
 
 class MessagesWithToolsTransform(MessageTransform):
@@ -61,9 +72,9 @@ class MessagesWithToolsTransform(MessageTransform):
         Raises:
             DataError: the messages do not fit the prompt layout.
         """
-        sample = dict(sample)
+        sample = as_sample(sample, "the message transform")
         tokens, mask = self.tokenize_messages(
-            sample.pop("messages"), add_end_tokens=not inference, tools=sample.pop("tools", None)
+            _messages(sample), add_end_tokens=not inference, tools=sample.pop("tools", None)
         )
         return {**sample, "tokens": tokens, "mask": mask}
 

@@ -1,10 +1,11 @@
 """Tokenizers of SentencePiece models whose layout of conversations is plain text."""
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from torchtune.data import DataError, Message, PromptTemplateInterface
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.modules.transforms.tokenizers._messages import tokenize_messages_no_special_tokens
 from torchtune.modules.transforms.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens
 from torchtune.modules.transforms.tokenizers._sentencepiece import SentencePieceBaseTokenizer
@@ -75,13 +76,22 @@ class SentencePieceChatTokenizer(MessageTransform, ModelTokenizer):
             text, add_bos=add_bos, add_eos=add_eos, trim_leading_whitespace=trim_leading_whitespace
         )
 
+    def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """The same for a text of training data: control texts in it are plain text."""
+        pieces = _halves(text, self.control_texts)
+        ids: list[int] = []
+        for i, piece in enumerate(pieces):
+            is_first, is_last = i == 0, i == len(pieces) - 1
+            ids += self.encode(piece, add_bos and is_first, add_eos and is_last, trim_leading_whitespace=not is_first)
+        return ids
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids."""
         return self._spm_model.decode(token_ids)
 
     def tokenize_messages(
         self,
-        messages: list[Message],
+        messages: Sequence[MessageLike],
         *,
         add_start_tokens: bool = True,
         add_end_tokens: bool = True,
@@ -101,6 +111,7 @@ class SentencePieceChatTokenizer(MessageTransform, ModelTokenizer):
         Raises:
             DataError: a message holds an image.
         """
+        messages = as_messages(messages)
         if any(message.extra.get("tool_calls") for message in messages):
             raise DataError(f"{type(self).__name__} has no layout for tool_calls.")
         closed = end_tokens(add_end_tokens, add_eos)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchtune.data import DataError
+from torchtune.modules.transforms.tokenizers._template_limits import TemplateLimit
 
 Turn = Mapping[str, Any]
 Span = tuple[int, int]
@@ -46,6 +47,8 @@ def learn_stops(render: Render, special: Sequence[str]) -> tuple[list[str], list
     for following in ([], [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]):
         try:
             text = render([*turns, *following], False)
+        except TemplateLimit:
+            raise
         except DataError:
             continue
         token = first_special(text.partition(stand_in)[2], special)
@@ -114,6 +117,8 @@ class TurnFinder:
         """The rendered messages, or None where the template refuses a conversation that ends here."""
         try:
             return self._render(messages, add_generation_prompt)
+        except TemplateLimit:
+            raise
         except DataError:
             return None
 

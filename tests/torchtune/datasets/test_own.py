@@ -1,0 +1,288 @@
+"""Rows in memory, turns as mappings, and components of somebody else that do not do what is expected of them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtune.data import (
+    ChatMLTemplate,
+    DataError,
+    Message,
+    OpenAIToMessages,
+    PromptTemplate,
+    collate_documents,
+    mask_messages,
+    padded_collate_sft,
+    validate_messages,
+)
+from torchtune.datasets import (
+    PackedDataset,
+    PreferenceDataset,
+    SFTDataset,
+    alpaca_dataset,
+    chat_dataset,
+    instantiate_collate,
+    instantiate_dataset,
+    instruct_dataset,
+    preference_dataset,
+    text_completion_dataset,
+)
+
+ROWS = [{"input": f"red {i}", "output": f"blue {i}", "text": f"one {i}"} for i in range(5)]
+TURNS = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
+
+
+class Sequence:
+    """Rows by index, and no list."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return ROWS[index]
+
+
+def in_memory(kind: str) -> Any:
+    import datasets
+
+    table = datasets.Dataset.from_list(ROWS)
+    kinds = {"list": ROWS, "tuple": tuple(ROWS), "generator": (row for row in ROWS), "sequence": Sequence()}
+    return kinds | {"table": table, "tables": datasets.DatasetDict(train=table, test=table.select([0]))}
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "generator", "sequence", "table", "tables"])
+def test_rows_in_memory_are_those_of_a_file(kind: str, tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    expected, found = (
+        instruct_dataset(tokenizer, source=str(path)),
+        instruct_dataset(tokenizer, source=in_memory(kind)[kind]),
+    )
+    assert [found[i] for i in range(5)] == [expected[i] for i in range(5)]
+    assert text_completion_dataset(tokenizer, in_memory(kind)[kind])[4]["tokens"][-1] == tokenizer.eos_id
+    some = instruct_dataset(tokenizer, source=in_memory(kind)[kind], filter_fn=lambda row: row["input"] != "red 0")
+    assert some[0] == expected[1]
+    assert len(some) == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "said"),
+    [
+        ([], {}, "There are no rows in the list of 0 rows in memory"),
+        (ROWS, {"split": "test"}, "split='test' does not go with rows in memory"),
+        (ROWS, {"data_files": "x.jsonl"}, "data_files does not go with rows in memory"),
+        ({"input": ["a"]}, {}, "source is a mapping"),
+        (3, {}, "source must be a name, or rows"),
+        ([("a", "b")], {}, "row 0: a row must be a mapping column -> value, not tuple"),
+        (["a"], {}, "row 0: a row must be a mapping column -> value, not str"),
+    ],
+)
+def test_what_is_no_rows(source: Any, settings: dict[str, Any], said: str, tokenizer: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        instruct_dataset(tokenizer, source=source, **settings)
+    assert said in str(caught.value)
+
+
+def test_turns_as_mappings_are_messages(tokenizer: Any) -> None:
+    """With what they train on: a mapping may say ``masked``."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "red"}]}, TURNS[1]]
+    for turns in (TURNS, parts):
+        turns = [dict(turn) for turn in turns]
+        mask_messages(turns, "train_on_assistant")
+        assert [turn["masked"] for turn in turns] == [True, False]
+        validate_messages(turns)
+        messages = [Message("user", "red", masked=True), Message("assistant", "blue")]
+        expected = tokenizer.tokenize_messages(messages)
+        assert tokenizer.tokenize_messages(turns) == expected
+        assert tokenizer({"messages": turns}) == {"tokens": expected[0], "mask": expected[1]}
+        for template in (ChatMLTemplate(), PromptTemplate({"user": ("a ", " b")})):
+            texts = [[message.text_content for message in template(chat)] for chat in (turns, messages)]
+            assert texts[0] == texts[1]
+    with pytest.raises(DataError, match="conversation must be a list of turns, not str"):
+        tokenizer.tokenize_messages("red")
+    for turn, said in (
+        ("red", "a turn must be a Message or a mapping with 'role' and 'content', not str"),
+        ({"from": "human"}, r"not \['from'\]"),
+        ({"role": "robot", "content": "a"}, "'robot' is not a role"),
+        ({"role": "user"}, "a turn of 'user' has no content"),
+        ({"role": "user", "content": 3}, "must be a text or a list, not int"),
+        ({"role": "user", "content": [{"type": "video"}]}, "type 'video'"),
+    ):
+        with pytest.raises(DataError, match=said):
+            tokenizer.tokenize_messages([turn])
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3", "mistral", "gemma"])
+def test_layouts_of_families_take_mappings(name: str) -> None:
+    import torchtune.models as models
+
+    template = {
+        "llama2": "Llama2ChatTemplate", "mistral": "MistralChatTemplate", "gemma": "GemmaChatTemplate",
+    }.get(name)  # fmt: skip
+    if template is None:
+        return
+    layout = getattr(getattr(models, name), template)()
+    one, two = (layout(chat) for chat in (TURNS, [Message("user", "red"), Message("assistant", "blue")]))
+    assert [message.text_content for message in one] == [message.text_content for message in two]
+
+
+def sft(tokenizer: Any, message_transform: Any, model_transform: Any = None) -> SFTDataset:
+    return SFTDataset(
+        source=[{"messages": TURNS}], message_transform=message_transform, model_transform=model_transform or tokenizer
+    )
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (None, "row 0: message_transform gives NoneType, not a mapping"),
+        ((TURNS,), "message_transform gives tuple, not a mapping"),
+        ({}, "there are no 'messages' among nothing"),
+        ({"chat": TURNS}, "there are no 'messages' among 'chat'"),
+        ({"messages": "red"}, "a conversation must be a list of turns, not str"),
+        ({"messages": ["red", "blue"]}, "not str"),
+    ],
+)
+def test_a_message_transform_that_gives_something_else(gives: Any, said: str, tokenizer: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        sft(tokenizer, lambda row: gives)
+    assert said in str(caught.value)
+    with pytest.raises(DataError, match="message_transform gives"):
+        PreferenceDataset(source=[{"a": 1}], message_transform=lambda row: gives, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (None, "the model transform gives NoneType, not a mapping"),
+        ({"tokens": [1, 2]}, "'tokens' and 'mask' are needed"),
+        ({"tokens": [1, 2, 3], "mask": [True, False]}, "gives 3 tokens but 2 elements of a mask"),
+        ({"tokens": [1, -2, 3], "mask": [True, False, True]}, "token id -2 is none"),
+        ({"tokens": [1.5, 2.0], "mask": [True, False]}, "must be a flat list of whole numbers"),
+        ({"tokens": [[1], [2]], "mask": [True, False]}, "tokens and labels must be flat lists"),
+    ],
+)
+def test_a_model_transform_that_gives_something_else(gives: Any, said: str, tokenizer: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        sft(tokenizer, OpenAIToMessages(), lambda sample: gives)
+    assert said in str(caught.value)
+
+
+class Own(torch.utils.data.Dataset):
+    """A dataset as users write them."""
+
+    def __init__(self, tokenizer: Any, rows: Any = None) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, tokenizer: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def made(tokenizer: Any, rows: Any) -> Any:
+    return instantiate_dataset({"_component_": f"{__name__}.Own", "rows": rows}, tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
+
+
+GOOD = {"tokens": [1, 2, 3], "labels": [2, 3, -100]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (None, "it is NoneType, not a mapping with 'tokens' and 'labels'"),
+        (([1, 2], [2, -100]), "it is tuple, not a mapping"),
+        ({"tokens": [1, 2]}, "it has no 'labels' among 'tokens'"),
+        ({"input_ids": [1], "labels": [1]}, "it has no 'tokens' among 'input_ids', 'labels'"),
+        ({"tokens": [1, 2], "labels": [2]}, "a row has 2 tokens but 1 labels"),
+        ({"tokens": [], "labels": []}, "it has no tokens"),
+        ({"tokens": [1, 4000], "labels": [4000, -100]}, "token id 4000 is not below 316, the tokenizer's vocabulary"),
+        ({"tokens": [1, 2], "labels": [999, -100]}, "label 999 is not below 316"),
+        ({"tokens": [1, -1], "labels": [2, -100]}, "token id -1 is none"),
+        ({"tokens": [1, 2], "labels": [-1, -100]}, "label -1 is neither a token id nor -100"),
+        ({"tokens": "red", "labels": "red"}, "tokens must be a list of token ids, not str"),
+    ],
+)
+def test_an_own_dataset_whose_examples_cannot_be_used(row: Any, said: str, tokenizer: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        made(tokenizer, [row])
+    assert str(caught.value).startswith("dataset: example 0 of Own: ")
+    assert said in str(caught.value)
+    later = made(tokenizer, [GOOD, row])
+    with pytest.raises(DataError, match="example 1 of Own"):
+        later[1]
+
+
+def test_an_own_dataset_that_is_none(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"^dataset: Own is empty: there is nothing to train on\.$"):
+        made(tokenizer, [])
+    with pytest.raises(DataError, match="Stream has no __len__"):
+        instantiate_dataset({"_component_": f"{__name__}.Stream"}, tokenizer)
+    dataset = made(tokenizer, [GOOD, {key: torch.tensor(value) for key, value in GOOD.items()}])
+    assert dataset.rows[0] is GOOD, "what else it has is there"
+    assert collate_documents([dataset[0], dataset[1]])["tokens"].tolist() == [[1, 2, 3, 1, 2, 3]]
+    assert made(tokenizer, [[GOOD, GOOD]])[0] == [GOOD, GOOD], "packs of one's own"
+    assert len(PackedDataset(dataset, max_seq_len=6)) == 1
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (None, "gives NoneType, not a mapping"),
+        ((1, 2), "gives tuple, not a mapping"),
+        ({"tokens": torch.zeros(1, 2, dtype=torch.int64)}, "'labels' of mine must be a torch.int64 tensor"),
+        ({"tokens": [[1]], "labels": [[1]]}, r"not list"),
+        ({"tokens": torch.zeros(2), "labels": torch.zeros(2)}, "not a tensor of torch.float32 of shape (2,)"),
+        (
+            {"tokens": torch.zeros(1, 2, dtype=torch.int64), "labels": torch.zeros(1, 3, dtype=torch.int64)},
+            "differ in shape: (1, 2) and (1, 3)",
+        ),
+    ],
+)
+def test_an_own_collation_that_gives_something_else(gives: Any, said: str, tokenizer: Any) -> None:
+    def mine(batch: Any) -> Any:
+        return gives
+
+    with pytest.raises(DataError) as caught:
+        instantiate_collate(mine, tokenizer)([GOOD])
+    assert str(caught.value).startswith("collate_fn: ")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("collate", [collate_documents, padded_collate_sft])
+@pytest.mark.parametrize("batch", [[None], [(1, 2)], [{"tokens": [1]}], [{"labels": [1]}]])
+def test_collations_say_what_an_example_lacks(collate: Any, batch: Any) -> None:
+    with pytest.raises(DataError, match="An example "):
+        collate(batch)
+
+
+def test_named_datasets_in_memory(tokenizer: Any) -> None:
+    tokenizer.max_seq_len = None
+    assert len(alpaca_dataset(tokenizer, source=[{"instruction": "a", "input": "", "output": "b"}])) == 1
+    chat = chat_dataset(
+        tokenizer, source=[{"messages": TURNS}], conversation_column="messages", conversation_style="openai"
+    )
+    assert len(chat) == 1
+    answers = [{"role": "assistant", "content": "green"}]
+    pair = {"chosen": TURNS, "rejected": TURNS[:1] + answers}
+    assert len(preference_dataset(tokenizer, source=[pair])) == 1

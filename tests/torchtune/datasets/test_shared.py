@@ -1,0 +1,255 @@
+"""Rows are tokenized once a machine, kept between runs where that is safe, and never half there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny import write_tokenizer
+from torchtune.data import DataError, Message
+from torchtune.datasets import SFTDataset, chat_dataset, preference_dataset, text_completion_dataset
+from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._preview import preview
+from torchtune.modules.transforms.tokenizers import hf_tokenizer
+
+# Forks a process for every line that it reads, which makes a dataset as a rank of a run does. Imports are done once.
+RANKS = """
+import json, os, signal, sys, time
+import datasets
+from torchtune.datasets import SFTDataset
+from torchtune.modules.transforms.tokenizers import hf_tokenizer
+
+class Ask:
+    def __init__(self, folder, fingerprint, seconds):
+        self.calls, self.seconds = f"{folder}/calls", seconds
+        if fingerprint:
+            self.fingerprint = fingerprint
+    def __call__(self, row):
+        with open(self.calls, "a") as file:
+            file.write(f"{row['n']}\\n")
+        time.sleep(self.seconds)
+        return {"messages": [{"role": "user", "content": "red", "masked": True},
+                             {"role": "assistant", "content": "blue " * row["n"]}]}
+
+def rank(folder, fingerprint, seconds, env, result):
+    os.environ.update(env)
+    rows = [{"n": n} for n in range(1, 9)]
+    dataset = SFTDataset(source=rows, message_transform=Ask(folder, fingerprint, seconds),
+                         model_transform=hf_tokenizer(folder))
+    with open(result + ".part", "w") as file:
+        json.dump([dataset[i] for i in range(len(dataset))], file)
+    os.rename(result + ".part", result)
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        try:
+            rank(*json.loads(line))
+        finally:
+            os._exit(0)
+    print(pid, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[subprocess.Popen[str]]:
+    server = subprocess.Popen([sys.executable, "-c", RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin
+    assert server.stdout
+    with server:
+        yield server
+
+
+class Rank:
+    """A process that makes the dataset."""
+
+    def __init__(
+        self,
+        forker: subprocess.Popen[str],
+        folder: Path,
+        rank: int = 0,
+        fingerprint: str = "",
+        seconds: float = 0.02,
+        **env: str,
+    ) -> None:
+        self._result = folder / f"result{time.monotonic_ns()}"
+        run = {"TORCHELASTIC_RUN_ID": "one", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "RANK": str(rank)}
+        cache = {"TORCHTUNE_CACHE": str(folder / "cache")}
+        job = [str(folder), fingerprint, seconds, run | cache | env, str(self._result)]
+        forker.stdin.write(json.dumps(job) + "\n")
+        forker.stdin.flush()
+        self.pid = int(forker.stdout.readline())
+
+    def rows(self) -> list[Any]:
+        deadline = time.monotonic() + 60
+        while not self._result.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return json.loads(self._result.read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_tokenizer(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": n, "text": "red " * n}) + "\n" for n in range(1, 9)))
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    return tmp_path
+
+
+def calls(folder: Path) -> list[int]:
+    return [int(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "cache" / "rows").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("fingerprint", ["", "first version"])
+def test_two_processes_transform_every_row_once(folder: Path, forker: Any, fingerprint: str) -> None:
+    ranks = [Rank(forker, folder, rank, fingerprint) for rank in range(2)]
+    one, two = (rank.rows() for rank in ranks)
+    assert calls(folder) == list(range(1, 9))
+    assert one == two
+    assert [len(row["tokens"]) for row in one] == sorted(len(row["tokens"]) for row in one)
+    assert len(one) == 8
+    assert len(kept(folder)) == (1 if fingerprint else 0), "what cannot be told apart is not kept"
+    again = Rank(forker, folder, 0, fingerprint, TORCHELASTIC_RUN_ID="two", LOCAL_WORLD_SIZE="1").rows()
+    assert again == one
+    assert len(calls(folder)) == (8 if fingerprint else 16)
+
+
+def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder: Path, forker: Any) -> None:
+    killed = Rank(forker, folder, 0, "first version", seconds=0.3)
+    while not (folder / "calls").exists():
+        time.sleep(0.02)
+    waiting = Rank(forker, folder, 1, "first version", seconds=0.0)
+    time.sleep(0.3)
+    assert 0 < len(calls(folder)) < 8
+    os.kill(killed.pid, signal.SIGKILL)
+    rows = waiting.rows()
+    assert len(rows) == 8
+    assert calls(folder)[-8:] == list(range(1, 9)), "the other one begins from the beginning"
+    root = folder / "cache" / "rows"
+    for path in root.glob("*/rows.tokens"):
+        path.write_bytes(b"")  # damaged, so that it is prepared again
+    left = [path for path in root.iterdir() if path.name.endswith(".tmp")]
+    assert left
+    for path in left:  # as if it had happened yesterday
+        for entry in [*path.iterdir(), path]:
+            os.utime(entry, (0, 0))
+        (root / "own-0").mkdir()
+        (root / "own-0").rename(root / path.name.replace(".tmp", ".other.tmp"))  # of a process that still writes
+    assert Rank(forker, folder, 0, "first version").rows() == rows
+    assert not any(path.exists() for path in left)
+    assert len(kept(folder)) == 1 + len(left)
+
+
+def chat(folder: Path, tokenizer: Any = None, rows: Any = None, **settings: Any) -> SFTDataset:
+    turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue one"}]
+    return chat_dataset(
+        tokenizer or hf_tokenizer(str(folder), max_seq_len=64),
+        source=[{"messages": turns, "other": turns}] if rows is None else rows,
+        **{"conversation_column": "messages", "conversation_style": "openai", **settings},
+    )
+
+
+def test_whatever_decides_about_tokens_decides_about_reuse(folder: Path) -> None:
+    chat(folder)
+    chat(folder)
+    assert len(kept(folder)) == 1
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    changes: list[dict[str, Any]] = [
+        {"tokenizer": hf_tokenizer(str(folder), max_seq_len=63)},
+        {"tokenizer": hf_tokenizer(str(folder), max_seq_len=64, truncation_type="left")},
+        {"tokenizer": hf_tokenizer(str(folder), max_seq_len=64, chat_template=template)},
+        {"tokenizer": hf_tokenizer(str(folder), max_seq_len=64, parse_special_tokens=True)},
+        {"masking_strategy": "train_on_all"},
+        {"new_system_prompt": "short"},
+        {"conversation_column": "other"},
+        {"rows": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]},
+    ]
+    for number, change in enumerate(changes):
+        chat(folder, **change)
+        assert len(kept(folder)) == number + 2, change
+    chat(folder)
+    chat(folder, filter_fn=lambda row: True)
+    assert len(kept(folder)) == len(changes) + 1, "a lambda says nothing about itself"
+
+
+def test_other_content_of_a_file_is_other_rows(folder: Path) -> None:
+    tokenizer, path = hf_tokenizer(str(folder)), folder / "rows.jsonl"
+    before = text_completion_dataset(tokenizer, str(path))[0]
+    assert text_completion_dataset(tokenizer, str(path))[0] == before
+    path.write_text(path.read_text().replace("red", "cat"))
+    assert text_completion_dataset(tokenizer, str(path))[0] != before
+    pair = {side: [{"role": "user", "content": "a"}, {"role": "assistant", "content": side}] for side in
+            ("chosen", "rejected")}  # fmt: skip
+    assert preference_dataset(tokenizer, source=[pair])[0] == preference_dataset(tokenizer, source=[pair])[0]
+    assert len(kept(folder)) == 3
+
+
+def test_a_dry_run_leaves_no_part_of_the_rows_for_the_run(folder: Path) -> None:
+    tokenizer, path = hf_tokenizer(str(folder)), folder / "rows.jsonl"
+    with preview(1) as seen:
+        assert len(text_completion_dataset(tokenizer, str(path))) == 1
+    assert seen.total > 1
+    assert kept(folder) == []
+    assert len(text_completion_dataset(tokenizer, str(path))) == seen.total
+    assert len(kept(folder)) == 1
+
+
+@pytest.mark.parametrize(
+    ("clock", "is_exact"),
+    [("strftime_now('%d %b %Y')", True), ("strftime_now('%H:%M')", False), ("strftime_now(layout)", False)],
+)
+def test_a_template_that_reads_the_clock(folder: Path, clock: str, is_exact: bool) -> None:
+    template = "{% if strftime_now is defined %}{{ " + clock + " }}{% endif %}{{ messages[0].content }}"
+    fingerprint = Fingerprint()
+    fingerprint.add(hf_tokenizer(str(folder), chat_template=template))
+    assert fingerprint.is_exact is is_exact
+
+
+def test_a_damaged_store_is_made_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = chat(folder)[0]
+    (path,) = (folder / "cache" / "rows").glob("*/rows.tokens")
+    path.write_bytes(path.read_bytes()[:-4])
+    assert chat(folder)[0] == before
+    assert path.stat().st_size == 4 * len(before["tokens"])
+
+
+def test_rows_lie_in_mapped_files_that_are_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = chat(folder)
+    array: Any = dataset.store.arrays(0)[0]
+    while not isinstance(array, np.memmap):
+        array = array.base
+        assert array is not None
+    assert not array.flags.writeable
+    root = folder / "cache" / "rows"
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in root.iterdir() if path.is_dir()} == {0o700}
+    monkeypatch.setattr(os, "getuid", lambda: root.stat().st_uid + 1)
+    with pytest.raises(DataError, match="belongs to another user: set the environment variable TORCHTUNE_CACHE"):
+        chat(folder)
+
+
+def test_images_are_transformed_on_reading_still(folder: Path) -> None:
+    made = []
+
+    def transform(sample: Mapping[str, Any]) -> dict[str, Any]:
+        made.append(sample)
+        return {"tokens": [1, 2], "mask": [True, False], "images": [Message("user", "a")]}
+
+    dataset = SFTDataset(source=[{"n": 1}, {"n": 2}], message_transform=None, model_transform=transform)
+    assert len(dataset) == 2
+    assert "images" in dataset[1]
+    assert len(made) == 2

@@ -1,0 +1,102 @@
+"""Templates that would run for ever or fill the memory end with one sentence, wherever they run."""
+
+import resource
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from torchtune.data import DataError
+from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
+
+CHAT = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
+ROUNDS = "{% for i in range(9999) %}"
+HOSTILE = {
+    "a long range": "{% for i in range(10**12) %}x{% endfor %}",
+    "nested loops": ROUNDS + ROUNDS + "{% endfor %}{% endfor %}",
+    "nested loops with conditions": ROUNDS + "{% for j in range(9999) if j < 0 %}{% endfor %}{% endfor %}",
+    "loops that write": ROUNDS + ROUNDS + "x" * 1000 + "{% endfor %}{% endfor %}",
+    "doubling by ~": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubling by +": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling by a block": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}"
+    "{% endset %}{% set n.x = y %}{% endfor %}",
+    "doubling by join": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = [n.x, n.x] | join %}"
+    "{% endfor %}",
+    "doubling by a method": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = ''.join([n.x, n.x]) %}"
+    "{% endfor %}",
+    "doubling by replace": "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set n.x = n.x.replace('a', 'aa').replace('b', 'bb') %}{% endfor %}",
+    "doubling by the filter replace": "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set n.x = n.x | replace('a', 'aa') | replace('b', 'bb') %}{% endfor %}",
+    "doubling by format": "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set n.x = '{}{}'.format(n.x, n.x) %}{% endfor %}",
+    "doubling by %": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = '%s%s' % (n.x, n.x) %}"
+    "{% endfor %}",
+    "a list in itself": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+    "{{ n.x }}",
+    "a list in itself as JSON": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
+    "{% endfor %}{{ n.x | tojson }}",
+    "a longer and longer list": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
+    "{% endfor %}",
+    "a multiplied text": "{{ 'x' * 10**11 }}",
+    "a multiplied list": "{{ [0] * 10**11 }}",
+    "a multiplied constant": "{% set x = 'x' * 99999999999 %}",
+    "a power": "{{ 10 ** 99999999 }}",
+    "squares": "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "a wide text": "{{ 'x'.center(10**11) }}",
+    "a wide filter": "{{ 'x' | center(99999999999) }}",
+    "a wide format": "{{ '{:99999999999}'.format(1) }}",
+    "a wide nested format": "{{ '{:{}}'.format(1, 99999999999) }}",
+    "a wide %": "{{ '%99999999999d' % 1 }}",
+    "a wide % by a star": "{{ '%*d' % (99999999999, 1) }}",
+    "a wide filter format": "{{ '%99999999999d' | format(1) }}",
+    "an indent": "{{ 'a\nb' | indent(99999999999) }}",
+    "an indented JSON": "{{ [1, 2] | tojson(indent=99999999999) }}",
+    "filled batches": "{{ [1] | batch(99999999999, 'x') | list }}",
+    "slices": "{{ [1] | slice(99999999999) | list }}",
+    "a sum of lists": "{{ (range(9999) | batch(1) | list * 9) | sum(start=[]) | length }}",
+    "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a loop that calls itself": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "filters over big texts": "{% set x = 'ab' * 4000000 %}{{ ([x] * 9999) | map('upper') | list | length }}",
+    "a text of texts": "{{ lipsum(n=10**9) }}",
+    "deep brackets": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+    "deep conditions": "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
+    "a very long source": "x" * (1 << 21),
+}
+
+
+def render(source: str, caught: list[Exception]) -> None:
+    try:
+        ChatTemplate(source, {}).render(CHAT)
+    except (DataError, RecursionError, MemoryError) as error:
+        caught.append(error)
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_template_is_refused(source: str) -> None:
+    """In a thread of its own, where no signal can interrupt it."""
+    before, start, caught = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic(), []
+    thread = threading.Thread(target=render, args=(source, caught), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert time.monotonic() - start < 8
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000, "KiB"
+    (error,) = caught
+    assert isinstance(error, DataError)
+    assert "\n" not in str(error)
+
+
+def test_long_conversations_are_not_hostile() -> None:
+    """Four million characters in 200 turns, each of which looks at all others and joins what was said."""
+    source = (
+        "{% set n = namespace(text='', last=0) %}{% for m in messages %}{% for k in messages %}"
+        "{% if k.role == 'user' %}{% set n.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{{ '<' + m.role + '>\n' + m.content.strip() | replace('a', 'b') ~ '\n' }}{% endfor %}"
+        "{{ messages | tojson | length }}"
+    )
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "word " * 4000} for _ in range(200)]
+    text = ChatTemplate(source, {}).render(messages)[0]
+    assert text.startswith("<user>\nword word")
+    assert len(text) > 4_000_000 - 400

@@ -1,0 +1,109 @@
+"""What recipes expect of datasets and collations that are not of this library."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.datasets._store import check_row
+
+
+def is_own(value: Any) -> bool:
+    """Whether a class or function, or the class of an object, is of this library."""
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return any(base.__module__.startswith("torchtune.") for base in getattr(kind, "__mro__", [kind]))
+
+
+class CheckedDataset(Dataset):
+    """A dataset of somebody else, whose examples are checked when they are read.
+
+    Everything else, such as ``lengths`` or ``fingerprint``, is the dataset's.
+
+    Args:
+        dataset: examples by index, with a length: mappings with ``tokens`` and pre-shifted ``labels``, or packs,
+            which are lists of them.
+        vocab_size: token ids are smaller, where it is known.
+
+    Raises:
+        DataError: it is empty, or is not indexed, or its first example is not as described.
+    """
+
+    def __init__(self, dataset: Any, vocab_size: int | None) -> None:
+        self.dataset = dataset
+        self.name = type(dataset).__name__
+        self._vocab_size = vocab_size
+        missing = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
+        if missing:
+            raise DataError(
+                f"dataset: {self.name} has no {' and no '.join(missing)}: a dataset gives examples by index and has a "
+                "length, so that a run can be resumed."
+            )
+        if len(dataset) == 0:
+            raise DataError(f"dataset: {self.name} is empty: there is nothing to train on.")
+        self[0]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """The example. Raises :class:`DataError` where it is not as described."""
+        example = self.dataset[index]
+        try:
+            is_pack = isinstance(example, list) and bool(example)
+            for document in example if is_pack else [example]:
+                self._check(document)
+        except DataError as error:
+            raise DataError(f"dataset: example {index} of {self.name}: {error}.") from error
+        return example
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def _check(self, document: Any) -> None:
+        if not isinstance(document, Mapping):
+            raise DataError(f"it is {type(document).__name__}, not a mapping with 'tokens' and 'labels'")
+        for key in ("tokens", "labels"):
+            if key not in document:
+                raise DataError(f"it has no '{key}' among {', '.join(map(repr, document)) or 'nothing'}")
+        tokens, labels = check_row(document["tokens"], document["labels"])
+        if len(tokens) == 0:
+            raise DataError("it has no tokens")
+        for name, ids in (("token id", tokens), ("label", labels[labels != CROSS_ENTROPY_IGNORE_IDX])):
+            if self._vocab_size is not None and len(ids) and ids.max() >= self._vocab_size:
+                raise DataError(f"{name} {np.max(ids)} is not below {self._vocab_size}, the tokenizer's vocabulary")
+
+
+def checked_collate(collate: Callable[..., Any]) -> Callable[..., Any]:
+    """A collation of somebody else, whose batches are checked.
+
+    Raises:
+        DataError: when called, a batch is no mapping with int64 ``tokens`` and ``labels`` of one shape [b, s].
+    """
+    name = getattr(collate, "__name__", type(collate).__name__)
+
+    @wraps(collate, assigned=("__name__", "__doc__"), updated=())
+    def checked(examples: Sequence[Any], **settings: Any) -> Any:
+        batch = collate(examples, **settings)
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"collate_fn: {name} gives {type(batch).__name__}, not a mapping with 'tokens' and 'labels'."
+            )
+        for key in ("tokens", "labels"):
+            value = batch.get(key)
+            if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype != torch.int64:
+                found = type(value).__name__ if key in batch else f"nothing (it gives {', '.join(map(str, batch))})"
+                if isinstance(value, torch.Tensor):
+                    found = f"a tensor of {value.dtype} of shape {tuple(value.shape)}"
+                raise DataError(f"collate_fn: '{key}' of {name} must be a torch.int64 tensor [b, s], not {found}.")
+        if batch["tokens"].shape != batch["labels"].shape:
+            shapes = " and ".join(str(tuple(batch[key].shape)) for key in ("tokens", "labels"))
+            raise DataError(f"collate_fn: 'tokens' and 'labels' of {name} differ in shape: {shapes}.")
+        return batch
+
+    return checked

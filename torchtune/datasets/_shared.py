@@ -1,0 +1,192 @@
+"""Rows that one process of a machine prepares and all of them use, in this run and in later ones."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import DataError
+from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._preview import is_preview
+from torchtune.datasets._store import StoreWriter, TokenStore, open_store
+from torchtune.utils import UserError, atomic_directory, get_logger, log_rank_zero, sign_of_life, write_json
+
+# (writers by name) -> what else there is to say of the rows, as plain data.
+Build = Callable[[Mapping[str, StoreWriter]], dict[str, Any]]
+Prepared = tuple[dict[str, TokenStore], dict[str, Any]]
+
+_META = "meta.json"
+_STALE = 3600.0  # seconds after which a folder that nobody writes to was left by a process that was killed
+_made: Counter[str] = Counter()
+
+
+def cache_folder() -> Path:
+    """Where prepared rows are kept: ``TORCHTUNE_CACHE``, by default ``torchtune`` in the user's cache folder.
+
+    Raises:
+        DataError: the folder belongs to another user, or cannot be made.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser() / "rows"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner, may_write = folder.stat().st_uid, os.access(folder, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise DataError(f"Cannot make the folder {folder} for prepared rows ({error.strerror}): {_HINT}.") from error
+    if owner != os.getuid():
+        raise DataError(f"The folder {folder} for prepared rows belongs to another user: {_HINT}.")
+    if not may_write:
+        raise DataError(f"The folder {folder} for prepared rows may not be written to: {_HINT}.")
+    return folder
+
+
+_HINT = "set the environment variable TORCHTUNE_CACHE to a folder of your own"
+
+
+def prepare(fingerprint: Fingerprint, names: Sequence[str], source: str, build: Build) -> Prepared:
+    """The rows of a fingerprint: those that are there, or those that ``build`` writes.
+
+    One process builds while the others of the machine wait. A fingerprint that is exact is kept for later runs. One
+    that is not is shared by the local processes of this run under ``torchrun``, and removed when all have opened it.
+
+    Args:
+        fingerprint: what the rows depend on.
+        names: the stores.
+        source: what the rows are from, for messages.
+        build: called once; fills the writers.
+
+    Returns:
+        the stores by name, and what ``build`` returned.
+
+    Raises:
+        DataError: ``build`` does, or the cache folder cannot be used.
+    """
+    root = cache_folder()
+    key = fingerprint.text if fingerprint.is_exact else _key_of_this_run(fingerprint)
+    if key is None or is_preview():
+        with tempfile.TemporaryDirectory(dir=root, prefix="own-") as folder:
+            _write(Path(folder), names, build)
+            return _found(_open(Path(folder), names), folder)
+    folder = root / key
+    if fingerprint.is_exact and (prepared := _open(folder, names)):
+        return prepared
+    with _locked(root / f"{key}.lock", source):
+        prepared = _open(folder, names)
+        if prepared is None:
+            _remove_left_overs(root, key)
+            shutil.rmtree(folder, ignore_errors=True)  # there is none, or it is damaged
+            try:
+                with atomic_directory(folder, replace=False) as temporary:
+                    _write(temporary, names, build)
+            except UserError as error:
+                if isinstance(error, DataError):
+                    raise
+                raise DataError(f"{error} The rows are prepared there: {_HINT}.") from error
+            prepared = _open(folder, names)
+        if not fingerprint.is_exact:
+            _leave(folder)
+        return _found(prepared, folder)
+
+
+def _found(prepared: Prepared | None, folder: Any) -> Prepared:
+    if prepared is None:
+        raise DataError(f"The rows that were just prepared in {folder} cannot be read: {_HINT}.")
+    return prepared
+
+
+def _key_of_this_run(fingerprint: Fingerprint) -> str | None:
+    """What only the local processes of this attempt of a run share; None for a process on its own.
+
+    All of them make the same datasets in the same order.
+    """
+    run = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")]
+    if not fingerprint.is_shared or run[0] is None or _local_processes() == 1:
+        return None
+    text = fingerprint.text
+    _made[text] += 1
+    parts = [*run, socket.gethostname(), os.getppid(), text, _made[text]]
+    return "run-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _local_processes() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _write(folder: Path, names: Sequence[str], build: Build) -> None:
+    folder.chmod(0o700)
+    writers = {name: StoreWriter(folder, name) for name in names}
+    try:
+        info = build(writers)
+        meta = {name: writer.finish() for name, writer in writers.items()}
+    finally:
+        for writer in writers.values():
+            writer.close()
+    write_json(folder / _META, {"stores": meta, "info": info})
+
+
+def _open(folder: Path, names: Sequence[str]) -> Prepared | None:
+    """What was prepared in a folder; None where there is none, or not the whole of it."""
+    try:
+        meta = json.loads((folder / _META).read_text())
+        stores = {name: open_store(folder, name, meta["stores"][name]) for name in names}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        stores = {"": None}
+    whole = {name: store for name, store in stores.items() if store is not None}
+    if len(whole) != len(names):
+        get_logger().warning(f"The prepared rows in {folder} are damaged: they are prepared anew.")
+        return None
+    return whole, meta["info"]
+
+
+def _leave(folder: Path) -> None:
+    """Note that this process has mapped the rows of a run; the last one removes their folder."""
+    (folder / f"opened-{os.getpid()}").touch()
+    if len(list(folder.glob("opened-*"))) >= _local_processes():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.with_name(f"{folder.name}.lock").unlink(missing_ok=True)
+
+
+def _remove_left_overs(root: Path, key: str) -> None:
+    """Remove what killed processes have left of this key, and of runs."""
+    for pattern in (f".{key}.*.tmp", ".run-*.tmp", "run-*", "own-*"):
+        for path in root.glob(pattern):
+            newest = max((entry.stat().st_mtime for entry in [path, *path.glob("*")] if entry.exists()), default=0.0)
+            if path.is_dir() and time.time() - newest > _STALE:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, source: str) -> Iterator[None]:
+    """Hold the lock of a file. The system gives it back when a process ends, however it ends.
+
+    Local rank 0 comes first, because its messages are the ones that are read. Where a file system has no locks, two
+    processes may do the same work, and the folder of the first one counts.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not path.exists():
+        time.sleep(0.5)
+    with path.open("w") as file:
+        started, told = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+                sign_of_life()
+            except OSError:  # no locks here
+                break
+            if not told and time.monotonic() - started > 10:
+                log_rank_zero(get_logger(), f"Another process of this machine tokenizes {source}: waiting for it.")
+                told = True
+        yield

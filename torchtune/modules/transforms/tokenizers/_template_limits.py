@@ -1,0 +1,267 @@
+"""Limits of what a chat template may do: templates come from strangers, and every checkpoint brings one.
+
+A template may be a loop without an end, or double a text sixty times. Signals that interrupt it exist in the main
+thread alone, so the template is limited from inside: loops and macros count their rounds, and every text or list that
+is made is charged before, or where that is not possible right after, it is made.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ClassVar
+
+from jinja2 import nodes, pass_context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from torchtune.data import DataError
+
+SECONDS = 10.0
+ROUNDS = 1 << 18
+CHARACTERS = 1 << 24  # made in all by one rendering, plus so many times what goes in:
+PER_CHARACTER = 64
+SOURCE = 1 << 20
+_RANGE = 10_000
+_ELEMENT = 16  # what an element of a list or mapping is charged, beside its text
+_NESTED = 1 << 26  # most that nested data may be charged where it is written
+_BITS = 1 << 14  # of a number
+_WIDTH = re.compile(r"\d{5,}|\*")
+_WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
+_COUNT, _JOIN = " count", " join"  # no template can write these names
+# Filters whose whole numbers say how large the result is.
+_SIZED_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"})
+
+
+class TemplateLimit(DataError):
+    """A chat template takes too long or makes too much."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The chat template {what}: it is broken or hostile; take the checkpoint's original, or set the "
+            "tokenizer's chat_template to another."
+        )
+
+
+class Budget:
+    """What one rendering may use.
+
+    Args:
+        given: what goes into the template; more of it allows more.
+    """
+
+    def __init__(self, given: Any = None) -> None:
+        self._given = given
+        self._deadline = time.monotonic() + SECONDS
+        self._rounds, self._characters = ROUNDS, CHARACTERS
+        self._is_extended = False
+
+    def round(self, characters: int) -> None:
+        """Count a round of a loop, or a call of a macro, that writes so many constant characters."""
+        self._rounds -= 1
+        if self._rounds < 0:
+            self._extend()
+            if self._rounds < 0:
+                raise TemplateLimit("loops without an end")
+        if characters:
+            self.charge(characters)
+        if time.monotonic() > self._deadline:
+            raise TemplateLimit(f"takes more than {SECONDS:.0f} seconds for one conversation")
+
+    def charge(self, characters: int) -> None:
+        """Count characters, or elements of lists, that are made."""
+        self._characters -= characters
+        if self._characters < 0:
+            self._extend()
+            if self._characters < 0:
+                raise TemplateLimit("makes a text or a list without an end")
+
+    def _extend(self) -> None:
+        """Allow what is given, which is measured by those who need it alone."""
+        if not self._is_extended:
+            self._is_extended = True
+            size, turns = measure(self._given, 1 << 40)
+            self._characters += PER_CHARACTER * size
+            self._rounds += turns * turns  # for every turn a look at all the others
+
+
+def measure(value: Any, limit: int) -> tuple[int, int]:
+    """Characters that nested plain data has when it is written, and its largest list. Gives up above ``limit``.
+
+    Raises:
+        TemplateLimit: it has more than ``limit`` characters or elements.
+    """
+    size, longest, left = 0, 0, [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str | bytes):
+            size += len(item) + 2
+        elif isinstance(item, Mapping):
+            left += [*item.keys(), *item.values()]
+            size += _ELEMENT * len(item)
+        elif isinstance(item, list | tuple | set | frozenset):
+            left += item
+            longest = max(longest, len(item))
+            size += _ELEMENT * len(item)
+        if size > limit:
+            raise TemplateLimit("makes a text or a list without an end")
+    return size, longest
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox with limits of time and size."""
+
+    intercepted_binops: ClassVar = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        self._running = threading.local()
+        super().__init__(finalize=self._written, **options)
+        self.filters |= filters
+        self.filters = {name: self._charged(name, function) for name, function in self.filters.items()}
+        # Handing over the context keeps Jinja from calling them while it compiles.
+        self.filters |= {_COUNT: self._counted, _JOIN: self._joined}
+        self.globals["range"] = self._range
+        del self.globals["lipsum"]
+
+    @property
+    def budget(self) -> Budget:
+        """That of the rendering of this thread; one for constants while a template is compiled."""
+        return getattr(self._running, "budget", None) or Budget()
+
+    @budget.setter
+    def budget(self, budget: Budget | None) -> None:
+        self._running.budget = budget
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """The tree of a template whose loops and macros count, and whose ``~`` goes through :meth:`_joined`."""
+        tree = super()._parse(source, name, filename)
+        for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+            written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+            node.body.insert(0, nodes.ExprStmt(_inner(_COUNT, nodes.Const(written))).set_lineno(node.lineno))
+            if isinstance(node, nodes.For) and node.test is not None:
+                node.test = nodes.And(_inner(_COUNT, nodes.Const(0)), node.test)
+        return _Joins().visit(tree)
+
+    @pass_context
+    def _counted(self, context: Any, characters: int) -> bool:
+        """A round of a loop."""
+        self._running.budget.round(characters)
+        return True
+
+    @pass_context
+    def _joined(self, context: Any, *values: Any) -> str:
+        """The ``~`` of templates."""
+        texts = [value if type(value) is str else self._text(value) for value in values]
+        self.budget.charge(sum(map(len, texts)))
+        return "".join(texts)
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, str):
+            self.budget.charge(measure(value, _NESTED)[0])
+        return str(value)
+
+    def _written(self, value: Any) -> Any:
+        """Whatever a template writes passes here."""
+        text = value if type(value) is str else self._text(value)
+        self.budget.charge(len(text))
+        return text
+
+    def _range(self, *numbers: int) -> range:
+        found = range(*numbers)
+        if len(found) > _RANGE:
+            raise TemplateLimit(f"asks for a range of {len(found):.0e} numbers")
+        return found
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """``left operator right``, with its size charged before."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _BITS and operator in ("**", "*"):
+                raise TemplateLimit("makes a number without an end")
+        elif operator == "+":
+            self.budget.charge(_size(left) + _size(right))
+        elif operator == "*":
+            times = left if isinstance(left, int) else right
+            self.budget.charge((_size(left) + _size(right)) * max(times, 0) if isinstance(times, int) else 0)
+        elif operator == "%" and isinstance(left, str):
+            self._check_format(left, right)
+        elif operator == "**" and not (isinstance(left, int | float) and isinstance(right, int | float)):
+            raise TemplateLimit("raises what is no number to a power")
+        return super().call_binop(context, operator, left, right)
+
+    def _check_format(self, layout: str, values: Any) -> None:
+        if _WIDTH.search(layout):
+            raise TemplateLimit("makes a text or a list without an end")
+        places = layout.count("{") + layout.count("%")
+        self.budget.charge(len(layout) + places * measure(values, _NESTED)[0])
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function or method from inside a template, with what it makes charged."""
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            args = __self._check_method(owner, __obj.__name__, args, kwargs)
+        result = super().call(__context, __obj, *args, **kwargs)
+        __self.budget.charge(_size(result))
+        return result
+
+    def _check_method(self, text: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple:
+        """Charge what a method of a text is going to make."""
+        if method in _WIDENING:
+            widest = max((number for number in [*args, *kwargs.values()] if isinstance(number, int)), default=8)
+            self.budget.charge(max(widest, len(text)) if method != "expandtabs" else (text.count("\t") + 1) * widest)
+        elif method == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
+            self.budget.charge(text.count(args[0]) * len(args[1]))
+        elif method == "join" and args:
+            args = (list(args[0]), *args[1:])
+            self.budget.charge(sum(map(_size, args[0])) + len(text) * len(args[0]))
+        elif method in ("format", "format_map"):
+            self._check_format(text, [*args, *kwargs.values()])
+        elif method == "translate" and args and isinstance(args[0], Mapping):
+            self.budget.charge(len(text) * max((_size(value) for value in args[0].values()), default=1))
+        return args
+
+    def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter with what it makes charged."""
+
+        @wraps(function)  # keeps the marks by which Jinja knows what a filter is handed over
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            values = [*args, *kwargs.values()]
+            if name in _SIZED_FILTERS:
+                sizes = [value for value in values[1:] if isinstance(value, int) and not isinstance(value, bool)]
+                lines = max((value.count("\n") for value in values if isinstance(value, str)), default=0) + 1
+                self.budget.charge(max(sizes, default=0) * lines)
+            if name == "format":
+                self._check_format(next(value for value in values if isinstance(value, str)), values)
+            elif name == "replace":
+                texts = [str(value) for value in values if isinstance(value, str)]
+                self.budget.charge(texts[0].count(texts[1]) * len(texts[2]) if len(texts) > 2 else 0)
+            elif name in ("join", "pprint", "sum", "string", "tojson", "urlize", "xmlattr"):
+                values = [list(value) if hasattr(value, "__next__") else value for value in values]
+                args = tuple(values[: len(args)])
+                plain = [value for value in values if isinstance(value, str | list | tuple | dict)]
+                self.budget.charge(measure(plain, _NESTED)[0])
+            if name == "sum":
+                terms = next((value for value in values if isinstance(value, list | tuple)), [])
+                self.budget.charge(len(terms) ** 2 if any(map(_size, terms)) else 0)  # lists are copied at each step
+            result = function(*args, **kwargs)
+            self.budget.charge(_size(result))
+            return result
+
+        return charged
+
+
+def _inner(name: str, value: nodes.Expr, more: list[nodes.Expr] | None = None) -> nodes.Expr:
+    """A call of a function of the environment, as a filter: those are called directly, past the sandbox's checks."""
+    return nodes.Filter(value, name, more or [], [], None, None)
+
+
+class _Joins(NodeTransformer):
+    """Puts :meth:`LimitedEnvironment._joined` in the place of ``~``."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        return self.generic_visit(_inner(_JOIN, node.nodes[0], node.nodes[1:]).set_lineno(node.lineno))
