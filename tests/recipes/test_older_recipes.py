@@ -142,10 +142,12 @@ def check_saved(saved: Path, base: Path, *, lora: bool, like: Path) -> None:
     """The last checkpoint loads in transformers and peft, is trained, and equals that of another run to the bit."""
     model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
     before = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    tokens = torch.arange(24).view(1, -1)
+    row = json.loads((base.parent / "data.jsonl").read_text().splitlines()[0])
+    text = transformers.AutoTokenizer.from_pretrained(saved).apply_chat_template(row["messages"], tokenize=False)
+    tokens = transformers.AutoTokenizer.from_pretrained(saved)(text, return_tensors="pt").input_ids
     with torch.no_grad():
         logits = model(tokens).logits
-        assert not torch.allclose(logits, before(tokens).logits, atol=1e-2)
+        assert model(tokens, labels=tokens).loss < before(tokens, labels=tokens).loss - 0.01
         if lora:
             adapted = peft.PeftModel.from_pretrained(before, saved / "adapter").eval()
             torch.testing.assert_close(adapted(tokens).logits, logits, atol=1e-4, rtol=1e-4)
@@ -188,7 +190,6 @@ def test_an_older_recipe_trains_saves_and_resumes(case: str, forker: Forker, fol
     first, last = ("step_1", "step_2") if "save_every_n_steps" in settings else ("epoch_0", "epoch_1")
     steps_saved = len(losses) // 2
     assert set(losses) == set(range(1, 2 * steps_saved + 1))
-    assert min(losses[step] for step in losses if step > steps_saved) < losses[1]
 
     rest = interrupted(whole, whole.with_name(whole.name + "_resumed"), last)
     assert (rest / first).is_dir()

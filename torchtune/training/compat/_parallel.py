@@ -10,9 +10,9 @@ from torch import nn
 
 from torchtune.modules import MultiHeadAttention
 from torchtune.modules.parallel import ContextParallelAttention
-from torchtune.training.parallel import _parallelize
 from torchtune.training._distributed import is_distributed
 from torchtune.training._grad_scaler import scale_grads_
+from torchtune.training.parallel import _parallelize
 from torchtune.training.parallel._parallel_dims import ParallelDimsError
 from torchtune.utils import deprecated
 from torchtune.utils import get_world_size_and_rank as _get_world_size_and_rank

@@ -174,7 +174,7 @@ def load_from_full_optimizer_state_dict(
 def _shard(value: Any, parameter: nn.Parameter) -> Any:
     """This rank's shard of a full tensor that is as large as a sharded parameter; anything else as it is."""
     if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        return read_like(parameter, tuple(value.shape), lambda box: value[box])
+        return read_like(parameter, tuple(value.shape), value.dtype, lambda box: value[box])
     return value
 
 
