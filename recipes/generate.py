@@ -54,7 +54,7 @@ class Settings:
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
     # Level of the messages on the terminal.
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
 
     retired: ClassVar[dict[str, str]] = {
         "output_dir": "nothing is written",

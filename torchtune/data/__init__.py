@@ -11,7 +11,11 @@ from torchtune.data._collate import (
 )
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, Transform
 from torchtune.data._documents import Documents
-from torchtune.data._images import format_content_with_images
+from torchtune.data._images import (
+    format_content_with_images,
+    load_image,
+    padded_collate_tiled_images_and_mask,
+)
 from torchtune.data._loader import BatchLoader
 from torchtune.data._messages import (
     MaskingStrategy,
@@ -58,11 +62,13 @@ __all__ = [
     "collate_documents",
     "format_content_with_images",
     "left_pad_sequence",
+    "load_image",
     "mask_messages",
     "padded_collate",
     "padded_collate_dpo",
     "padded_collate_packed",
     "padded_collate_sft",
+    "padded_collate_tiled_images_and_mask",
     "truncate",
     "validate_messages",
 ]

@@ -2,6 +2,7 @@
 
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import attention, create_block_causal_mask, packed_block_causal_mask
+from torchtune.modules.classifier import classifier_model
 from torchtune.modules.common_utils import delete_kv_caches, disable_kv_cache, local_kv_cache
 from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
@@ -24,6 +25,7 @@ __all__ = [
     "TransformerSelfAttentionLayer",
     "apply_rope",
     "attention",
+    "classifier_model",
     "create_block_causal_mask",
     "delete_kv_caches",
     "disable_kv_cache",

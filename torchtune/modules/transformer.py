@@ -274,7 +274,8 @@ class TransformerDecoder(nn.Module):
             h = h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
-            input_pos = self._positions(h, documents)
+            # Of the tokens: with sequence parallelism the hidden states are a shard of the sequence.
+            input_pos = self._positions(h if tokens is None else tokens, documents)
         tables = self._rope_tables(input_pos, documents)
         boundaries = self._boundaries(h, documents, mask)
         hidden = []
@@ -341,10 +342,10 @@ class TransformerDecoder(nn.Module):
                 )
 
     @staticmethod
-    def _positions(h: Tensor, documents: Documents | None) -> Tensor:
+    def _positions(x: Tensor, documents: Documents | None) -> Tensor:
         if documents is None:
-            return torch.arange(h.shape[1], device=h.device)
-        return documents.positions().view(h.shape[0], h.shape[1]).to(h.device)
+            return torch.arange(x.shape[1], device=x.device)
+        return documents.positions().view(x.shape[0], x.shape[1]).to(x.device)
 
     @staticmethod
     def _pos_embeddings(layer: nn.Module) -> nn.Module | None:

@@ -25,10 +25,25 @@ _CHECKPOINTING = (
     "update_state_dict_for_classifier",
 )
 
+# What recipes copied from earlier releases call.
+_COMPAT = (
+    "gather_cpu_state_dict",
+    "get_context_parallel_manager",
+    "get_full_optimizer_state_dict",
+    "get_train_context",
+    "get_world_size_and_rank",
+    "init_distributed",
+    "load_from_full_model_state_dict",
+    "load_from_full_optimizer_state_dict",
+    "scale_grads",
+    "shard_model",
+)
+
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         **dict.fromkeys(_CHECKPOINTING, "checkpointing"),
+        **dict.fromkeys(_COMPAT, "compat"),
         "DEFAULT_PROFILER_ACTIVITIES": "_profiler",
         "DEFAULT_PROFILE_DIR": "_profiler",
         "DEFAULT_SCHEDULE": "_profiler",
@@ -71,6 +86,7 @@ __getattr__, __dir__, __all__ = attach(
         "get_linear_schedule_with_warmup": "lr_schedulers",
         "get_lr": "lr_schedulers",
         "get_memory_stats": "memory",
+        "get_quantizer_mode": "quantization",
         "get_shard_conditions": "parallel._parallelize",
         "get_unmasked_sequence_lengths": "pooling",
         "is_distributed": "_distributed",
@@ -91,7 +107,6 @@ __getattr__, __dir__, __all__ = attach(
         "set_seed": "seed",
         "set_torch_num_threads": "_distributed",
         "setup_optimizer": "optim._prepare_optimizer",
-        "shard_model": "parallel._parallelize",
         "setup_torch_profiler": "_profiler",
         "watch_run": "supervise._watch_run",
         "watched": "supervise._watch_run",
@@ -101,11 +116,13 @@ __getattr__, __dir__, __all__ = attach(
     (
         "activations",
         "checkpointing",
+        "compat",
         "lr_schedulers",
         "memory",
         "metric_logging",
         "pooling",
         "precision",
+        "quantization",
         "seed",
     ),
 )

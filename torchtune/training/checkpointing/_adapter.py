@@ -25,6 +25,8 @@ from torchtune.training.checkpointing._safetensors_file import Block, Part
 from torchtune.training.checkpointing._sources import Source, must_exist, open_source
 from torchtune.utils import get_logger
 
+# Folder of the adapter in a checkpoint of merged weights.
+ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 # In a folder that holds several, the first: older checkpoints have the adapter under this library's names in .pt,

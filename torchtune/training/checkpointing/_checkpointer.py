@@ -13,6 +13,7 @@ from torch import nn
 from torchtune.models import ModelError, get_spec
 from torchtune.training.checkpointing._adapter import (
     ADAPTER_CONFIG_FILE,
+    ADAPTER_DIR,
     ADAPTER_FILE,
     adapter_beside_base,
     adapter_parts,
@@ -64,9 +65,6 @@ from torchtune.training.checkpointing._state import (
     state_parts,
 )
 from torchtune.utils import FolderLock, UserError, doing, get_logger, refuse_foreign, write_json
-
-# Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
-ADAPTER_DIR = "adapter"
 
 
 class FullModelHFCheckpointer(LegacyInterface):

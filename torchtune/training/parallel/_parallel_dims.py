@@ -112,7 +112,7 @@ class ParallelDims:
                 backend = get_distributed_backend(device.type, offload_ops_to_cpu=True)
                 own = {"device_id": device} if device.type == "cuda" else {}
                 join_process_group(backend, **own)
-            dims.build_mesh(device.type)
+            dims._make_mesh(device.type)
         return dims
 
     def _product(self) -> str:
@@ -126,6 +126,18 @@ class ParallelDims:
         return f"{self.world_size} processes = {split}"
 
     def build_mesh(self, device_type: str) -> Any:
+        """Make the device mesh for recipes copied from earlier releases, which slice it by joined dimensions too.
+
+        These are ``dp`` (data), ``dp_shard_cp`` (over which parameters are sharded) and ``dp_cp`` (over which losses
+        are summed). All processes call it.
+        """
+        mesh = self._make_mesh(device_type)
+        flatten_mesh(mesh["dp_replicate", "dp_shard"], "dp")
+        flatten_mesh(mesh["dp_shard", "cp"], "dp_shard_cp")
+        flatten_mesh(mesh["dp_replicate", "dp_shard", "cp"], "dp_cp")
+        return mesh
+
+    def _make_mesh(self, device_type: str) -> Any:
         """Make the one device mesh, ``dp_replicate x dp_shard x cp x tp``; all processes call it."""
         sizes = [getattr(self, name) for name in _MESH]
         self.mesh = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
