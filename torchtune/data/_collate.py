@@ -1,18 +1,21 @@
 """From examples to a batch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtune.data._batch import Batch
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.data._documents import Documents
 
 Document = Mapping[str, Any]
 # An example is a document; a pack is a list of them.
 Example = Document | Sequence[Document]
+_SIDES = ("chosen", "rejected")
 
 
 def _row(value: Any) -> torch.Tensor:
@@ -30,18 +33,18 @@ def documents_of(example: Example) -> list[Document]:
     return list(documents)
 
 
-def collate_documents(batch: Sequence[Example]) -> dict[str, Any]:
-    """Lay all documents of a batch one after another: no padding.
+def collate_documents(batch: Sequence[Example]) -> Batch:
+    """Concatenate all documents of a batch, padding-free.
 
     Args:
         batch: examples with ``tokens`` and pre-shifted ``labels``, or packs (lists of such examples).
 
     Returns:
-        ``tokens``, ``labels``, ``input_pos``: int64 [1, s], s the number of tokens; ``input_pos`` restarts at 0 in
-        every document. ``documents``: :class:`~torchtune.data.Documents`.
+        a batch of one row: ``tokens``, ``labels`` and ``input_pos`` are int64 ``[1, s]``, ``s`` is the number of
+        tokens. ``input_pos`` restarts at 0 in every document.
 
     Raises:
-        DataError: an example carries more than tokens and labels (images), or the two differ in length.
+        DataError: an example has more than tokens and labels (images), or the two differ in length.
     """
     documents = [document for example in batch for document in documents_of(example)]
     tokens = [_row(document["tokens"]) for document in documents]
@@ -54,12 +57,35 @@ def collate_documents(batch: Sequence[Example]) -> dict[str, Any]:
         if len(row) != len(label):
             raise DataError(f"An example has {len(row)} tokens but {len(label)} labels.")
     boundaries = Documents.from_lengths([len(row) for row in tokens])
-    return {
-        "tokens": torch.cat(tokens)[None],
-        "labels": torch.cat(labels)[None],
-        "input_pos": boundaries.positions()[None],
-        "documents": boundaries,
-    }
+    return Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
+
+
+def collate_preference(batch: Sequence[Mapping[str, Sequence[int]]]) -> Batch:
+    """Concatenate pairs of answers, padding-free: every answer is a document.
+
+    :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected` turn per-token log-probs into those of the
+    answers of each pair.
+
+    Args:
+        batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``.
+
+    Returns:
+        the batch of :func:`collate_documents`: all chosen answers, then all rejected ones. Entries per document:
+        ``pair``, int64 ``[n]``, the index of the example, and ``is_chosen``, bool ``[n]``.
+
+    Raises:
+        DataError: an example lacks one of the keys, or tokens and labels differ in length.
+    """
+    documents = []
+    for side in _SIDES:
+        for example in batch:
+            if missing := {f"{side}_input_ids", f"{side}_labels"} - example.keys():
+                found = ", ".join(map(str, example)) or "nothing"
+                raise DataError(f"A preference example has no '{min(missing)}', it has {found}.")
+            documents.append({"tokens": example[f"{side}_input_ids"], "labels": example[f"{side}_labels"]})
+    pairs = torch.arange(len(batch)).repeat(2)
+    is_chosen = torch.arange(2 * len(batch)) < len(batch)
+    return replace(collate_documents(documents), per_document={"pair": pairs, "is_chosen": is_chosen})
 
 
 def left_pad_sequence(
@@ -194,9 +220,8 @@ def padded_collate_dpo(
     Returns:
         tokens and labels, int64 [2 * b, s].
     """
-    halves = ("chosen", "rejected")
-    tokens = [_row(example[f"{half}_input_ids"]) for half in halves for example in batch]
-    labels = [_row(example[f"{half}_labels"]) for half in halves for example in batch]
+    tokens = [_row(example[f"{side}_input_ids"]) for side in _SIDES for example in batch]
+    labels = [_row(example[f"{side}_labels"]) for side in _SIDES for example in batch]
     padded = (
         pad_sequence(tokens, batch_first=True, padding_value=padding_idx),
         pad_sequence(labels, batch_first=True, padding_value=ignore_idx),

@@ -45,6 +45,10 @@ class Documents:
         """The same boundaries with ``cu_seqlens`` on ``device``."""
         return Documents(self.lengths, self.cu_seqlens.to(device, non_blocking=non_blocking))
 
+    def pin_memory(self) -> "Documents":
+        """The same boundaries with ``cu_seqlens`` in pinned host memory."""
+        return Documents(self.lengths, self.cu_seqlens.pin_memory())
+
     def positions(self) -> torch.Tensor:
         """int64 [b * s]: position inside its document, from 0, of every token."""
         return torch.cat([torch.arange(length) for length in self.lengths])

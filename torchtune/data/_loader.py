@@ -11,7 +11,7 @@ import torch
 
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 
-Batch = Any
+Collated = Any  # what collate_fn returns
 
 
 class BatchLoader:
@@ -49,7 +49,7 @@ class BatchLoader:
         dataset: Any,
         *,
         batch_size: int,
-        collate_fn: Callable[[list[Any]], Batch],
+        collate_fn: Callable[[list[Any]], Collated],
         shuffle: bool,
         seed: int,
         accumulation_steps: int = 1,
@@ -80,7 +80,7 @@ class BatchLoader:
         self._step = 0
         self._indices = np.empty(0, dtype=np.int64)
         self._shuffled: tuple[int, np.ndarray] | None = None  # (epoch, its order)
-        self._ahead: tuple[tuple[int, int], list[Batch]] | None = None  # ((epoch, step), its micro-batches)
+        self._ahead: tuple[tuple[int, int], list[Collated]] | None = None  # ((epoch, step), its micro-batches)
 
     @property
     def examples_per_step(self) -> int:
@@ -96,7 +96,7 @@ class BatchLoader:
         """Go to the beginning of an epoch."""
         self.epoch, self._step = epoch, 0
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[list[Collated]]:
         """This rank's micro-batches of every remaining step of the epoch."""
         while self._step < len(self):
             batches = self.peek()
@@ -111,7 +111,7 @@ class BatchLoader:
         """Whether the step that was yielded last is the last one of its epoch."""
         return self._step >= len(self)
 
-    def peek(self) -> list[Batch] | None:
+    def peek(self) -> list[Collated] | None:
         """Load the micro-batches that iterating yields next; ``None`` at the end of the epoch.
 
         They are kept until they are yielded. The position does not move: a state taken now still continues with them.
@@ -165,7 +165,7 @@ class BatchLoader:
             mine = np.array_split(chunk, self.world_size)[rank]
             yield (mine, False) if len(mine) else (chunk[:1], True)
 
-    def _collate(self, part: tuple[np.ndarray, bool]) -> Batch:
+    def _collate(self, part: tuple[np.ndarray, bool]) -> Collated:
         indices, blank = part
         examples = [self.dataset[int(index)] for index in indices]
         return self.collate_fn([_without_labels(example) for example in examples] if blank else examples)
