@@ -282,11 +282,10 @@ class ParallelDims:
         """
         if self.non_data_parallel_size == 1:
             return collate_fn
-        rank = self.mesh["cp"].get_local_rank() if self.cp > 1 else 0
 
         def collate(examples: list[Any]) -> Batch:
-            batch = Batch.from_dict(collate_fn(examples))
-            return batch.pad_to_multiple(self.min_seq_len_divisor).split(rank, self.cp)
+            batch = Batch.from_dict(collate_fn(examples)).pad_to_multiple(self.min_seq_len_divisor)
+            return batch.split(self.mesh["cp"].get_local_rank(), self.cp) if self.cp > 1 else batch
 
         return collate
 
