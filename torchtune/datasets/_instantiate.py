@@ -49,8 +49,10 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
     if getattr(collate, "__name__", "") == "left_pad_sequence":
         raise DataError("collate_fn: left_pad_sequence does not make batches for training: use collate_documents.")
-    takes_padding = "padding_idx" in inspect.signature(collate).parameters
-    collate = collate if is_own(collate) else checked_collate(collate)
-    if takes_padding:
+    signature, own = inspect.signature(collate), is_own(collate)
+    if own and signature.return_annotation is Batch:
+        return collate
+    collate = collate if own else checked_collate(collate)
+    if "padding_idx" in signature.parameters:
         collate = partial(collate, padding_idx=getattr(tokenizer, "pad_id", 0))
     return lambda examples: Batch.from_dict(collate(examples))
