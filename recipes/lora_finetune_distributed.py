@@ -18,7 +18,7 @@ import torch
 
 from torchtune import config, datasets, training, utils
 from torchtune.config import Component, HandedOver, Range
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
+from torchtune.data import Batch, BatchLoader
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import (
     apply_conversions,
@@ -253,13 +253,12 @@ class LoRAFinetuneRecipeDistributed:
         )
 
     # twin
-    def compute_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+    def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Loss summed over the labels of one batch, as a scalar."""
-        utils.batch_to_device(batch, self.device)
-        labels = batch.pop("labels")
+        batch = batch.to(self.device, non_blocking=True)
         with self.activations_handling_ctx:
-            hidden = self.model(**batch, output="hidden")
-            total, _ = self.loss_fn.sum_and_count(hidden, labels, self.model.output)
+            hidden = self.model(**batch.model_inputs(), output="hidden")
+            total, _ = self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output)
             return total
 
     # twin
@@ -331,7 +330,7 @@ class LoRAFinetuneRecipeDistributed:
         self.model.eval()
         total, num_labels = 0.0, 0
         for (batch,) in self.loader_val:
-            num_labels += int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum())
+            num_labels += batch.num_labels
             total += self.compute_loss(batch).item()
         self.model.train()
         total, num_labels = self.dims.sum(total, num_labels)

@@ -54,13 +54,13 @@ def injected(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Bug) -
         raise NotInjected(f"nobody called {name}")
 
 
-LABELS_OF_BATCH = 'int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum())'
+LABELS_OF_BATCH = "batch.num_labels"
 
 # In the text of every recipe: (what stands there, the bug, the check, the promise that it breaks).
 IN_TEXT: dict[str, tuple[str, str, Callable[..., None], str]] = {
     "loss averaged per micro-batch": (
         "self.compute_loss(batch) / max(num_labels, 1)",
-        f"self.compute_loss(dict(batch)) / {LABELS_OF_BATCH} / len(batches)",
+        f"self.compute_loss(batch) / {LABELS_OF_BATCH} / len(batches)",
         checks.accumulation_changes_nothing,
         "the loss of step 1 is the same",
     ),
@@ -90,7 +90,7 @@ IN_TEXT: dict[str, tuple[str, str, Callable[..., None], str]] = {
     ),
     "validation loss averaged over batches": (
         "total += self.compute_loss(batch).item()\n",
-        f"total += self.compute_loss(dict(batch)).item() / {LABELS_OF_BATCH} * 6\n",
+        f"total += self.compute_loss(batch).item() / {LABELS_OF_BATCH} * 6\n",
         checks.validation_is_the_mean_over_labels,
         "the validation loss is the mean over all labels",
     ),

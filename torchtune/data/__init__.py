@@ -1,8 +1,10 @@
 """Messages, prompt templates, masks and collation: text in, token rows out."""
 
+from torchtune.data._batch import Batch
 from torchtune.data._chat_to_messages import OpenAIToMessages, ShareGPTToMessages
 from torchtune.data._collate import (
     collate_documents,
+    collate_preference,
     left_pad_sequence,
     padded_collate,
     padded_collate_dpo,
@@ -40,6 +42,7 @@ from torchtune.data._truncate import truncate
 __all__ = [
     "CROSS_ENTROPY_IGNORE_IDX",
     "AlpacaToMessages",
+    "Batch",
     "BatchLoader",
     "ChatMLTemplate",
     "ChosenRejectedToMessages",
@@ -60,6 +63,7 @@ __all__ = [
     "Transform",
     "as_messages",
     "collate_documents",
+    "collate_preference",
     "format_content_with_images",
     "left_pad_sequence",
     "load_image",

@@ -1,4 +1,4 @@
-"""Images among the text of a turn."""
+"""Images in the content of a turn."""
 
 import io
 from pathlib import Path
@@ -51,18 +51,18 @@ def padded_collate_tiled_images_and_mask(batch: list[dict[str, Any]], *args: Any
 
 
 def format_content_with_images(content: str, *, image_tag: str, images: list[Any]) -> list[dict[str, Any]]:
-    """Put images where their tag stands in a text.
+    """Replace the image tags of a text by images.
 
     Args:
         content: text with one ``image_tag`` per image.
-        image_tag: what stands for an image.
+        image_tag: placeholder of an image.
         images: the images, in order.
 
     Returns:
         content items, ``{"type": "text" | "image", "content": ...}``.
 
     Raises:
-        DataError: another number of tags than of images.
+        DataError: the number of tags is not the number of images.
     """
     texts = content.split(image_tag)
     if len(texts) - 1 != len(images):

@@ -3,19 +3,18 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Documents
+from torchtune.data import Batch
 from torchtune.training._distributed import get_distributed_backend, is_distributed, join_process_group
 from torchtune.utils import UserError, flatten_mesh
 
-Collate = Callable[[list[Any]], dict[str, Any]]
+Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 # Setting of each dimension, in the order of the mesh; ranks that differ in the last one are neighbours.
 _SETTINGS = {
@@ -182,7 +181,7 @@ class ParallelDims:
 
     @property
     def min_seq_len_divisor(self) -> int:
-        """What the length of a batch is padded to a multiple of."""
+        """The sequence length of a batch is padded to a multiple of it."""
         return self.cp * self.tp
 
     @property
@@ -287,43 +286,20 @@ class ParallelDims:
             dist.destroy_process_group()
 
     def collate(self, collate_fn: Collate) -> Collate:
-        """``collate_fn``, and then this process's part of every sequence.
+        """Wrap ``collate_fn`` so that it returns this rank's part of every batch.
 
-        Rows are padded to a multiple of ``cp * tp``, in documents by one more without labels. With ``cp`` each rank
-        keeps a part of tokens, labels and positions; ``documents`` stay those of the whole.
+        Sequences are padded to a multiple of :attr:`min_seq_len_divisor` and split over the context-parallel ranks:
+        see :meth:`Batch.pad_to_multiple <torchtune.data.Batch.pad_to_multiple>` and
+        :meth:`Batch.split <torchtune.data.Batch.split>`.
         """
         if self.non_data_parallel_size == 1:
             return collate_fn
 
-        def collate(examples: list[Any]) -> dict[str, Any]:
-            batch = self._padded(collate_fn(examples))
-            if self.cp > 1:
-                rank = self.mesh["cp"].get_local_rank()
-                for key in ("tokens", "labels", "input_pos"):
-                    batch[key] = batch[key].chunk(self.cp, dim=1)[rank].contiguous()
-            return batch
+        def collate(examples: list[Any]) -> Batch:
+            batch = Batch.from_dict(collate_fn(examples)).pad_to_multiple(self.min_seq_len_divisor)
+            return batch.split(self.mesh["cp"].get_local_rank(), self.cp) if self.cp > 1 else batch
 
         return collate
-
-    def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
-        unknown = batch.keys() - {"tokens", "labels", "input_pos", "documents"}
-        if unknown:
-            raise ParallelDimsError(
-                f"collate_fn: it is not known how to split '{min(unknown)}' over processes: use "
-                "torchtune.data.collate_documents with tensor_parallel_dim or context_parallel_dim."
-            )
-        rows, length = batch["tokens"].shape
-        documents = batch.get("documents")
-        if "input_pos" not in batch:
-            positions = torch.arange(length) if documents is None else documents.positions().view(rows, length)
-            batch["input_pos"] = positions.expand(rows, length)
-        missing = -length % self.min_seq_len_divisor
-        if missing:
-            for key, value in (("tokens", 0), ("labels", CROSS_ENTROPY_IGNORE_IDX), ("input_pos", 0)):
-                batch[key] = F.pad(batch[key], (0, missing), value=value)
-            if documents is not None:
-                batch["documents"] = Documents.from_lengths([*documents.lengths, missing])
-        return batch
 
 
 def _plain(number: "float | torch.Tensor") -> Any:
