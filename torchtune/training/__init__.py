@@ -43,6 +43,8 @@ __getattr__, __dir__, __all__ = attach(
         "ParallelDims": "_parallel_dims",
         "ProgressBar": "_progress",
         "RNGState": "_rng",
+        "RecipeSettings": "_recipe_settings",
+        "RecipeSettingsError": "_recipe_settings",
         "RunControl": "_run_control",
         "RunReport": "_run_report",
         "SkippedStepsError": "_step_guard",
