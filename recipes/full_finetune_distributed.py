@@ -20,11 +20,7 @@ from torchtune import config, datasets, training, utils
 from torchtune.config import Component, HandedOver, Range
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
 from torchtune.modules import TransformerSelfAttentionLayer
-from torchtune.modules.conversion import (
-    apply_conversions,
-    run_post_optimizer_hooks,
-    run_pre_optimizer_hooks,
-)
+from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import setup_loss
 
 
@@ -32,11 +28,13 @@ from torchtune.modules.loss import setup_loss
 class Settings:
     """Settings of full fine-tuning on several devices."""
 
-    # Where checkpoints, logs and the resolved config are written.
-    output_dir: str
-
+    # twin of weights: model
     # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b.
     model: Component
+
+    # twin of training: inputs
+    # Where checkpoints, logs and the resolved config are written.
+    output_dir: str
     # Conversions of the described model, applied in order before any weight exists.
     model_converters: list[Component] = field(default_factory=list)
     # Tokenizer of the model, with its prompt layout.
@@ -46,6 +44,7 @@ class Settings:
     # Continue from the newest complete checkpoint of output_dir.
     resume_from_checkpoint: bool = False
 
+    # twin of training: data
     # Training data; several datasets are concatenated.
     dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
     # Data on which the loss is measured every run_val_every_n_steps.
@@ -61,6 +60,7 @@ class Settings:
     # Examples per batch of validation; null means batch_size.
     batch_size_val: Annotated[int | None, Range(min=1)] = None
 
+    # twin of training: steps
     # Passes over the training data.
     epochs: Annotated[int, Range(min=1)] = 1
     # Cut every epoch after so many optimizer steps.
@@ -97,8 +97,7 @@ class Settings:
     # Skip steps whose loss is so many standard deviations above those before; null takes them all.
     loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
 
-    # Device to run on: cuda, cpu, mps …; null picks the best one.
-    device: str | None = None
+    # twin of distributed: mesh
     # Copies of the model that see different examples.
     data_parallel_replicate_dim: Annotated[int, Range(min=1)] = 1
     # Shards of a copy, which see different examples too; -1 takes all processes that are left.
@@ -115,6 +114,10 @@ class Settings:
     fsdp_reshard_after_forward: bool = True
     # Modules to shard by themselves, besides the layers, for example [tok_embeddings, output].
     custom_sharded_layers: list[str] | None = None
+
+    # twin of training: runtime
+    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    device: str | None = None
     # Type of weights and activations.
     dtype: Literal["bf16", "fp32"] = "bf16"
     # Recompute activations in the backward pass to save memory.
@@ -127,7 +130,6 @@ class Settings:
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-
     # Where metrics go.
     metric_logger: Component
     # Log metrics every so many steps.
@@ -173,6 +175,7 @@ class FullFinetuneRecipeDistributed:
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
 
+    # twin of training
     def setup(self, cfg: Settings) -> None:
         """Build everything that training needs; nothing is trained or written yet."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
@@ -233,6 +236,7 @@ class FullFinetuneRecipeDistributed:
             training.compile_model(model)
         return model
 
+    # twin of distributed
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """This process's part of the batches of a dataset, whose order depends on the seed and the epoch alone."""
         return BatchLoader(
@@ -247,7 +251,7 @@ class FullFinetuneRecipeDistributed:
             world_size=self.dims.data_size,
         )
 
-    # twin
+    # twin of training
     def compute_loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """Loss summed over the labels of one batch, as a scalar."""
         utils.batch_to_device(batch, self.device)
@@ -257,7 +261,7 @@ class FullFinetuneRecipeDistributed:
             total, _ = self.loss_fn.sum_and_count(hidden, labels, self.model.output)
             return total
 
-    # twin
+    # twin of training
     def train(self) -> int:
         """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
         cfg = self.cfg
@@ -319,7 +323,7 @@ class FullFinetuneRecipeDistributed:
         self.checkpointer.close()
         return control.finish(self.global_step, self.total_steps)
 
-    # twin
+    # twin of training
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss per label over the validation data."""
@@ -332,7 +336,7 @@ class FullFinetuneRecipeDistributed:
         total, num_labels = self.dims.sum(total, num_labels)
         return total / max(num_labels, 1)
 
-    # twin
+    # twin of training
     def training_state(self) -> dict[str, Any]:
         """Everything besides the weights that decides the next step."""
         state = {
@@ -346,14 +350,16 @@ class FullFinetuneRecipeDistributed:
             state["lr_scheduler"] = self.lr_scheduler
         return state
 
+    # twin of weights
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
         """Write a model that others load and, unless training is over, what is needed to go on from here."""
         state = self.training_state() if self.global_step < self.total_steps else None
         behind = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(name, self.model, state=state, cfg=self.cfg, async_save=behind, optional=optional)
 
+    # twin of training
     def cleanup(self) -> None:
-        """Close what was opened, and leave the other processes."""
+        """Close what was opened, and leave the process group."""
         try:
             self.checkpointer.close()
         finally:

@@ -213,7 +213,7 @@ def _missing(settings: Any, group: type, name: str) -> str:
     shipped = {name for recipe in get_all_recipes() for name in settings_of_recipe(recipe)}
     own = [item.name for item in dataclasses.fields(cls) if item.name not in shipped]
     near = difflib.get_close_matches(name, own, n=1, cutoff=0.0)
-    renamed = f"'{near[0]}' looks like its new name: rename it back, or " if near else ""
+    renamed = f"if '{near[0]}' is its new name, rename it back, or " if near else ""
     return (
         f"{_place(cls, near[0] if near else None)}: Settings has no '{name}', which the library reads with the other "
         f"settings of {group.__name__}: {renamed}add a property of that name, or, where the recipe does without, "

@@ -71,7 +71,7 @@ def test_a_renamed_setting_is_named_with_file_and_line(
     assert f"'{old}: ClassVar[" in line
     where = next(i for i, text in enumerate(recipe.read_text().splitlines(), 1) if text.startswith(f"    {new}:"))
     assert line.startswith(f"error: {recipe}:{where}: ")
-    assert f"'{new}' looks like its new name" in line
+    assert f"if '{new}' is its new name" in line
     assert "Traceback" not in said
 
 
