@@ -11,7 +11,7 @@ from recipe_table import recipes_in
 
 from torchtune._cli._target import recipe_named_by
 from torchtune.config import load_and_check
-from torchtune.training._plan import MemoryEstimate, memory_by_processes
+from torchtune.training.plan._plan import MemoryEstimate, memory_by_processes
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"

@@ -24,7 +24,8 @@ def table(path: Path = TABLE) -> dict[str, Any]:
 
 def recipe_files(folder: Path = RECIPES) -> dict[str, Path]:
     """Every recipe file by the name of its recipe; files in subfolders are ``folder/name``."""
-    found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    paths = (path for path in sorted(folder.rglob("*.py")) if path.name != "__init__.py")
+    found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in paths}
     return {
         name: path for name, path in found.items() if path.name != "__init__.py" and not name.startswith("configs/")
     }
@@ -62,7 +63,8 @@ def groups(folder: Path = RECIPES) -> dict[str, list[str]]:
 
 
 def recipes_in(*wanted: str, folder: Path = RECIPES) -> list[str]:
-    """Names of the recipes that belong to all of these groups, in the order of the table."""
-    if unknown := set(wanted) - set(table(folder / "features.yaml")["groups"]):
+    """Names of the recipes that belong to all of these groups, in the order of the table; :func:`groups` checks it."""
+    content = table(folder / "features.yaml")
+    if unknown := set(wanted) - set(content["groups"]):
         raise RecipeTableError(f"recipes/features.yaml describes no group {', '.join(sorted(unknown))}.")
-    return [name for name, found in groups(folder).items() if set(wanted) <= set(found)]
+    return [name for name, found in content["recipes"].items() if set(wanted) <= set(found)]

@@ -1,8 +1,8 @@
 """Copy shared methods and blocks of settings between recipes (``make sync``).
 
 A method under ``# twin of GROUP``, and a paragraph of settings under ``# twin of GROUP: NAME``, has the same text in
-every recipe of the group that has it. It is written in the first of them in the order of ``recipes/features.yaml``: edit
-it there. ``recipes/features.yaml`` also says which recipes a group consists of.
+every recipe of the group that has it. It is written in the first of them in the order of ``recipes/features.yaml``:
+edit it there. ``recipes/features.yaml`` also says which recipes a group consists of.
 """
 
 import re
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from recipe_table import RECIPES, RecipeTableError, groups, recipe_files
 
-METHOD = r"    # twin of (?P<group>\w+)\n(?:    @[^\n]*\n)*    def (?P<name>\w+)\((?:.|\n)*?(?=\n\n    (?:#|@|def)|\n\n\n|\Z)"
-BLOCK = r"    # twin of (?P<group>\w+): (?P<name>\w+)\n(?:[^\n]+\n)+?(?=\n)"
+HEAD = r"    # twin of (?P<group>\w+)"
+METHOD = HEAD + r"\n(?:    @[^\n]*\n)*    def (?P<name>\w+)\((?:.|\n)*?(?=\n\n    (?:#|@|def)|\n\n\n|\Z)"
+BLOCK = HEAD + r": (?P<name>\w+)\n(?:[^\n]+\n)+?(?=\n)"
 TWIN = {"method": re.compile(METHOD), "settings": re.compile(BLOCK)}
 
 

@@ -107,6 +107,10 @@ def test_every_setting_says_what_it_does(path: Path) -> None:
     assert not silent, f"settings of {path.name} without a comment: {silent}"
 
 
+def test_every_recipe_is_declared() -> None:
+    assert set(groups()) == set(FILES)
+
+
 @pytest.mark.parametrize("group", table()["groups"])
 def test_twins_are_equal_to_the_letter_within_their_group(group: str) -> None:
     known: dict[tuple[str, str], tuple[str, str]] = {}
@@ -117,15 +121,16 @@ def test_twins_are_equal_to_the_letter_within_their_group(group: str) -> None:
             assert found[key] == expected, f"{key[1]} differs between {first} and {name}: run make sync"
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
-def test_a_recipe_marks_twins_of_its_own_groups_and_forgets_none(path: Path) -> None:
-    (name,) = [name for name in FILES if FILES[name] == path]
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_marks_twins_of_its_own_groups_and_forgets_none(name: str) -> None:
+    path, declared = FILES[name], table()["recipes"]
+    own = declared.get(name, [])
     for group, twin in {**twins(path), **blocks(path)}:
-        assert group in groups()[name], f"{path.name}: '{twin}' is a twin of {group}, and {name} is not in that group"
-    for other in (other for other in FILES if set(groups()[other]) & set(groups()[name])):
+        assert group in own, f"{path.name}: '{twin}' is a twin of {group}, and {name} is not in that group"
+    for other in (other for other in FILES if set(declared.get(other, [])) & set(own)):
         for (group, twin), text in twins(FILES[other]).items():
             node = methods(path).get(twin)
-            if group in groups()[name] and node is not None and source(path, node) == text:
+            if group in own and node is not None and source(path, node) == text:
                 assert marked(path, node) == group, f"{path.name}:{node.lineno}: mark {twin} '# twin of {group}'"
 
 

@@ -20,8 +20,8 @@ def dry_run(settings: Any, processes: int) -> None:
     """
     from torchtune.config._secrets import hide
     from torchtune.training import RunError, plan_data, plan_run
-    from torchtune.training._check_run import find_problems
     from torchtune.training._recipe_settings import DataSettings, RecipeSettings
+    from torchtune.training.plan._check_run import find_problems
 
     settings = RecipeSettings.of(settings)
     problems = find_problems(settings, processes, tokenizer=True)

@@ -14,8 +14,8 @@ from torchtune import training
 from torchtune._cli import tune
 from torchtune.config import load_and_check
 from torchtune.training import RecipeSettings, RecipeSettingsError, RunReport, check_run, plan_run, watch_run
-from torchtune.training._check_run import find_problems
 from torchtune.training._recipe_settings import GROUPS, MeshSettings
+from torchtune.training.plan._check_run import find_problems
 
 SINGLE, DISTRIBUTED = "full_finetune_single_device", "full_finetune_distributed"
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 
 from torchtune.data import BatchLoader
-from torchtune.training._parallel_dims import ParallelDims
 from torchtune.training._recipe_settings import RecipeSettings, RecipeSettingsError
-from torchtune.training._step_guard import StepGuard
 from torchtune.training.checkpointing._adapter import ADAPTER_FILE
 from torchtune.training.checkpointing._directories import complete_directories
+from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.supervise._step_guard import StepGuard
 from torchtune.utils import get_logger, log_rank_zero
 
 _WIDTH = 12  # of the column of names

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.training._parallel_dims import ParallelDims, ParallelDimsError
+from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.utils import get_logger, log_rank_zero
 
 ShardCondition = Callable[[str, nn.Module], bool]
