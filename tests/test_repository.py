@@ -35,7 +35,8 @@ ROOM_BUDGET = {
     # 600 of it see to it that no file has two writers and that no damage goes unnoticed: parts travel to the one that
     # writes, state is read from the files of any number of ranks, and whatever is wrong with a file is one sentence.
     # 600 are what recipes copied from earlier releases call (compat/, quantization.py): half of it docstrings.
-    "torchtune/training": 11600,
+    # What is read of a recipe's settings has its names, types and defaults in one place: 200 lines.
+    "torchtune/training": 11800,
     # Of these a third is docstrings and blank lines: what is left over 1,200 is what messages cost that name the file,
     # the line, the reason and the nearest right name, and that follow **kwargs to the function that takes them.
     # Another quarter is what a config from anywhere costs: sizes counted before anything recurses, references resolved

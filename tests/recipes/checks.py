@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.recipes.runs import Run, start
+from tests.recipes.runs import ADAPTERS, Run, start
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 # One step of plain SGD at rate 1 leaves the gradient in the weights.
@@ -118,7 +118,7 @@ def resume_equals_uninterrupted(name: str, folder: Path, **run: Any) -> None:
     """Stopped after any save and resumed, the rest of the run is the same, bit for bit."""
     settings = {"save_every_n_steps": 1, "checkpointer__keep_last_n_checkpoints": 20}
     settings |= {"epochs": 2, "gradient_accumulation_steps": 2, **run}
-    if name.startswith("lora"):
+    if name in ADAPTERS:
         converter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.2}
         settings["model_converters"] = [converter]
     whole = start(name, folder, **settings)
@@ -207,7 +207,7 @@ def validation_is_the_mean_over_labels(name: str, folder: Path, **run: Any) -> N
 def validation_leaves_training_alone(name: str, folder: Path, **run: Any) -> None:
     """A run that validates logs the losses of one that does not, dropout included."""
     converter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.3}
-    settings = {"max_steps_per_epoch": 4, "model_converters": [converter] if name.startswith("lora") else [], **run}
+    settings = {"max_steps_per_epoch": 4, "model_converters": [converter] if name in ADAPTERS else [], **run}
     plain = start(name, folder, **settings)
     data = plain.recipe.cfg.dataset
     validating = start(name, folder, **settings, dataset_val=dict(data), run_val_every_n_steps=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes import checks
-from tests.recipes.runs import TRAINING, read_log, start
+from tests.recipes.runs import TRAINING, WEIGHTS, read_log, start
 from torchtune.utils import UserError
 
 
@@ -50,7 +50,7 @@ def test_loss_equals_transformers(name: str, tmp_path: Path) -> None:
     checks.loss_equals_transformers(name, tmp_path)
 
 
-@pytest.mark.parametrize("name", [n for n in TRAINING if n.startswith("full")], indirect=True)
+@pytest.mark.parametrize("name", WEIGHTS, indirect=True)
 def test_losses_follow_plain_torch(name: str, tmp_path: Path) -> None:
     checks.losses_follow_plain_torch(name, tmp_path)
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.recipes import checks
 from tests.recipes import losses_in_silence as silence
-from tests.recipes.runs import TRAINING, NotInjected
+from tests.recipes.runs import ADAPTERS, TRAINING, WEIGHTS, NotInjected
 from torchtune import training
 from torchtune.data import BatchLoader, Documents
 from torchtune.generation import sample
@@ -105,14 +105,14 @@ def test_in_the_text_of_a_recipe(name: str, bug: str, tmp_path: Path) -> None:
         check(name, tmp_path, changes={text: wrong})
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINING if name.startswith("lora")])
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_dropout_left_off_after_validation(name: str, tmp_path: Path) -> None:
     bug = {"        self.model.train()\n        total, num_labels": "        total, num_labels"}
     with caught("validation changes no loss"):
         checks.validation_leaves_training_alone(name, tmp_path, changes=bug)
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINING if name.startswith("full")])
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_gradients_of_all_steps_added_up(name: str, tmp_path: Path) -> None:
     bug = {"                self.optimizer.zero_grad(set_to_none=True)\n": ""}
     with caught("the norm of step 2 is that of plain torch"):
@@ -299,8 +299,8 @@ def test_the_harness_is_not_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     nowhere = {"text that no recipe has": ""}
     with pytest.raises(NotInjected, match="stands 0 times"), caught("a promise"):
         checks.training_learns(FULL, tmp_path, changes=nowhere)
-    with pytest.raises(NotInjected, match="stands 5 times"), caught("a promise"):
-        checks.training_learns(FULL, tmp_path, changes={"# twin": ""})
+    with pytest.raises(NotInjected, match="stands 6 times"), caught("a promise"):
+        checks.training_learns(FULL, tmp_path, changes={"# twin of training\n": ""})
     with (
         pytest.raises(NotInjected, match="nobody called end_of_turn_is_trained"),
         injected(monkeypatch, checks, "end_of_turn_is_trained", end_token_unlabelled),

@@ -65,6 +65,8 @@ __getattr__, __dir__, __all__ = attach(
         "StopSignal": "supervise._signals",
         "Throughput": "measure._throughput",
         "Watchdog": "supervise._watchdog",
+        "RecipeSettings": "_recipe_settings",
+        "RecipeSettingsError": "_recipe_settings",
         "VALID_BACKENDS_FOR_MEMORY_STATS": "memory",
         "apply_selective_activation_checkpointing": "activations",
         "RunError": "plan._check_run",

@@ -13,6 +13,7 @@ from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._instantiate import instantiate_collate
 from torchtune.datasets._preview import NotRead, preview
 from torchtune.training._distributed import is_distributed, is_restart
+from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training._vocabulary import fit_vocabulary
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.parallel._parallelize import check_split
@@ -41,11 +42,12 @@ def check_run(cfg: Any, processes: int | None = None) -> None:
     in the checkpoint, data files, and the packages of optimizer and logger. Nothing is loaded or written.
 
     Args:
-        cfg: settings of a recipe; only those that it has are looked at.
+        cfg: settings of a recipe; ``RecipeSettings`` has the names that are read.
         processes: of the run; by default as many as torchrun has started.
 
     Raises:
         RunError: with all reasons why not.
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
     """
     if processes is None:
         processes = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
@@ -54,15 +56,15 @@ def check_run(cfg: Any, processes: int | None = None) -> None:
         raise RunError(problems)
 
 
-def find_problems(cfg: Any, processes: int = 1, *, tokenizer: bool = False) -> list[str]:
+def find_problems(settings: Any, processes: int = 1, *, tokenizer: bool = False) -> list[str]:
     """What keeps a run from starting, a sentence each.
 
     Args:
-        cfg: see :func:`check_run`.
+        settings: see :func:`check_run`.
         processes: of the run.
         tokenizer: build the tokenizer as well, and compare it with the embedding.
     """
-    problems: list[str] = []
+    cfg, problems = RecipeSettings.of(settings), []
 
     def attempt(check: Callable[[], Any]) -> Any:
         """What ``check`` returns; None, and a problem noted, if it raises an error that a user can mend."""
@@ -74,14 +76,14 @@ def find_problems(cfg: Any, processes: int = 1, *, tokenizer: bool = False) -> l
         return None
 
     def has(*names: str) -> bool:
-        return all(getattr(cfg, name, None) is not None for name in names)
+        return all(name in cfg.declared and getattr(cfg, name) is not None for name in names)
 
-    device = attempt(lambda: find_device(cfg.device)) if hasattr(cfg, "device") else None
+    device = attempt(lambda: find_device(cfg.device)) if "device" in cfg.declared else None
     if device is not None and has("dtype"):
         attempt(lambda: get_dtype(cfg.dtype, device=device))
     checkpointer = attempt(lambda: config.instantiate(cfg.checkpointer)) if has("checkpointer") else None
     if has("output_dir") and hasattr(checkpointer, "check_output_dir"):
-        resume = getattr(cfg, "resume_from_checkpoint", False) or is_restart()
+        resume = cfg.resume_from_checkpoint or is_restart()
         attempt(lambda: checkpointer.check_output_dir(resume=resume))
     dims = attempt(lambda: arrange(cfg, processes))
     model = attempt(lambda: build_on_meta(cfg)[0]) if has("model") else None
@@ -90,7 +92,7 @@ def find_problems(cfg: Any, processes: int = 1, *, tokenizer: bool = False) -> l
     if model is not None and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model))
     built = attempt(lambda: config.instantiate(cfg.tokenizer)) if tokenizer and has("tokenizer") else None
-    if built is not None and model is not None and not getattr(cfg, "resize_token_embeddings", False):
+    if built is not None and model is not None and not cfg.resize_token_embeddings:
         attempt(lambda: fit_vocabulary(model, built))
     if has("optimizer"):
         attempt(lambda: optimizer_bytes_per_element(cfg.optimizer, torch.float32, "param_dtype"))
@@ -105,9 +107,9 @@ def find_problems(cfg: Any, processes: int = 1, *, tokenizer: bool = False) -> l
     return problems
 
 
-def _plan(cfg: Any) -> Callable[[torch.nn.Module], Any] | None:
-    """A tensor-parallel plan of the user's."""
-    node = getattr(cfg, "tensor_parallel_plan", None)
+def _plan(cfg: RecipeSettings) -> Callable[[torch.nn.Module], Any] | None:
+    """The tensor-parallel plan of the config, if it has one."""
+    node = cfg.tensor_parallel_plan
     return None if node is None else lambda model: config.instantiate(node, model)
 
 

@@ -3,16 +3,21 @@
 from collections.abc import Iterator
 from typing import Any
 
+from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.utils import UserError
 from torchtune.utils._device import parse_device
 
 
-def check_settings(cfg: Any) -> Iterator[tuple[str, str]]:
+def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
     """Yield (setting, what is wrong and what to do) for settings that do not go together.
 
     Args:
-        cfg: settings of a training recipe; see any recipe's ``Settings`` for the names.
+        settings: of a training recipe; see any recipe's ``Settings`` for the names.
+
+    Raises:
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
     """
+    cfg = RecipeSettings.of(settings)
     if cfg.optimizer_in_bwd and cfg.clip_grad_norm is not None:
         yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
     if cfg.optimizer_in_bwd and cfg.gradient_accumulation_steps > 1:

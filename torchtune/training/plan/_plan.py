@@ -12,19 +12,21 @@ The estimate, in bytes, for a run on one device (numel: elements; T = batch_size
   Times the layers without activation checkpointing; with it, ``d`` by layer and one layer whole.
 - loss: a chunk of float32 logits and their gradient.
 
-On several processes each holds its share: weights, gradients and optimizer state are divided by the shards of data
-and of sequences and by the parts of a layer, activations and logits by the parts of a sequence and of a layer. What is
-gathered at a time comes on top: two layers, the embeddings and the output, divided by the parts of a layer.
+With several processes, weights, gradients and optimizer state are divided by the data-parallel shards, the context
+parallel and the tensor parallel size; activations and logits by the context and tensor parallel sizes. The parameters
+of an all-gather come on top: two layers, the embeddings and the output, divided by the tensor parallel size.
 
-Attention scores, the allocator's slack and the framework itself (some hundred MiB) come on top.
+Attention scores, the slack of the allocator and the CUDA context (some hundred MiB) come on top.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
 from torchtune.training.optim._prepare_optimizer import prepare_optimizer
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
@@ -151,9 +153,19 @@ def _gathered_bytes(model: torch.nn.Module) -> int:
     return sum(map(_num_bytes, model.parameters())) - sum(layers) + sum(layers[:2])
 
 
-def arrange(settings: Any, processes: int) -> ParallelDims:
-    """How a recipe arranges its processes. Raises ``ParallelDimsError`` if it cannot."""
-    if not hasattr(settings, "data_parallel_shard_dim"):
+def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
+    """How a recipe arranges its processes.
+
+    Raises:
+        ParallelDimsError: the sizes do not fit the number of processes.
+        RecipeSettingsError: there are several processes, and the settings of a dataclass say nothing about them.
+    """
+    if not settings.has(MeshSettings):
+        if processes > 1 and dataclasses.is_dataclass(settings.source):
+            raise RecipeSettingsError(
+                f"the recipe runs on one device, but there are {processes} processes: start one, or declare "
+                f"{', '.join(item.name for item in dataclasses.fields(MeshSettings))} in its Settings."
+            )
         return ParallelDims()
     return ParallelDims(
         dp_replicate=settings.data_parallel_replicate_dim,
@@ -164,16 +176,14 @@ def arrange(settings: Any, processes: int) -> ParallelDims:
     )
 
 
-def _place(settings: Any) -> str:
-    offload = getattr(settings, "fsdp_cpu_offload", False)
-    return " (weights, gradients and optimizer in host memory)" if offload else ""
+def _place(settings: RecipeSettings) -> str:
+    return " (weights, gradients and optimizer in host memory)" if settings.fsdp_cpu_offload else ""
 
 
-def _row_length(settings: Any, model: torch.nn.Module) -> tuple[int, str]:
+def _row_length(settings: RecipeSettings, model: torch.nn.Module) -> tuple[int, str]:
     """(tokens of the longest row, what to say about it)."""
-    stated = settings.tokenizer.get("max_seq_len")
-    if stated:
-        return stated, "at most"
+    if settings.max_seq_len:
+        return settings.max_seq_len, "at most"
     longest = min(_ASSUMED_LENGTH, getattr(model, "max_seq_len", None) or _ASSUMED_LENGTH)
     return longest, "(tokenizer.max_seq_len is not set, so this is a guess)"
 
@@ -182,46 +192,44 @@ def _show(number_of_bytes: float) -> str:
     return f"{number_of_bytes / 2**30:8.2f} GiB"
 
 
-def build_on_meta(settings: Any) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
-    """(model on the meta device, type of its weights, what was converted)."""
+def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
+    """(model on the meta device, dtype of its weights, reports of the conversions)."""
     from torchtune import config
     from torchtune.modules.conversion import apply_conversions
 
-    dtype = PRECISION_STR_TO_DTYPE[getattr(settings, "dtype", None) or "fp32"]
+    dtype = PRECISION_STR_TO_DTYPE[settings.dtype]
     with set_default_dtype(dtype), torch.device("meta"):
         model = config.instantiate(settings.model)
-        converters = getattr(settings, "model_converters", None) or []
-        return model, dtype, apply_conversions(model, [config.instantiate(node) for node in converters])
+        return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
 
 
-def _estimate(settings: Any, model: torch.nn.Module, state_bytes: float) -> MemoryEstimate:
-    """What a run would need on one process."""
-    loss = getattr(settings, "loss", None)
+def _estimate(settings: RecipeSettings, model: torch.nn.Module, state_bytes: float) -> MemoryEstimate:
+    """Memory of a run on one process."""
     return estimate_memory(
         model,
         num_tokens=settings.batch_size * _row_length(settings, model)[0],
         state_bytes=state_bytes,
-        checkpointing=getattr(settings, "enable_activation_checkpointing", False),
-        in_backward=getattr(settings, "optimizer_in_bwd", False),
-        num_output_chunks=(loss.get("num_output_chunks") if loss is not None else None) or 8,
+        checkpointing=settings.enable_activation_checkpointing,
+        in_backward=settings.optimizer_in_bwd,
+        num_output_chunks=(settings.loss.get("num_output_chunks") if settings.loss is not None else None) or 8,
     )
 
 
 def memory_by_processes(settings: Any, counts: Sequence[int]) -> dict[int, MemoryEstimate]:
-    """What each process of a training run needs, if there are so many of them; counts that cannot be are left out.
+    """Memory of each process of a training run, by number of processes; the mesh leaves out those that do not fit it.
 
     Args:
         settings: see :func:`plan_run`.
         counts: numbers of processes.
     """
+    settings = RecipeSettings.of(settings)
     model, dtype, _ = build_on_meta(settings)
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, settings.optimizer_precision)
     whole, gathered, found = _estimate(settings, model, state_bytes), _gathered_bytes(model), {}
-    offload = getattr(settings, "fsdp_cpu_offload", False)
     for count in counts:
         try:
-            found[count] = whole.share(arrange(settings, count), gathered, offload=offload)
-        except ParallelDimsError:
+            found[count] = whole.share(arrange(settings, count), gathered, offload=settings.fsdp_cpu_offload)
+        except (ParallelDimsError, RecipeSettingsError):
             continue
     return found
 
@@ -230,14 +238,18 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     """Describe a run: parameters, types, mesh and memory by component. Nothing is loaded and no file is opened.
 
     Args:
-        settings: of a recipe. Read where present: ``model``, ``model_converters``, ``tokenizer.max_seq_len``,
-            ``dtype``, ``device``, ``batch_size``, ``optimizer``, ``optimizer_precision``, ``optimizer_in_bwd``,
-            ``enable_activation_checkpointing``, ``loss.num_output_chunks`` and the dimensions of the mesh.
+        settings: of a recipe. ``RecipeSettings`` has the names that are read; a recipe that does not train declares
+            those of the model alone.
         processes: of the run.
 
     Returns:
         Text of about ten lines.
+
+    Raises:
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
+        ParallelDimsError: the mesh does not fit the number of processes.
     """
+    settings = RecipeSettings.of(settings)
     dims = arrange(settings, processes)
     model, dtype, reports = build_on_meta(settings)
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -246,19 +258,18 @@ def plan_run(settings: Any, processes: int = 1) -> str:
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
         f"parameters  {total:,}, of which {trained:,} are trained ({trained / max(total, 1):.2%})",
         *(f"converted   {report}" for report in reports),
-        f"mesh        {dims}, device {getattr(settings, 'device', None) or 'chosen at start'}",
+        f"mesh        {dims}, device {settings.device or 'chosen at start'}",
     ]
-    if getattr(settings, "optimizer", None) is None:
+    if settings.optimizer is None:
         return "\n".join([*lines, f"memory      {_show(sum(map(_num_bytes, model.parameters())))} of weights"])
 
-    precision = getattr(settings, "optimizer_precision", "param_dtype")
+    precision = settings.optimizer_precision
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision)
     batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
-    checkpointing = getattr(settings, "enable_activation_checkpointing", False)
-    offload = getattr(settings, "fsdp_cpu_offload", False)
-    estimate = _estimate(settings, model, state_bytes).share(dims, _gathered_bytes(model), offload=offload)
+    gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
+    estimate = _estimate(settings, model, state_bytes).share(dims, gathered, offload=offload)
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
-    recomputed = "recomputed in the backward pass" if checkpointing else "all kept"
+    recomputed = "recomputed in the backward pass" if settings.enable_activation_checkpointing else "all kept"
     return "\n".join(
         [
             *lines,

@@ -10,6 +10,7 @@ from torchtune import config
 from torchtune.data import BatchLoader
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._preview import NotRead, preview
+from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.plan._plan import arrange
 from torchtune.training.supervise._run_report import count_steps, count_tokens, global_batch
 
@@ -23,11 +24,11 @@ def nodes_of(dataset: Any) -> Sequence[Any]:
     return dataset if several else [dataset]
 
 
-def plan_data(cfg: Any, processes: int = 1, sample: int = SAMPLE) -> list[tuple[str, str]]:
+def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[tuple[str, str]]:
     """Count rows, tokens and steps: of all rows where a source has at most ``sample``, else estimated from the first.
 
     Args:
-        cfg: settings of a training recipe.
+        settings: of a training recipe.
         processes: of the run.
         sample: rows to tokenize of every source.
 
@@ -36,7 +37,9 @@ def plan_data(cfg: Any, processes: int = 1, sample: int = SAMPLE) -> list[tuple[
 
     Raises:
         DataError: a row cannot be trained on, or see the datasets.
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
     """
+    cfg = RecipeSettings.of(settings)
     tokenizer = config.instantiate(cfg.tokenizer)
     if cfg.dataset_val is not None:
         _, shown = _measure(cfg.dataset_val, tokenizer, sample)
@@ -78,7 +81,7 @@ def _measure(dataset: Any, tokenizer: Any, sample: int) -> tuple[int | None, str
     )
 
 
-def _steps_per_epoch(cfg: Any, examples: int, data_size: int) -> int:
+def _steps_per_epoch(cfg: RecipeSettings, examples: int, data_size: int) -> int:
     loader = BatchLoader(
         range(examples),
         batch_size=cfg.batch_size,
@@ -92,7 +95,7 @@ def _steps_per_epoch(cfg: Any, examples: int, data_size: int) -> int:
     return len(loader)
 
 
-def _try_schedule(cfg: Any, steps: int) -> None:
+def _try_schedule(cfg: RecipeSettings, steps: int) -> None:
     """Build the schedule, so that it can say what it thinks of the number of steps."""
     probe = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     config.instantiate(cfg.lr_scheduler, probe, num_training_steps=steps, last_epoch=-1)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtune.training._recipe_settings import AdapterSettings, RecipeSettings
 from torchtune.training.memory import get_memory_stats
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.utils import (
@@ -43,7 +44,7 @@ def _kind(error: BaseException) -> str | None:
 
 @contextmanager
 def explain_out_of_memory(
-    cfg: Any, activity: Activity, dims: ParallelDims, *, record_history: bool = False
+    settings: Any, activity: Activity, dims: ParallelDims, *, record_history: bool = False
 ) -> Iterator[None]:
     """Turn an error for lack of memory inside the block into one that says which settings would need less.
 
@@ -51,7 +52,7 @@ def explain_out_of_memory(
     https://pytorch.org/memory_viz.
 
     Args:
-        cfg: settings of the recipe.
+        settings: of the recipe.
         activity: what the process is doing.
         dims: the processes of the run.
         record_history: let the snapshot say where in the code each block came from, which costs a little at every
@@ -59,7 +60,9 @@ def explain_out_of_memory(
 
     Raises:
         OutOfMemoryError: in place of torch's error, of a ``MemoryError``, or of one for host memory.
+        RecipeSettingsError: when the block is entered, a name that the library reads is missing from the settings.
     """
+    cfg = RecipeSettings.of(settings)
     on_cuda = torch.cuda.is_available()
     if record_history and on_cuda:
         record_memory_history(True)
@@ -81,8 +84,8 @@ def explain_out_of_memory(
             record_memory_history(False)
 
 
-def _write_snapshot(cfg: Any, rank: int, activity: Activity) -> Path | None:
-    path = Path(_get(cfg, "output_dir") or ".") / "memory" / f"rank_{rank}_step_{activity.step + 1}.pickle"
+def _write_snapshot(cfg: RecipeSettings, rank: int, activity: Activity) -> Path | None:
+    path = Path(cfg.output_dir or ".") / "memory" / f"rank_{rank}_step_{activity.step + 1}.pickle"
     try:
         with atomic_write(path) as file:
             pickle.dump(memory_snapshot(), file)
@@ -92,7 +95,7 @@ def _write_snapshot(cfg: Any, rank: int, activity: Activity) -> Path | None:
     return path
 
 
-def _sentence(cfg: Any, activity: Activity, dims: ParallelDims, rank: int, kind: str) -> str:
+def _sentence(cfg: RecipeSettings, activity: Activity, dims: ParallelDims, rank: int, kind: str) -> str:
     on_cuda = kind == "device" and torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
     what = f"rank {rank}'s process" if dims.world_size > 1 else "the process"
@@ -116,34 +119,21 @@ def _sentence(cfg: Any, activity: Activity, dims: ParallelDims, rank: int, kind:
     return text + "set " + ", or ".join(advice)
 
 
-def _get(cfg: Any, key: str) -> Any:
-    """A setting, None if there is none; ``tokenizer.max_seq_len`` looks into a section."""
-    for part in key.split("."):
-        cfg = cfg.get(part) if isinstance(cfg, Mapping) or hasattr(cfg, "get") else getattr(cfg, part, None)
-    return cfg
-
-
 def _show(changes: Changes) -> str:
     return " ".join(f"{key}={'null' if value is None else value}" for key, value in changes.items())
 
 
-def _advice(cfg: Any, activity: Activity, dims: ParallelDims, kind: str) -> Iterator[Changes]:
+def _advice(settings: Any, activity: Activity, dims: ParallelDims, kind: str) -> Iterator[Changes]:
     """Changes that need less memory, the cheapest first; only those that the recipe knows and accepts."""
+    cfg = RecipeSettings.of(settings)
     on_cuda = torch.cuda.is_available()
     if kind == "host" and on_cuda:  # what was moved there to make room on the device
-        found = ({key: False} for key in ("fsdp_cpu_offload", "enable_activation_offloading") if _get(cfg, key))
+        found = ({key: False} for key in ("fsdp_cpu_offload", "enable_activation_offloading") if getattr(cfg, key))
     else:
-        found = (*_smaller_steps(cfg, activity), *_smaller_numbers(cfg, on_cuda), *_more_parts(cfg, dims))
+        found = (*_smaller_steps(cfg, activity), *_smaller_numbers(cfg, on_cuda), *_more_shards(cfg, dims))
     for changes in found:
-        if all(_known(cfg, key) for key in changes) and _accepted(cfg, changes):
+        if all(cfg.can_set(key) for key in changes) and _accepted(cfg.source, changes):
             yield changes
-
-
-def _known(cfg: Any, key: str) -> bool:
-    first, _, rest = key.partition(".")
-    if rest:
-        return _get(cfg, first) is not None
-    return first in cfg if isinstance(cfg, Mapping) else hasattr(cfg, first)
 
 
 def _accepted(cfg: Any, changes: Changes) -> bool:
@@ -153,42 +143,41 @@ def _accepted(cfg: Any, changes: Changes) -> bool:
     return not list(dataclasses.replace(cfg, **changes).check())
 
 
-def _smaller_steps(cfg: Any, activity: Activity) -> Iterator[Changes]:
-    """Fewer tokens, or less that is kept of each."""
-    if _get(cfg, "enable_activation_checkpointing") is False:
+def _smaller_steps(cfg: RecipeSettings, activity: Activity) -> Iterator[Changes]:
+    """Fewer tokens, or fewer activations of each."""
+    if not cfg.enable_activation_checkpointing:
         yield {"enable_activation_checkpointing": True}
-    batch, in_backward = _get(cfg, "batch_size") or 1, _get(cfg, "optimizer_in_bwd")
     if activity.phase == "validation":
-        if (_get(cfg, "batch_size_val") or batch) > 1:
+        if (cfg.batch_size_val or cfg.batch_size) > 1:
             yield {"batch_size_val": 1}
-    elif batch > 1 and in_backward:
+    elif cfg.batch_size > 1 and cfg.optimizer_in_bwd:
         yield {"batch_size": 1}
-    elif batch > 1:
-        yield {"batch_size": 1, "gradient_accumulation_steps": batch * (_get(cfg, "gradient_accumulation_steps") or 1)}
-    if in_backward is False and not _known(cfg, "save_adapter_weights_only"):  # gradients of adapters are small
+    elif cfg.batch_size > 1:
+        yield {"batch_size": 1, "gradient_accumulation_steps": cfg.batch_size * cfg.gradient_accumulation_steps}
+    if not cfg.optimizer_in_bwd and not cfg.has(AdapterSettings):  # gradients of adapters are small
         yield {"optimizer_in_bwd": True}
-    longest = _get(cfg, "tokenizer.max_seq_len")
-    if longest is None and batch == 1 and activity.shape:
+    longest = cfg.max_seq_len
+    if longest is None and cfg.batch_size == 1 and activity.shape:
         longest = activity.shape[-1]
     if longest is not None and longest > _SHORTEST:
         yield {"tokenizer.max_seq_len": longest // 2}
 
 
-def _smaller_numbers(cfg: Any, on_cuda: bool) -> Iterator[Changes]:
-    """Fewer bytes for each, or in another place."""
-    if _get(cfg, "dtype") == "fp32":
+def _smaller_numbers(cfg: RecipeSettings, on_cuda: bool) -> Iterator[Changes]:
+    """Fewer bytes for each, or in host memory."""
+    if cfg.dtype == "fp32":
         yield {"dtype": "bf16"}
-    if on_cuda and _get(cfg, "enable_activation_checkpointing") and _get(cfg, "enable_activation_offloading") is False:
+    if on_cuda and cfg.enable_activation_checkpointing and not cfg.enable_activation_offloading:
         yield {"enable_activation_offloading": True}
 
 
-def _more_parts(cfg: Any, dims: ParallelDims) -> Iterator[Changes]:
-    """A smaller share for each process."""
+def _more_shards(cfg: RecipeSettings, dims: ParallelDims) -> Iterator[Changes]:
+    """Less for each process."""
     if dims.world_size == 1:
         return
-    if _get(cfg, "fsdp_reshard_after_forward") is False:
+    if not cfg.fsdp_reshard_after_forward:
         yield {"fsdp_reshard_after_forward": True}
-    rest = {} if _get(cfg, "data_parallel_shard_dim") == -1 else {"data_parallel_shard_dim": -1}
+    rest = {} if cfg.data_parallel_shard_dim == -1 else {"data_parallel_shard_dim": -1}
     sizes = {"dp_replicate": dims.dp_replicate, "tp": dims.tp, "cp": dims.cp}
     if dims.dp_replicate > 1:
         yield {"data_parallel_replicate_dim": 1, **rest}
@@ -198,5 +187,5 @@ def _more_parts(cfg: Any, dims: ParallelDims) -> Iterator[Changes]:
         except ParallelDimsError:
             continue
         yield {key: 2 * sizes[name], **rest}
-    if _get(cfg, "fsdp_cpu_offload") is False:
+    if not cfg.fsdp_cpu_offload:
         yield {"fsdp_cpu_offload": True}

@@ -7,12 +7,16 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from torchtune.data import BatchLoader
+from torchtune.training._recipe_settings import RecipeSettings, RecipeSettingsError
 from torchtune.training.checkpointing._adapter import ADAPTER_FILE
 from torchtune.training.checkpointing._directories import complete_directories
+from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.supervise._step_guard import StepGuard
 from torchtune.utils import get_logger, log_rank_zero
 
 _WIDTH = 12  # of the column of names
@@ -23,13 +27,13 @@ def aligned(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<{_WIDTH}}{text}" for name, text in rows)
 
 
-def count_steps(cfg: Any, per_epoch: int) -> str:
+def count_steps(cfg: RecipeSettings, per_epoch: int) -> str:
     """``"12 = 2 epochs of 6"``."""
     epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
     return f"{cfg.epochs * per_epoch:,} = {epochs} of {per_epoch:,}"
 
 
-def global_batch(cfg: Any, data_size: int) -> str:
+def global_batch(cfg: RecipeSettings, data_size: int) -> str:
     """What an optimizer step is made of."""
     parts = [f"{cfg.batch_size} (batch_size)", f"{cfg.gradient_accumulation_steps} (accumulation)"]
     parts += [f"{data_size} (data-parallel ranks)"] if data_size > 1 else []
@@ -77,6 +81,20 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds:.0f} s" if minutes else f"{seconds:.1f} s"
 
 
+class TrainedRecipe(Protocol):
+    """What a report reads of a recipe that is set up."""
+
+    cfg: Any
+    model: torch.nn.Module
+    loader: BatchLoader
+    loader_val: BatchLoader | None
+    dims: ParallelDims
+    device: torch.device
+    guard: StepGuard
+    total_steps: int
+    global_step: int
+
+
 class RunReport:
     """Says on rank 0 what a run is about to do, and, at its end, what came of it and which command comes next.
 
@@ -84,12 +102,20 @@ class RunReport:
     and has trained nothing.
 
     Args:
-        recipe: set up; its ``cfg``, ``model``, ``loader``, ``loader_val``, ``dims``, ``device``, ``total_steps``,
-            ``global_step`` and ``guard`` are read.
+        recipe: set up.
+
+    Raises:
+        RecipeSettingsError: the recipe lacks an attribute of ``TrainedRecipe``, or its settings lack a name.
     """
 
-    def __init__(self, recipe: Any) -> None:
-        self._recipe, self._cfg, self._started = recipe, recipe.cfg, time.monotonic()
+    def __init__(self, recipe: TrainedRecipe) -> None:
+        for name in TrainedRecipe.__annotations__:
+            if not hasattr(recipe, name):
+                raise RecipeSettingsError(
+                    f"{type(recipe).__name__} has no attribute '{name}' after setup, which training.RunReport reads: "
+                    "set it, or leave the report out of recipe_main."
+                )
+        self._recipe, self._cfg, self._started = recipe, RecipeSettings.of(recipe.cfg), time.monotonic()
         self._first_step, self._before = recipe.global_step, _fingerprint(recipe.model)
         log_rank_zero(get_logger(), f"This run:\n{aligned(list(self._rows()))}")
 
@@ -162,8 +188,8 @@ class RunReport:
         yield "ask it", f"{shlex.join(words)} prompt.user={json.dumps('Who are you?')}"
 
 
-def _resume_command(recipe: Any) -> str:
-    """What a user types to go on with a run that stopped."""
+def _resume_command(recipe: TrainedRecipe) -> str:
+    """The command that continues a run that stopped."""
     from torchtune._recipe_registry import recipe_at
 
     processes, local = recipe.dims.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -173,5 +199,5 @@ def _resume_command(recipe: Any) -> str:
     file = type(recipe).setup.__code__.co_filename
     name = recipe_at(file) or file
     words += [] if name == getattr(recipe.cfg, "recipe", None) else [name]  # else the config says it
-    settings = Path(recipe.cfg.output_dir) / "torchtune_config.yaml"
+    settings = Path(RecipeSettings.of(recipe.cfg).output_dir) / "torchtune_config.yaml"
     return shlex.join([*words, "--config", str(settings), "resume_from_checkpoint=True"])

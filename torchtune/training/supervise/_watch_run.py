@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.measure._throughput import Throughput
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.supervise._out_of_memory import explain_out_of_memory
@@ -22,7 +23,7 @@ def watched(recipe_main: Callable[[Any], T]) -> Callable[[Any], T]:
 
     @functools.wraps(recipe_main)
     def run(cfg: Any) -> T:
-        activity, minutes = Activity(None, "set-up"), cfg.hang_timeout_minutes
+        activity, minutes = Activity(None, "set-up"), RecipeSettings.of(cfg).hang_timeout_minutes
         with watch_activity(activity), Watchdog(activity, None, None if minutes is None else 60 * minutes):
             return recipe_main(cfg)
 
