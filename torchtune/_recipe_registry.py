@@ -10,10 +10,13 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtune.utils import UserError
+
 ROOT = Path(__file__).resolve().parents[1] / "recipes"
 CONFIGS = ROOT / "configs"
 # Folders of the recipes package that hold no recipes.
 _NOT_RECIPES = frozenset({"configs", "__pycache__"})
+_LARGEST = 2**20  # characters of a config
 _RECIPE_KEY = re.compile(r"^recipe:[ \t]*[\"']?([\w./-]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
@@ -53,7 +56,11 @@ def _natural(name: str) -> list[tuple[bool, float, str]]:
 
 def recipe_of(config: str | Path) -> str | None:
     """The recipe that a config file names in its ``recipe:`` key, or ``None``."""
-    found = _RECIPE_KEY.search(Path(config).read_text(encoding="utf-8"))
+    try:
+        with open(config, encoding="utf-8-sig", errors="replace") as file:
+            found = _RECIPE_KEY.search(file.read(_LARGEST))
+    except OSError as error:
+        raise UserError(f"{config}: it cannot be read: {error.strerror}.") from error
     return found[1] if found else None
 
 

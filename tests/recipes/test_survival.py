@@ -27,7 +27,8 @@ def faulty(**arguments: object) -> dict:
 
 
 def records(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "skipped_steps.jsonl").read_text().splitlines()]
+    lines = (output_dir / "skipped_steps.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
 
 
 def test_a_step_that_is_not_finite_leaves_everything_as_it_was(name: str, tmp_path: Path) -> None:

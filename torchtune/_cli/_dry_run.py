@@ -17,6 +17,7 @@ def dry_run(settings: Any, processes: int) -> None:
     Raises:
         RunError: it cannot start; everything that can be known without training is printed all the same.
     """
+    from torchtune.config._secrets import hide
     from torchtune.training import RunError, plan_data, plan_run
     from torchtune.training._check_run import find_problems
 
@@ -29,7 +30,7 @@ def dry_run(settings: Any, processes: int) -> None:
             if str(error) not in problems:
                 problems.append(str(error))
         else:
-            print(text, flush=True)
+            print(hide(text), flush=True)
 
     if getattr(settings, "model", None) is not None:
         show(lambda: plan_run(settings, processes))

@@ -38,6 +38,9 @@ class Cat(Subcommand):
     def _cat_cmd(self, args: argparse.Namespace) -> None:
         import yaml
 
+        from torchtune.config._errors import ConfigError
+        from torchtune.config._reader import read
+
         name = args.config_name
         path = find_config(name)
         if path is None:
@@ -49,13 +52,14 @@ class Cat(Subcommand):
                 self._parser.error(f"Invalid config format: '{name}'. Must be YAML (.yaml/.yml)")
             if not path.is_file():
                 self._parser.error(f"Config '{name}' not found.")
-        text = path.read_text(encoding="utf-8")
         try:
-            config = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            self._parser.error(f"Error parsing YAML file: {error}")
-        if config is None:
-            return
-        if args.sort:
-            text = yaml.safe_dump(config, sort_keys=True, allow_unicode=True, indent=4, width=80)
-        print(text, end="" if text.endswith("\n") else "\n")
+            document = read(path)
+            if args.sort:
+                document.check()
+        except ConfigError as error:
+            self._parser.error(f"Error parsing YAML file: {error.errors[0]}")
+        text = path.read_text(encoding="utf-8-sig")
+        if args.sort and document.data:
+            text = yaml.safe_dump(document.data, sort_keys=True, allow_unicode=True, indent=4, width=80)
+        if document.data or document.mistakes:
+            print(text, end="" if text.endswith("\n") else "\n")

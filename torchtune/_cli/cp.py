@@ -1,8 +1,10 @@
 """``tune cp``."""
 
 import argparse
+import itertools
 import os
 import re
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -24,6 +26,25 @@ def destination_of(source: Path, destination: str) -> Path:
     return path.with_name(stem + source.suffix)
 
 
+def keep(path: Path, content: bytes) -> Path | None:
+    """Save ``path`` as ``<name>.bak`` (``.bak1``, … if those hold something else), where it is not ``content`` anyway.
+
+    Returns the file that now holds it, or ``None`` where nothing would be lost.
+    """
+    if not path.is_file() or (old := path.read_bytes()) == content:
+        return None
+    names = (f"{path.name}.bak{number or ''}" for number in itertools.count())
+    for backup in map(path.with_name, names):
+        if backup.is_file() and backup.read_bytes() == old:
+            return backup
+        if not os.path.lexists(backup):
+            with atomic_write(backup, private=True) as file:
+                file.write(old)
+            shutil.copystat(path, backup)
+            return backup
+    raise AssertionError  # names never end
+
+
 class Copy(Subcommand):
     """Copies a recipe or a config, to be changed."""
 
@@ -33,7 +54,8 @@ class Copy(Subcommand):
             prog="tune cp",
             usage="tune cp <recipe|config> destination [OPTIONS]",
             help="Copy a recipe or config to a place of yours",
-            description="Copy a recipe or config to a file, or into a directory, to make it yours.",
+            description="Copy a recipe or config to a file, or into a directory, to make it yours.\n"
+            "A changed file that is there already is kept as <name>.bak.",
             formatter_class=argparse.RawTextHelpFormatter,
             epilog=textwrap.dedent("""\
                 examples:
@@ -67,6 +89,10 @@ class Copy(Subcommand):
                 f"Cannot create regular file: '{destination}'. No such file or directory. "
                 "If the directory shall be created, add --make-parents."
             )
+        content = source.read_bytes()
+        kept = keep(destination, content)
         with atomic_write(destination) as file:
-            file.write(source.read_bytes())
+            file.write(content)
         print(f"Copied file to {destination}")
+        if kept is not None:
+            print(f"The file that was there is kept as {kept}")

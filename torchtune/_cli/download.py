@@ -3,11 +3,12 @@
 import argparse
 import errno
 import os
+import re
 import textwrap
 from pathlib import Path
 
 from torchtune._cli.subcommand import Subcommand
-from torchtune.utils import UserError, write_json
+from torchtune.utils import UserError, explain_os_error, refuse_foreign, write_json
 
 REPO_ID_FILE = "original_repo_id.json"
 
@@ -65,13 +66,17 @@ def download(repo_id: str, output_dir: Path, *, token: str | None, ignore_patter
     """Download ``repo_id`` into ``output_dir``; what is already there is not fetched again.
 
     Raises:
-        UserError: no such repository, no access to it, no network, or no space.
+        UserError: no such repository, no access to it, no network, or no space; or ``output_dir`` is another user's.
     """
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
+    if token is not None and not re.fullmatch(r"[!-~]*", token):
+        raise UserError("--hf-token: a token is of letters, digits and signs, without spaces: copy it again.")
+    refuse_foreign(output_dir, "--output-dir")
     try:
         # Asked first: with no network, snapshot_download is content with a folder that is only partly there.
         HfApi(token=token).model_info(repo_id)
+        _make_own(output_dir)
         folder = snapshot_download(repo_id, local_dir=output_dir, ignore_patterns=ignore_patterns, token=token)
     except errors.HFValidationError as error:
         raise UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.") from error
@@ -96,8 +101,22 @@ def download(repo_id: str, output_dir: Path, *, token: str | None, ignore_patter
         if getattr(error, "filename", None) is not None or getattr(error, "errno", None) == errno.ENOSPC:
             raise UserError(f"Failed to write '{repo_id}' to {output_dir}: {error.strerror}.") from error
         raise UserError(
-            f"Failed to download '{repo_id}': no connection to {constants.ENDPOINT} ({str(error).splitlines()[0]}): "
+            f"Failed to download '{repo_id}': no connection to {constants.ENDPOINT} ({_first_line(error, token)}): "
             "check the network and run the same command again, it fetches only what is missing."
         ) from error
     write_json(Path(folder) / REPO_ID_FILE, {"repo_id": repo_id})
     return Path(folder)
+
+
+def _make_own(folder: Path) -> None:
+    """Make ``folder`` and look again whose it is: another user may have been faster."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_os_error(error, folder) from error
+    refuse_foreign(folder, "--output-dir")
+
+
+def _first_line(error: Exception, token: str | None) -> str:
+    text = str(error).partition("\n")[0]
+    return text.replace(token, "<redacted>") if token else text

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from torchtune._cli.cat import Cat
+from torchtune._cli.checkpoint import Checkpoint
 from torchtune._cli.cp import Copy
 from torchtune._cli.download import Download
 from torchtune._cli.ls import List
 from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
+from torchtune.config._secrets import hide
 from torchtune.utils import UserError
 
 
@@ -24,7 +26,7 @@ class TuneCLIParser:
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
-        for subcommand in (Download, List, Copy, Run, Validate, Cat):
+        for subcommand in (Download, List, Copy, Run, Validate, Cat, Checkpoint):
             subcommand.create(subparsers)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +46,10 @@ def main() -> None:
         parser.run(args)
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {hide(str(error))}", file=sys.stderr)
+        sys.exit(2)
+    except SyntaxError as error:  # of a recipe or module of the user's
+        print(f"error: {error.filename}, line {error.lineno}: it is not valid Python: {error.msg}.", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -52,6 +57,11 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if isinstance(getattr(args.func, "__self__", None), Run):
+            raise  # in the midst of a recipe: where it was matters
+        print(f"error: {error.filename}: {error.strerror}: choose another path.", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

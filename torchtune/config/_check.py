@@ -3,7 +3,7 @@
 import inspect
 from typing import Annotated, Any
 
-from torchtune.config._errors import InstantiationError, KeyPath, _distance, dotted, nearest
+from torchtune.config._errors import MAX_MISTAKES, InstantiationError, KeyPath, _distance, dotted, nearest
 from torchtune.config._interpolate import UNRESOLVED
 from torchtune.config._locate import locate
 from torchtune.config._reader import Document
@@ -54,7 +54,7 @@ class Checker:
         return values
 
     def _count(self) -> int:
-        return len(self.document.mistakes) + len(self.unknown) + len(self.missing)
+        return self.document.count + len(self.unknown) + len(self.missing)
 
     def _rules(self, path: KeyPath, cls: type, values: dict[str, Any]) -> None:
         """Run what the dataclass says about its values together."""
@@ -74,7 +74,7 @@ class Checker:
 
     def finish(self) -> None:
         """Check the components, then raise ``ConfigError`` if anything was wrong."""
-        while self.queue:
+        while self.queue and len(self.document.mistakes) < MAX_MISTAKES:
             self._bind(*self.queue.pop(0))
         self._suggest()
         self.document.check()
@@ -150,7 +150,7 @@ class Checker:
     def _suggest(self) -> None:
         """Give every unknown key the nearest right name; a key that is merely misspelt is not missing too."""
         meant: set[KeyPath] = set()
-        for path, unused, local_names, reason in self.unknown:
+        for path, unused, local_names, reason in self.unknown[:MAX_MISTAKES]:
             key = str(path[-1])
             local, other = nearest(key, unused), nearest(key, local_names)
             if local is None or (other and _distance(key, other) < _distance(key, local)):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from torchtune.utils import UserError
 
 KeyPath = tuple[str | int, ...]
+MAX_MISTAKES = 50  # that are told at once
+_LONGEST = 100  # letters of a name that is compared with others
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,8 @@ class ConfigError(UserError, ValueError):
     def __init__(self, errors: Sequence[object], remark: str | None = None) -> None:
         self.errors = list(errors)
         count = "1 mistake" if len(self.errors) == 1 else f"{len(self.errors)} mistakes"
-        super().__init__(
-            "\n  ".join([f"the config has {count}:", *map(str, self.errors)]) + (f"\n{remark}" if remark else "")
-        )
+        head = f"the config has {count}{' or more' if len(self.errors) >= MAX_MISTAKES else ''}:"
+        super().__init__("\n  ".join([head, *map(str, self.errors)]) + (f"\n{remark}" if remark else ""))
 
 
 class InstantiationError(UserError):
@@ -43,6 +44,12 @@ class InstantiationError(UserError):
 def dotted(path: KeyPath) -> str:
     """``("dataset", 0, "split")`` -> ``"dataset.0.split"``."""
     return ".".join(map(str, path))
+
+
+def brief(text: str, width: int = 60) -> str:
+    """``text`` on one line, cut where it is longer than ``width``."""
+    line = " ".join(text[: 4 * width].split())
+    return line if len(line) <= width and len(text) <= 4 * width else f"{line[:width]}…"
 
 
 def _distance(left: str, right: str) -> int:
@@ -63,16 +70,21 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
     Few edits count first (a third of the letters at most), then the same words in another order or a part of them.
     """
-    pool = sorted(set(candidates) - {name})
+    if len(name) > _LONGEST:
+        return None
+    pool = sorted({candidate for candidate in candidates if len(candidate) <= _LONGEST} - {name})
     word = name.lower()
 
-    def rank(candidate: str) -> tuple[int, float]:
-        return _distance(word, candidate.lower()), -difflib.SequenceMatcher(None, word, candidate.lower()).ratio()
+    edits = {candidate: _distance(word, candidate.lower()) for candidate in pool}
 
     # A first letter that agrees is worth more than half an edit: people mistype the middle of a word.
-    close = [c for c in pool if rank(c)[0] <= max(1, min(len(c), len(name)) // 3)]
+    def rank(candidate: str) -> tuple[int, bool, float]:
+        ratio = difflib.SequenceMatcher(None, word, candidate.lower()).ratio()
+        return edits[candidate], candidate[:1].lower() != word[:1], -ratio
+
+    close = [c for c in pool if edits[c] <= max(1, min(len(c), len(name)) // 3)]
     if close:
-        return min(close, key=lambda c: (rank(c)[0], c[:1].lower() != word[:1], rank(c)[1]))
+        return min(close, key=rank)
     similar = difflib.get_close_matches(name, pool, n=1, cutoff=0.7)
     return similar[0] if similar else None
 

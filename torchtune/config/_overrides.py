@@ -5,8 +5,10 @@ from typing import Any
 
 import yaml
 
-from torchtune.config._errors import KeyPath, did_you_mean, dotted
-from torchtune.config._reader import Document, Place, read_value
+from torchtune.config._errors import KeyPath, brief, did_you_mean, dotted
+from torchtune.config._limits import MAX_DEPTH, TooLarge
+from torchtune.config._reader import BadValue, Document, Place, read_value, syntax_reason
+from torchtune.config._secrets import REDACTED, hide, is_secret
 from torchtune.config._values import is_component, shown
 
 COMMAND_LINE = "command line"
@@ -26,6 +28,10 @@ def apply(document: Document, overrides: Sequence[str]) -> None:
         try:
             if token.startswith("--"):
                 raise _Refused("is not an option of a recipe: settings are written key=value")
+            if not token.isascii() and token.encode(errors="ignore").decode() != token:
+                raise _Refused("is not UTF-8 text")
+            if len(keys) > MAX_DEPTH:
+                raise _Refused(f"nests more than {MAX_DEPTH} levels deep")
             if not all(keys):
                 raise _Refused("needs a key: write key=value or section.key=value")
             if token.startswith("~"):
@@ -48,15 +54,18 @@ def _step(node: Any, key: str, so_far: KeyPath) -> str | int:
             raise _Refused(f"{dotted(so_far)} is a list of {len(node)}: write {dotted(so_far)}.0 for its first item")
         return int(key)
     if not isinstance(node, dict):
-        raise _Refused(f"{dotted(so_far)} is {shown(node)}, not a section")
+        raise _Refused(f"{dotted(so_far)} is {shown(node, so_far)}, not a section")
     return int(key) if key.isdigit() and int(key) in node else key
 
 
 def _assign(document: Document, keys: list[str], text: str, place: Place) -> None:
     try:
         value = text if "max_filename" in keys[-1] else read_value(text)
+    except (TooLarge, BadValue) as error:
+        raise _Refused(syntax_reason(error)) from error
     except yaml.YAMLError as error:
-        raise _Refused(f"'{text}' is not a complete list or mapping: put quotation marks around text") from error
+        quoted = REDACTED if is_secret(keys[-1]) else f"'{brief(hide(text))}'"
+        raise _Refused(f"{quoted} is not a complete list or mapping: put quotation marks around text") from error
     node: Any = document.data
     path: KeyPath = ()
     for key in keys[:-1]:

@@ -16,10 +16,12 @@ from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
 from torchtune.config._for_recipe import is_other_method, remark_on_recipe
 from torchtune.config._interpolate import interpolate
-from torchtune.config._reader import Document, read
+from torchtune.config._reader import Document, leaves, read
+from torchtune.config._save import keep_references
 from torchtune.config._schema import build_settings, settings_fields, settings_of
+from torchtune.config._secrets import escape, hide
 from torchtune.config._values import anything
-from torchtune.utils import UserError, get_logger, log_once, note_in_run_log
+from torchtune.utils import ForeignPathError, UserError, get_logger, log_once, note_in_run_log, refuse_foreign
 
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
 
@@ -78,6 +80,7 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
     given = dict(document.data)
     try:
         values = checker.fields((), document.data, cls, accepted=() if "recipe" in fields else ("recipe",))
+        _refuse_foreign(document)
         checker.finish()
     except ConfigError as error:
         raise ConfigError(error.errors, remark_on_recipe(given, scope, fields)) from None
@@ -88,7 +91,19 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # kept for save_config: the saved file still says which recipe it is for
+    keep_references(settings, document)
     return settings
+
+
+def _refuse_foreign(document: Document) -> None:
+    """Note every folder and file that is to be read or written and that another user controls."""
+    for path, value in leaves(document.data):
+        names = [key for key in path if isinstance(key, str)]
+        if isinstance(value, str) and names and names[-1].endswith(("dir", "path", "file")) and os.sep in value:
+            try:
+                refuse_foreign(value)
+            except (ForeignPathError, ValueError) as error:  # a ValueError: no path at all
+                document.add(path, str(error))
 
 
 def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any:
@@ -97,9 +112,13 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
     references = interpolate(document, {})
     checker = Checker(document, recipe.__globals__ if recipe else {})
     anything((), document.data, checker)
+    _refuse_foreign(document)
     if recipe is not None:
         _unread.check(document, recipe, references)
     checker.finish()
+    document.data = escape(document.data)
+    for path, (text, _) in document.environment.items():
+        document.set(path, text, document.place(path))  # resolved whenever it is read, so never written resolved
     return OmegaConf.create(document.data)
 
 
@@ -138,8 +157,8 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
             # What every rank finds, or was told by the others, one says.
             shared = isinstance(error, ConfigError) or getattr(error, "told_by_rank_0", False)
             if not shared or os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"error: {error}", file=sys.stderr)
-            note_in_run_log(str(error))
+                print(f"error: {hide(str(error))}", file=sys.stderr)
+            note_in_run_log(hide(str(error)))
             sys.exit(2)
         sys.exit(result)
 

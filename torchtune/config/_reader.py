@@ -1,6 +1,7 @@
 """YAML with positions: plain values, and the file and line where every key stands."""
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ from typing import Any
 
 import yaml
 
-from torchtune.config._errors import ConfigError, KeyPath, Mistake, dotted
+from torchtune.config._errors import MAX_MISTAKES, ConfigError, KeyPath, Mistake, brief, dotted
+from torchtune.config._limits import MAX_BYTES, TooLarge, check_size
+from torchtune.config._secrets import hide
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -28,6 +31,13 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 _MERGE = "tag:yaml.org,2002:merge"
+_CORE = "tag:yaml.org,2002:"
+_SCALARS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null")}
+_MAX_INT = 2**63  # what torch and JSON readers take
+
+
+class BadValue(yaml.MarkedYAMLError):
+    """A scalar that is not of the type that it looks like or is tagged with."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,10 @@ class Document:
     name: str = ""
     places: dict[KeyPath, Place] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
+    count: int = 0  # of mistakes, those included that are not told
     copies: dict[KeyPath, KeyPath] = field(default_factory=dict)  # written as ${other}: whose mistakes it repeats
+    # What came from ${oc.env:…}, also by way of other references: as it was written, and its value
+    environment: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> Place:
         """The place of ``path``, or of the nearest section around it that was written."""
@@ -57,10 +70,11 @@ class Document:
         return Place(self.name)
 
     def add(self, path: KeyPath, reason: str, at: KeyPath | None = None) -> None:
-        """Note a mistake; ``at`` is the key to point to where it is not ``path``."""
+        """Note a mistake, without secrets; ``at`` is the key to point to where it is not ``path``."""
+        self.count += 1
         place = self.place(path if at is None else at)
-        mistake = Mistake(place.text, dotted(path), reason, place.line)
-        if mistake not in self.mistakes:
+        mistake = Mistake(place.text, hide(brief(dotted(path), 200)), hide(reason)[:2000], place.line)
+        if mistake not in self.mistakes and len(self.mistakes) < MAX_MISTAKES:
             self.mistakes.append(mistake)
 
     def check(self) -> None:
@@ -100,7 +114,9 @@ class _Builder:
             self.document.add(path, "contains itself through a YAML alias")
             return None
         if isinstance(node, yaml.ScalarNode):
-            return self.loader.construct_object(node, deep=True)
+            return _scalar(self.loader, node)
+        if node.tag not in (f"{_CORE}seq", f"{_CORE}map"):
+            raise _foreign(node)
         self.open.add(node)
         if isinstance(node, yaml.SequenceNode):
             value: Any = []
@@ -128,7 +144,7 @@ class _Builder:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":null"):
                 self.document.add(path, "has a key that is not a plain name")
                 continue
-            key = self.loader.construct_object(key_node)
+            key = _scalar(self.loader, key_node)
             key = key if isinstance(key, int) and not isinstance(key, bool) and path else key_node.value
             full = (*path, key)
             if key in value:
@@ -141,54 +157,105 @@ class _Builder:
         return {**merged, **value}
 
 
+def _foreign(node: yaml.Node) -> yaml.YAMLError:
+    tag = brief(node.tag.replace(_CORE, "!!"))
+    problem = f"could not determine a constructor for the tag '{tag}': a config holds plain values only"
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    """The value of a scalar; of a plain type, and no larger than numbers are."""
+    if node.tag not in _SCALARS:
+        raise _foreign(node)
+    kind = node.tag.removeprefix(_CORE)
+    numeric = kind in ("int", "float")
+    try:
+        if numeric and len(node.value) > 100:
+            raise ValueError
+        value = loader.construct_object(node)
+        too_large = kind == "int" and abs(value) >= _MAX_INT
+        if too_large or (kind == "float" and math.isinf(value) and "inf" not in node.value.lower()):
+            raise ValueError
+    except (ValueError, LookupError) as error:
+        size = " of at most 64 bits" if numeric else ""
+        problem = f"'{brief(hide(node.value))}' is no {kind}{size}: put quotation marks around text"
+        raise BadValue(problem=problem, problem_mark=node.start_mark) from error
+    return value
+
+
+def _parse(text: str, document: Document) -> Any:
+    """The value that ``text`` holds; places, and mistakes that leave the rest readable, go into ``document``.
+
+    Raises:
+        yaml.YAMLError: it cannot be read.
+    """
+    check_size(text, _Loader(text))
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    return None if node is None else _Builder(loader, document).build(node, ())
+
+
 def read(path: str | Path) -> Document:
     """Read a YAML file. Raises ``ConfigError`` where it cannot be read at all; other mistakes are collected."""
     name = str(path)
     document = Document({}, name, {(): Place(f"{name}:1", 1)})
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            text = file.read(MAX_BYTES + 1).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError([Mistake(name, "", f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Mistake(name, "", f"is not UTF-8 text (byte {error.start})")]) from error
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if isinstance(node, yaml.MappingNode):
-            document.data = _Builder(loader, document).build(node, ())
-        elif node is not None:
-            document.add((), "must hold settings (key: value), not a single value or a list")
+        data = _parse(text, document)
     except yaml.YAMLError as error:
         raise ConfigError([_syntax(name, error)]) from error
+    if isinstance(data, dict):
+        document.data = data
+    elif data is not None:
+        document.add((), "must hold settings (key: value), not a single value or a list")
     return document
 
 
 def _syntax(name: str, error: yaml.YAMLError) -> Mistake:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    place = f"{name}:{mark.line + 1}" if mark else name
+    return Mistake(f"{name}:{mark.line + 1}" if mark else name, "", syntax_reason(error))
+
+
+def syntax_reason(error: yaml.YAMLError) -> str:
+    """What is wrong with a text, as one sentence without its place."""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    if isinstance(error, (TooLarge, BadValue)):
+        return problem
     context = getattr(error, "context", None)
-    return Mistake(place, "", f"is not valid YAML: {problem}{f' ({context})' if context else ''}")
+    return f"is not valid YAML: {problem}{f' ({context})' if context else ''}"
 
 
 def read_value(text: str) -> Any:
     """The value of an override: a scalar with its YAML type, or a list, mapping or quoted text in flow style.
 
-    Raises ``yaml.YAMLError`` for an unclosed list or mapping.
+    Raises ``yaml.YAMLError`` for an unclosed list or mapping, and what is too large or twice in one.
     """
     stripped = text.strip()
     if stripped in ("", "None"):
         return None
     if stripped[0] in "[{":
-        return yaml.load(stripped, Loader=_Loader)
-    loader = _Loader(stripped if stripped[0] in "\"'" else "")
+        document = Document({})
+        value = _parse(stripped, document)
+        for mistake in document.mistakes:
+            raise BadValue(problem=f"{mistake.key}: {mistake.reason}".removeprefix(": "))
+        return value
     if stripped[0] in "\"'":
         try:
-            return loader.get_single_data()
+            value = _parse(stripped, Document({}))
         except yaml.YAMLError:
             return text  # a quotation mark that opens no quoted text is text
+        return value if isinstance(value, str) else text
+    loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, stripped, (True, False))
-    return loader.construct_object(yaml.ScalarNode(tag, stripped if tag != "tag:yaml.org,2002:str" else text))
+    if tag not in _SCALARS:
+        return text
+    return _scalar(loader, yaml.ScalarNode(tag, stripped if tag != f"{_CORE}str" else text))
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -2,15 +2,15 @@
 
 import dataclasses
 import os
-import textwrap
 import typing
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, Protocol, get_args, get_origin
 
-from torchtune.config._errors import KeyPath, did_you_mean
+from torchtune.config._errors import KeyPath, brief, did_you_mean
 from torchtune.config._interpolate import UNRESOLVED
 from torchtune.config._reader import Document, read_value
 from torchtune.config._schema import PLAIN, Component, HandedOver, Range, members, split_annotated, type_text
+from torchtune.config._secrets import REDACTED, hide, is_secret, stands_for
 
 
 class Visitor(Protocol):
@@ -23,10 +23,14 @@ class Visitor(Protocol):
         """A mapping that is an instance of the dataclass ``cls``; returns its checked values."""
 
 
-def shown(value: Any) -> str:
-    """A value as messages show it: ``'two' (str)``."""
+def shown(value: Any, path: KeyPath = ()) -> str:
+    """A value as messages show it: ``'two' (str)``; ``path`` tells whether it is a secret."""
     kinds = {dict: "a mapping", list: "a list", type(None): "null"}
-    return kinds.get(type(value), f"{textwrap.shorten(repr(value), 60)} ({type(value).__name__})")
+    if type(value) in kinds:
+        return kinds[type(value)]
+    secret = any(is_secret(str(key), value) for key in path)
+    text = REDACTED if secret else stands_for(value) or brief(hide(repr(value)))
+    return f"{text} ({type(value).__name__})"
 
 
 def is_component(value: Any) -> bool:
@@ -147,4 +151,4 @@ def _refuse(document: Document, path: KeyPath, value: Any, annotation: Any) -> N
     plain = isinstance(value, str) and value.strip()[:1] not in ("", "[", "{")
     if plain and any(_fits(read_value(value), member) for member in members(base)):
         hint = ": write it without quotation marks"
-    document.add(path, f"must be {type_text(annotation)}, not {shown(value)}{hint}")
+    document.add(path, f"must be {type_text(annotation)}, not {shown(value, path)}{hint}")

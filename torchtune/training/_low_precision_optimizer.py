@@ -5,7 +5,6 @@ time; what it leaves in them goes back into the stored weights and states. The t
 stored between steps.
 """
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchtune.training._shards import own_part, shards_of
+from torchtune.training._shards import own_part, shard_key
 from torchtune.training._stochastic_rounding import (
     RandomBits,
     chunk_size,
@@ -32,9 +31,6 @@ _ELEMENTWISE = {
 _FUSABLE = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 _HALF = (torch.bfloat16, torch.float16)
 _ABSENT = object()
-# Running means and what sets their decay. A mean that takes at least 1/50 of the new value at each step moves by more
-# than the spacing of bfloat16 until it is right to a few percent, so rounding it to nearest is enough.
-_MEANS = {"exp_avg": lambda group: group.get("betas", (1.0,))[0], "momentum_buffer": lambda group: group["momentum"]}
 
 
 class OptimizerStateError(UserError, ValueError):
@@ -124,8 +120,6 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         """Make float32 values fit to be cast to what is stored; they may be overwritten."""
         return values
 
-    # The step.
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
@@ -133,10 +127,8 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         Args:
             closure: computes the loss again and returns it; called once, before the step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._begin_step()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -152,6 +144,9 @@ class LowPrecisionOptimizer(Optimizer, ABC):
     def _begin_step(self) -> None:
         """Called at the start of every step."""
 
+    def _begin_shard(self, shard: str) -> None:
+        """Called before this rank's shards of that key are stepped."""
+
     def _step_group(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
         settings = {**group, "fused": True} if self._is_fused(group) else group
         result = settings
@@ -161,8 +156,11 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         # All pieces of a parameter start from the same scalars, so these are stored when the last one is done
         updated = {p: {} for p in parameters if p.dtype in _HALF}
         before = {p: dict(self.state[p]) if p in self.state else {} for p in updated}
-        for device in {p.device: None for p in parameters if p.dtype in _HALF}:
-            halves = [p for p in parameters if p.dtype in _HALF and p.device == device]
+        kinds: dict[tuple[torch.device, str], list[torch.nn.Parameter]] = {}
+        for parameter in updated:
+            kinds.setdefault((parameter.device, shard_key(parameter)), []).append(parameter)
+        for (device, shard), halves in kinds.items():
+            self._begin_shard(shard)
             self._make_room([p for p in halves if not before[p]], settings)
             # A parameter, its gradient and two states of a chunk at a time
             scratch = _Scratch(device, 4 * min(chunk_size(device), sum(own_part(p).numel() for p in halves)))
@@ -234,7 +232,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
                     per_element.append((piece, state[key]))
                 elif key in state:
                     updated[piece.parameter][key] = state[key]
-            self._store_states(key, settings, per_element)
+            self._store_states(key, per_element)
         return settings
 
     def _stand_in_states(
@@ -253,10 +251,8 @@ class LowPrecisionOptimizer(Optimizer, ABC):
                     state[key] = stored.clone() if cut else stored
         return states
 
-    def _store_states(self, key: str, settings: dict[str, Any], new: list[tuple[_Piece, torch.Tensor]]) -> None:
-        values = [value for _, value in new]
-        if not _moves_fast(key, settings):
-            values = self._settle(values)
+    def _store_states(self, key: str, new: list[tuple[_Piece, torch.Tensor]]) -> None:
+        values = self._settle([value for _, value in new])
         for (piece, _), value in zip(new, values, strict=True):
             state = self.state[piece.parameter]
             if key not in state:
@@ -372,10 +368,6 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             self.state[parameter][key] = self._to_storage(parameter, value)
 
 
-def _moves_fast(key: str, group: dict[str, Any]) -> bool:
-    return key in _MEANS and _MEANS[key](group) <= 0.98
-
-
 def _like(grad: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     """``grad`` laid out as ``parameter`` is, so that a piece of one is a piece of the other."""
     if hasattr(grad, "device_mesh") and grad.placements != parameter.placements:
@@ -388,8 +380,10 @@ class StochasticRoundingOptimizer(LowPrecisionOptimizer):
     """Weights and states stay bfloat16; what is written back is rounded stochastically.
 
     Between steps nothing is kept beyond plain bfloat16 training. The rounding depends on (seed, step) alone, so a
-    run that resumes continues bit for bit. Of sharded parameters each rank rounds its shards with numbers of its own,
-    and those that hold the same shard with the same: another number of ranks rounds otherwise, and as well.
+    run that resumes continues bit for bit. Different shards are rounded with independent numbers and replicas of a
+    shard with the same ones: another mesh rounds otherwise, and as well.
+
+    All states are: to nearest, even the fast mean of a constant gradient stops 2 to 15 % short.
 
     Args:
         optimizer: a fresh optimizer.
@@ -403,13 +397,19 @@ class StochasticRoundingOptimizer(LowPrecisionOptimizer):
         super().__init__(optimizer, names)
         self._seed = seed
         self._num_steps = 0
-        every = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._stream = zlib.crc32(f"{names[every[0]]}{shards_of(every)}".encode())
+        self._stream = names[self.param_groups[0]["params"][0]]
+        self._bits_of: dict[str, RandomBits] = {}  # of this step, by shard
         self._bits = RandomBits(seed, self._stream, 0)
 
     def _begin_step(self) -> None:
         self._num_steps += 1
-        self._bits = RandomBits(self._seed, self._stream, self._num_steps)
+        self._bits_of.clear()
+
+    def _begin_shard(self, shard: str) -> None:
+        # Replicas of a shard must draw the same, so nothing else is drawn from its source.
+        if shard not in self._bits_of:
+            self._bits_of[shard] = RandomBits(self._seed, f"{self._stream} {shard}", self._num_steps)
+        self._bits = self._bits_of[shard]
 
     def _storage_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
         return parameter.dtype
@@ -429,8 +429,7 @@ class StochasticRoundingOptimizer(LowPrecisionOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in the base class; ``precision`` also holds the seed and the number of steps."""
         state = super().state_dict()
-        state["precision"].update(seed=self._seed, step=self._num_steps)
-        return state
+        return state | {"precision": {**state["precision"], "seed": self._seed, "step": self._num_steps}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in the base class; the rounding goes on where it was."""
@@ -466,7 +465,7 @@ class MasterWeightsOptimizer(LowPrecisionOptimizer):
             return
         master = own_part(parameter).detach().float().contiguous()
         if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
-            stream = zlib.crc32(f"{self._names[parameter]}{shards_of([parameter])}".encode())
+            stream = f"{self._names[parameter]} {shard_key(parameter)}"
             spread_within_rounding_(master, RandomBits(self._seed, stream, 0))
         self._masters[parameter] = master
 

@@ -8,15 +8,15 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "device_mesh") else tensor
 
 
-def shards_of(parameters: list[torch.nn.Parameter]) -> str:
-    """Which shards this rank holds, along the dimensions of the mesh over which all parameters are sharded."""
-    found = [
-        {
-            (dim, place)
-            for dim, (placement, place) in enumerate(zip(p.placements, p.device_mesh.get_coordinate(), strict=True))
-            if not placement.is_replicate()
-        }
-        for p in parameters
-        if hasattr(p, "device_mesh")
-    ]
-    return f"{sorted(set.intersection(*found))}" if len(found) == len(parameters) else ""
+def shard_key(parameter: torch.nn.Parameter) -> str:
+    """Names the shard of ``parameter`` that this rank holds: the same on its replicas, another on other shards.
+
+    It says where the rank stands along the dimensions of the mesh over which the parameter is sharded; ``""`` for a
+    parameter that every rank holds whole.
+    """
+    if not hasattr(parameter, "device_mesh"):
+        return ""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    where = zip(names, parameter.placements, mesh.get_coordinate(), mesh.shape, strict=True)
+    return " ".join(f"{name}:{place}/{size}" for name, kind, place, size in where if not kind.is_replicate())

@@ -14,7 +14,7 @@ import torch
 from torchtune.data import BatchLoader
 from torchtune.modules.optim import OptimizerInBackward
 from torchtune.training._parallel_dims import ParallelDims
-from torchtune.utils import UserError, explain_os_error, get_logger
+from torchtune.utils import UserError, explain_os_error, get_logger, valid_json
 
 # Steps that a spike is measured against, and how many of them there must be.
 _WINDOW, _ENOUGH = 128, 32
@@ -171,8 +171,9 @@ class StepGuard:
         record = {"step": step, "time": time.time(), "reason": reason, "loss": loss, "grad_norm": grad_norm}
         record |= {"epoch": self._loader.epoch, "rows": rows}
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(valid_json(record), allow_nan=False) + "\n")
         except OSError as error:
             get_logger().warning(str(explain_os_error(error, self._path)))
         where = f"; {len(rows)} rows are named in {self._path}" if rows else ""

@@ -40,11 +40,11 @@ class RandomBits:
 
     Args:
         seed: of the run.
-        stream: tells apart what is rounded in the same step by different optimizers.
+        stream: tells apart what is rounded in the same step by different optimizers, or of different shards.
         step: number of the optimizer step.
     """
 
-    def __init__(self, seed: int, stream: int, step: int) -> None:
+    def __init__(self, seed: int, stream: int | str, step: int) -> None:
         self._seed = seed % 2**63
         self._draw = random.Random(f"{seed}/{stream}/{step}")
         self._generators: dict[torch.device, torch.Generator] = {}

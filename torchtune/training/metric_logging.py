@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from torchtune.utils import atomic_write, get_logger, get_world_size_and_rank, require
+from torchtune.utils import AppendedFile, atomic_write, get_logger, get_world_size_and_rank, require, valid_json
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -78,6 +78,8 @@ class MetricLoggerInterface(Protocol):
 class DiskLogger(MetricLoggerInterface):
     """Appends one line per call to a text file; a run that resumes goes on in the same file.
 
+    A file that is removed meanwhile is made again, with what it held. JSON has no NaN: it is written as ``null``.
+
     ``txt`` lines read ``Step 3 | loss:1.5 lr:2e-05``, ``jsonl`` lines ``{"step": 3, "loss": 1.5, "lr": 2e-05}``.
 
     Args:
@@ -94,20 +96,12 @@ class DiskLogger(MetricLoggerInterface):
         if output_fmt not in ("txt", "jsonl"):
             raise ValueError(f"metric_logger: output_fmt={output_fmt!r} is not known: use txt or jsonl.")
         self.log_dir = Path(log_dir)
-        self.log_dir.mkdir(parents=True, exist_ok=True)
         self.output_fmt = output_fmt
         self._file_name = self.log_dir / (filename or f"log.{output_fmt}")
-        self._file = open(self._file_name, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self._end_torn_line()
+        self._file: AppendedFile | None = AppendedFile(self._file_name)
+        if self._file.ends_inside_a_line():
+            self._file.write(b"\n")
         get_logger().info(f"Metrics are written to {self._file_name}.")
-
-    def _end_torn_line(self) -> None:
-        """A process that was killed may have left half a line."""
-        if self._file.tell():
-            with open(self._file_name, "rb") as file:
-                file.seek(-1, 2)
-                if file.read(1) != b"\n":
-                    self._file.write("\n")
 
     def path_to_log_file(self) -> Path:
         """Path of the file."""
@@ -125,14 +119,18 @@ class DiskLogger(MetricLoggerInterface):
         """Write the scalars of one step as one line."""
         numbers = {name: _number(data) for name, data in payload.items()}
         if self.output_fmt == "jsonl":
-            self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+            line = json.dumps(valid_json({"step": step, **numbers}), allow_nan=False)
         else:
-            self._file.write(f"Step {step} | " + " ".join(f"{k}:{v}" for k, v in numbers.items()) + "\n")
-        self._file.flush()
+            line = f"Step {step} | " + " ".join(f"{k}:{v}" for k, v in numbers.items())
+        data = f"{line}\n".encode()
+        while data:
+            data = data[self._file.write(data) :]
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
 
 class StdoutLogger(MetricLoggerInterface):

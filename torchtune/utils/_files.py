@@ -5,7 +5,9 @@ disk, then renamed over the final name. A process that dies, or a disk that fill
 """
 
 import errno
+import functools
 import json
+import math
 import os
 import shutil
 import uuid
@@ -45,14 +47,24 @@ def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
             f"No space left while writing {path} ({free:.0f} MiB free): nothing that was saved before is lost; "
             "free some space or choose another output_dir."
         )
+    if error.errno == errno.EFBIG:
+        return UserError(
+            f"{path} would become larger than a file may be here (ulimit -f, or what the file system takes): nothing "
+            "that was saved before is lost; raise the limit or choose another output_dir."
+        )
     if error.errno in (errno.EACCES, errno.EROFS):
         return UserError(f"No permission to write {path}: choose another output_dir or change its permissions.")
     return error
 
 
 @contextmanager
-def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
+def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -> Iterator[IO[Any]]:
     """Open a temporary file that takes the place of ``path`` when the block ends without an error.
+
+    Args:
+        path: of the file; missing directories are made.
+        mode: ``"wb"`` or ``"w"`` (UTF-8).
+        private: nobody but its owner may read the file (mode 0600), not even before it is complete.
 
     Raises:
         UserError: the disk is full or the directory may not be written to.
@@ -61,7 +73,8 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        opener = functools.partial(os.open, mode=0o600 if private else 0o666)
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8", opener=opener) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -103,6 +116,15 @@ def atomic_directory(path: str | Path, replace: bool = True) -> Iterator[Path]:
         raise explain_os_error(error, path) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def valid_json(value: Any) -> Any:
+    """The value with ``None`` for every number that JSON cannot hold: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: valid_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [valid_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: str | Path, value: Any) -> None:

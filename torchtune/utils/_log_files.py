@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from torchtune.utils._appended import AppendedFile
 from torchtune.utils._logging import SCREEN_FORMAT, get_logger, get_rank
 
 LOG_DIR = "logs"
@@ -20,7 +21,8 @@ class LogFile(logging.Handler):
     """Appends every record to a file, which is made with the first one; that it cannot be is said once, as a warning.
 
     A record is one write to the end of the file: nothing waits in a buffer when the process is killed, and lines of
-    several processes do not mix. A process that crashes inside of C leaves its stacks there too.
+    several processes do not mix. A process that crashes inside of C leaves its stacks there too. A file that somebody
+    removes is made again.
 
     Args:
         path: of the file.
@@ -29,16 +31,21 @@ class LogFile(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self.descriptor: int | None = None
+        self._file: AppendedFile | None = None
         self._warned = False
         self._torn = False
         self._for_crashes = False
         self.setFormatter(logging.Formatter(_FORMAT))
 
+    @property
+    def descriptor(self) -> int | None:
+        """Of the file, once there is one."""
+        return None if self._file is None else self._file.descriptor
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         try:
-            if self.descriptor is None:
+            if self._file is None:
                 self._open(record)
             self._write(self.format(record))
         except OSError as error:
@@ -47,8 +54,7 @@ class LogFile(logging.Handler):
                 get_logger().warning(f"{self.path} cannot be written ({error.strerror}): the run goes on without it.")
 
     def _open(self, record: logging.LogRecord) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file = AppendedFile(self.path)
         self._for_crashes = not faulthandler.is_enabled()
         if self._for_crashes:
             faulthandler.enable(self.descriptor)
@@ -60,7 +66,7 @@ class LogFile(logging.Handler):
 
     def _write(self, line: str) -> None:
         data = (("\n" if self._torn else "") + line + "\n").encode(errors="backslashreplace")
-        written = os.write(self.descriptor, data)  # a full disk may take a part, or none
+        written = self._file.write(data)  # a full disk may take a part, or none
         self._torn = written < len(data)
 
     def close(self) -> None:
@@ -68,9 +74,12 @@ class LogFile(logging.Handler):
         if self._for_crashes:
             faulthandler.disable()
             self._for_crashes = False
-        descriptor, self.descriptor = self.descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                get_logger().warning(f"{self.path} is lost, it was removed and cannot be made again ({error}).")
         super().close()
 
 

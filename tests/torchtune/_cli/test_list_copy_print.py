@@ -16,7 +16,7 @@ def test_no_subcommand_prints_help(tune: Callable) -> None:
     bare, asked = tune(), tune("--help")
     assert bare.code == asked.code == 0
     assert bare.out == asked.out
-    assert "{download,ls,cp,run,validate,cat}" in bare.out
+    assert "{download,ls,cp,run,validate,cat,checkpoint}" in bare.out
 
 
 def test_an_unknown_subcommand_is_an_error(tune: Callable) -> None:
@@ -95,6 +95,22 @@ def test_cp_overwrites_unless_told_not_to(tune: Callable, tmp_path: Path) -> Non
     assert mine.read_text().startswith("recipe:")
 
 
+def test_cp_keeps_a_changed_file(tune: Callable, tmp_path: Path) -> None:
+    mine, shipped = tmp_path / "mine.yaml", find_config(CONFIG).read_text()
+    assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n"
+    assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n", "nothing was changed, nothing is kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"]
+    kept = f"Copied file to {mine}\nThe file that was there is kept as {mine}.bak"
+    for text, name in (("a", ""), ("b", "1"), ("a", ""), ("c", "2")):
+        mine.write_text(text)
+        mine.chmod(0o640)
+        assert tune("cp", CONFIG, str(mine)).out == f"{kept}{name}\n"
+        assert mine.read_text() == shipped
+    backups = {path.name: path.read_text() for path in tmp_path.iterdir() if path != mine}
+    assert backups == {"mine.yaml.bak": "a", "mine.yaml.bak1": "b", "mine.yaml.bak2": "c"}
+    assert (tmp_path / "mine.yaml.bak").stat().st_mode & 0o777 == 0o640
+
+
 def test_cp_into_a_missing_directory(tune: Callable, tmp_path: Path) -> None:
     missing = tmp_path / "a" / "b" / "mine.yaml"
     result = tune("cp", CONFIG, str(missing))
@@ -132,3 +148,40 @@ def test_cat_of_what_is_no_config(tune: Callable, tmp_path: Path) -> None:
     broken = tune("cat", str(tmp_path / "broken.yaml"))
     assert broken.code == 2
     assert "Error parsing YAML file" in broken.err
+
+
+@pytest.mark.parametrize("command", [["cat"], ["cat", "--sort"], ["validate"]])
+@pytest.mark.parametrize(
+    "data", [b"a: " + b"[" * 200_000, b"recipe: \xff\n", b"a: \0", b"a: !!python/name:os.system", b"a: 1e999"]
+)
+def test_hostile_files_are_one_sentence(tune: Callable, tmp_path: Path, command: list[str], data: bytes) -> None:
+    (tmp_path / "c.yaml").write_bytes(data)
+    result = tune(*command, str(tmp_path / "c.yaml"))
+    assert result.code == 2
+    message = result.err.partition("error: ")[2]
+    assert f"{tmp_path}/c.yaml" in message
+    assert len(message) < 500
+
+
+def test_places_that_cannot_be_written_are_one_sentence(tune: Callable, tmp_path: Path) -> None:
+    for place in (tmp_path / ("x" * 300), Path("/proc/x.yaml")):
+        result = tune("cp", CONFIG, str(place))
+        assert result.code == 2
+        assert "choose another path" in result.err or "choose another output_dir" in result.err
+    (tmp_path / "recipe.txt").write_text("no recipe at all\n")
+    (tmp_path / "c.yaml").write_text("a: 1\n")
+    result = tune("run", str(tmp_path / "recipe.txt"), "--config", str(tmp_path / "c.yaml"))
+    assert (result.code, result.err) == (
+        2,
+        f"error: {tmp_path}/recipe.txt, line 1: it is not valid Python: invalid syntax.\n",
+    )
+
+
+@pytest.mark.parametrize("token", ["hun ter2", "hunter2\n", "hünter2", "hunter2"])
+def test_a_token_is_not_quoted(tune: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    result = tune("download", "own/model", "--output-dir", str(tmp_path / "out"), "--hf-token", token)
+    assert result.code == 2
+    assert len(result.err.splitlines()) == 1
+    assert not {"hunter2", "hünter2", "ter2"} & set(result.err.replace("'", " ").split())
+    assert token.strip() not in result.err + result.out

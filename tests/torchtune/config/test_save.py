@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from tests.torchtune.config.assets import typed_recipe
 from torchtune import config
 from torchtune.config import describe_settings, load_and_check, log_config, save_config, settings_of, to_dict
-from torchtune.config._save import is_secret
+from torchtune.config._secrets import is_secret
 
 ASSETS = Path(__file__).parent / "assets"
 Check = Callable[..., typed_recipe.Settings]
@@ -84,7 +84,7 @@ def test_names_of_secrets(key: str) -> None:
     assert is_secret(key)
 
 
-@pytest.mark.parametrize("key", ["tokenizer", "max_new_tokens", "eos_token", "pad_token_id", "num_tokens", "special_tokens_path", "key"])  # fmt: skip
+@pytest.mark.parametrize("key", ["tokenizer", "max_new_tokens", "eos_token", "pad_token_id", "num_tokens", "special_tokens_path"])  # fmt: skip
 def test_names_of_no_secrets(key: str) -> None:
     assert not is_secret(key)
 

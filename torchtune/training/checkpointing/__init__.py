@@ -6,7 +6,7 @@ from torchtune.training.checkpointing._checkpointer import (
     FullModelTorchTuneCheckpointer,
 )
 from torchtune.training.checkpointing._classifier import update_state_dict_for_classifier
-from torchtune.training.checkpointing._directories import ResumePoint
+from torchtune.training.checkpointing._directories import ResumePoint, checkpoints_in, verify_checkpoint
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_to_hf import gguf_to_hf
@@ -52,8 +52,10 @@ __all__ = [
     "GGUFFile",
     "ModelType",
     "ResumePoint",
+    "checkpoints_in",
     "get_largest_iter_folder",
     "gguf_to_hf",
     "safe_torch_load",
     "update_state_dict_for_classifier",
+    "verify_checkpoint",
 ]

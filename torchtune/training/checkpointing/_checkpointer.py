@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ from torchtune.training.checkpointing._directories import (
     MARKER,
     ResumePoint,
     check_output_dir,
-    find_resume_point,
+    damage,
+    marked_files,
+    refuse_damaged,
+    resume_candidates,
+    resume_point,
 )
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import (
@@ -55,12 +59,11 @@ from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source,
 from torchtune.training.checkpointing._state import (
     STATE_DIR,
     STRUCTURE,
-    TENSORS,
     load_state,
     optimizers_of,
     state_parts,
 )
-from torchtune.utils import UserError, doing, get_logger, write_json
+from torchtune.utils import FolderLock, UserError, doing, get_logger, refuse_foreign, write_json
 
 # Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
 ADAPTER_DIR = "adapter"
@@ -83,7 +86,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         resume_from_checkpoint: accepted for older configs; the recipe's setting of that name decides.
         safe_serialization: accepted for older configs; safetensors are always written.
         should_load_recipe_state: for :meth:`load_checkpoint`: read the newest checkpoint of ``output_dir``.
-        keep_last_n_checkpoints: older ones are removed after each save; all are kept by default.
+        keep_last_n_checkpoints: older ones are removed after each save. By default those of epochs are all kept, and
+            the last three of those by steps.
         enable_dcp: accepted for older configs; reading and writing stream anyway.
 
     Raises:
@@ -110,6 +114,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         if model_type is not None and model_type not in ModelType.__members__:
             raise CheckpointError(f"model_type: '{model_type}' is none of {', '.join(ModelType.__members__)}.")
         self.checkpoint_dir = Path(checkpoint_dir)
+        refuse_foreign(self.checkpoint_dir, "checkpointer.checkpoint_dir")
         self.checkpoint_files = checkpoint_files
         self.model_type = None if model_type is None else ModelType[model_type]
         self.output_dir = None if output_dir is None else Path(output_dir)
@@ -125,8 +130,12 @@ class FullModelHFCheckpointer(LegacyInterface):
         return Ranks()
 
     @cached_property
+    def _lock(self) -> FolderLock:
+        return FolderLock(self._output_dir())
+
+    @cached_property
     def _saver(self) -> Saver:
-        return Saver(self._ranks)
+        return Saver(self._ranks, self._lock)
 
     def source(self) -> Source:
         """The files of weights, opened."""
@@ -207,6 +216,18 @@ class FullModelHFCheckpointer(LegacyInterface):
         output_dir = self._output_dir()
         self._ranks.first(lambda: check_output_dir(output_dir, self.checkpoint_dir, resume=resume))
 
+    def lock_output_dir(self) -> None:
+        """Keep other runs out of the output folder until :meth:`close`, or until the process ends.
+
+        What a killed run left locked is taken over: at once on the same machine, or after a minute without a sign of
+        life. Without this call, every save and search for a checkpoint locks the folder for as long as it takes.
+
+        Raises:
+            UserError: another run has it, or it cannot be written to.
+        """
+        self._output_dir()
+        self._ranks.first(lambda: self._lock.acquire())
+
     def check_contents(self, model: nn.Module, *, adapter_only: bool = False) -> None:
         """Refuse a model of which :meth:`save` would not write all that is trained; call it before training.
 
@@ -220,20 +241,44 @@ class FullModelHFCheckpointer(LegacyInterface):
         check_contents(model, adapter_only=adapter_only)
 
     def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
-        """The newest complete checkpoint to go on from; ``None`` (and a warning) if there is none.
+        """The newest complete checkpoint that is whole; ``None`` (and a warning) if there is none to go on from.
+
+        What a resume needs is read and compared with the checksums of the save, each rank a share of the files. From a
+        damaged checkpoint the one before takes over, which is said as an error.
 
         Args:
             cfg: settings of this run: what differs from the checkpoint's is logged, or refused.
 
         Raises:
-            CheckpointError: the run is finished, or it cannot go on with these settings.
+            CheckpointError: the run is finished, no checkpoint is whole, or it cannot go on with these settings.
+            UserError: another run has the folder.
         """
-        output_dir = self._output_dir()
-        point = self._ranks.first(lambda: find_resume_point(output_dir))
-        if point is not None and cfg is not None:
-            with self._ranks.together():
-                check_resumed_settings(cfg, point.path)
-        return point
+        output_dir, held = self._output_dir(), self._lock.is_held
+
+        def begin() -> list[Path]:
+            if output_dir.is_dir():
+                self._lock.acquire()
+            return resume_candidates(output_dir)
+
+        try:
+            candidates = self._ranks.first(begin)
+            for number, path in enumerate(candidates):
+                mine, faults = [], []
+                with self._ranks.together():
+                    mine = marked_files(path, everything=False)[self._ranks.rank :: self._ranks.size]
+                    faults = damage(path, mine)
+                faults = [fault for found in self._ranks.gather(faults) for fault in found]
+                if not faults:
+                    point = self._ranks.first(partial(resume_point, path))
+                    with self._ranks.together():
+                        if cfg is not None:
+                            check_resumed_settings(cfg, path)
+                    return point
+                self._ranks.first(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
+            return None
+        finally:
+            if not held:
+                self._lock.release()
 
     @doing("resuming")
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -257,7 +302,8 @@ class FullModelHFCheckpointer(LegacyInterface):
                 f"{point.path} holds {theirs}, but the model of this run {ours}: resume with the saved "
                 "torchtune_config.yaml."
             )
-        self._saver.wait()
+        if self.output_dir is not None:
+            self._saver.wait()
         reshard(model)
         with self._ranks.together():
             if has_adapter:
@@ -318,10 +364,7 @@ class FullModelHFCheckpointer(LegacyInterface):
             files.append(tensor_file(folder + ADAPTER_FILE, parts))
             contents[folder + ADAPTER_CONFIG_FILE] = settings
         contents["config.json"] = config_of_model(model, self.checkpoint_dir)
-        structure = None
-        if state is not None:
-            parts, structure = state_parts(state, model, self._ranks)
-            files.append(tensor_file(f"{STATE_DIR}/{TENSORS}", parts))
+        saved = None if state is None else state_parts(state, model, self._ranks)
 
         def small(folder: Path) -> None:
             for name, content in contents.items():
@@ -331,28 +374,34 @@ class FullModelHFCheckpointer(LegacyInterface):
                 from torchtune.config import save_config
 
                 save_config(cfg, folder / "torchtune_config.yaml")
-            if structure is not None:
-                (folder / STATE_DIR / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
+            if saved is not None:
+                (folder / STATE_DIR).mkdir(exist_ok=True)
+                (folder / STATE_DIR / STRUCTURE).write_text(json.dumps(saved.structure), encoding="utf-8")
 
         output_dir = self._output_dir()
-        job = Job(output_dir, name, files, small, self.keep_last_n_checkpoints, optional)
+        own, agreed = (None, b"") if saved is None else (saved.file, saved.agreed)
+        job = Job(output_dir, name, files, own, agreed, small, self.keep_last_n_checkpoints, optional)
         optimizers = [] if merge else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
         self._saver.save(job, behind=async_save, optimizers=optimizers)
         return output_dir / name
 
     def close(self) -> None:
-        """Wait until everything is written.
+        """Wait until everything is written, and let other runs into the output folder.
 
         Raises:
             UserError: that failed; where another error is on its way up, this one is only logged.
         """
+        if self.output_dir is None:
+            return
         on_its_way = sys.exc_info()[0] is not None
         try:
-            self._saver.wait()
+            self._saver.close()
         except (UserError, OSError) as error:
             if not on_its_way:
                 raise
             get_logger().warning(f"The last checkpoint was not written: {error}")
+        finally:
+            self._lock.release()
 
     def _carry(self, folder: Path) -> None:
         """Tokenizer, template and generation settings, from the source folder or out of a GGUF file."""

@@ -105,7 +105,7 @@ def _merged(model: nn.Module, name: str, held: Held) -> torch.Tensor:
         for conversion in get_conversions(model):
             if hasattr(conversion, "merged"):
                 weight = conversion.merged(name, weight, model)
-    return weight[held.box]
+    return weight[held.box].clone() if sharded else weight[held.box]  # a view would keep the whole weight
 
 
 def shards(parts: Iterable[Part], max_shard_bytes: int) -> tuple[list[TensorFile], dict | None]:

@@ -29,7 +29,7 @@ class LegacyInterface:
     """``load_checkpoint`` and ``save_checkpoint``: the whole model passes through a dict.
 
     It is mixed into the checkpointers and uses their attributes ``checkpoint_dir``, ``checkpoint_files``,
-    ``model_type``, ``keep_last_n_checkpoints`` and ``should_load_recipe_state``.
+    ``model_type``, ``keep_last_n_checkpoints``, ``should_load_recipe_state`` and the lock of the output folder.
     """
 
     # Under whose names weights are written, and read where the folder has no config.json.
@@ -105,7 +105,7 @@ class LegacyInterface:
             raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
         number = step if dir_prefix == "step" and step is not None else epoch
         limit = _bytes(max_shard_size)
-        with new_directory(self._output_dir(), f"{dir_prefix}_{number}") as folder:
+        with self._lock.held(), new_directory(self._output_dir(), f"{dir_prefix}_{number}") as folder:
             if not adapter_only:
                 self._write_model(state_dict[MODEL_KEY], folder, limit)
             if ADAPTER_KEY in state_dict:

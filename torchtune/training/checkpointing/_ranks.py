@@ -1,7 +1,7 @@
 """The processes of a run: which part of a tensor each holds, and what they do as one."""
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +44,33 @@ class Ranks:
         if self._group is not None:
             dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def deliver(self, packets: Mapping[int, bytearray], *, expects: bool) -> list[memoryview]:
+        """Send packets to some ranks, while all of them may do so.
+
+        Args:
+            packets: what each of them gets.
+            expects: whether this rank gets one from every other.
+
+        Returns:
+            these.
+        """
+        others = [rank for rank in range(self.size) if rank != self.rank] if expects else []
+        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
+        self._exchange({rank: torch.tensor([len(packet)]) for rank, packet in packets.items()}, sizes)
+        found = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
+        self._exchange(
+            {rank: torch.frombuffer(packet, dtype=torch.uint8) for rank, packet in packets.items() if packet},
+            {rank: room for rank, room in found.items() if room.numel()},
+        )
+        return [memoryview(room.numpy()) for room in found.values()]
+
+    def _exchange(self, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+        """All at once, so that nobody waits for one who waits in turn."""
+        work = [dist.irecv(room, rank, group=self._group) for rank, room in into.items()]
+        work += [dist.isend(values, rank, group=self._group) for rank, values in out.items()]
+        for one in work:
+            one.wait()
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is True on any rank."""
@@ -203,17 +230,19 @@ def whole_where_partial(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def read_like(like: DTensor, shape: tuple[int, ...], read: Callable[[Box], torch.Tensor]) -> DTensor:
+def read_like(
+    like: DTensor, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[Box], torch.Tensor]
+) -> DTensor:
     """A tensor that belongs to a parameter, on its device: sharded as it is if they have the same shape, else whole.
 
     Args:
         like: the parameter.
         shape: of the whole tensor.
+        dtype: of the tensor.
         read: gives a part of it.
     """
     if shape == tuple(like.shape):
         box, local = local_part(like)
-        dtype = read(tuple(slice(0, 1) for _ in shape)).dtype
         new = torch.empty_like(like, dtype=dtype, requires_grad=False)
         if local.numel():
             local_part(new)[1].copy_(read(box))

@@ -1,38 +1,59 @@
 """What a run needs besides the weights to continue bit for bit, in files that hold no code.
 
-``state.safetensors`` holds every tensor, ``state.json`` the structure around them. A directory that was shared by
-somebody else can be resumed without unpickling anything (the metadata of ``torch.distributed.checkpoint``'s own
-format is a pickle; its safetensors reader reads these files). Sharded tensors stand there whole, each rank having
-written its part into its place, so that any number of processes can go on, each reading its own part.
+Every rank writes a file of its own, ``rank_N.safetensors``, with what it holds: its parts of sharded tensors, and its
+random generators. ``state.json`` is the index: the structure around the tensors, with the shape and type of each.
+Where in the whole a part lies stands in the header of its file, so that nothing must be gathered to write it. A rank
+that goes on with the same share finds it in its own file; any other number of ranks looks into those of others.
+A directory that was shared by somebody else can be resumed without unpickling anything. Checkpoints of earlier
+releases, which have one ``state.safetensors`` of whole tensors, are read too.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtune.models import Box
 from torchtune.training._rng import RNGState
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._ranks import Held, Ranks, read_like, whole_where_partial
-from torchtune.training.checkpointing._safetensors_file import Block, Part
+from torchtune.training.checkpointing._safetensors_file import Block, TensorFile, num_bytes, tensor_file
 from torchtune.training.checkpointing._sources import SafetensorsFiles
 
 STATE_DIR = "state"
-TENSORS, STRUCTURE = "state.safetensors", "state.json"
+STRUCTURE = "state.json"
+# Of earlier releases, with all tensors.
+_TENSORS = "state.safetensors"
 # Key of the structure under which the names of the optimizers' parameters stand, beside the values of the run.
 _NAMES = "parameter names"
-# Key under which the states of the random generators of several ranks stand.
+# Key of the structure under which the number of files stands, one of each rank.
+_FILES = "files of ranks"
+# Kind of a node whose value is in the header of each rank's file.
+_OWN = "own"
+# Keys of such a header: the values, and where the parts of tensors begin.
+_VALUES, _STARTS = "values", "starts"
+# Key under which earlier releases put the states of the random generators of all ranks.
 _RANKS = "ranks"
+# What is not sharded and smaller is rank 0's; larger ones are dealt out.
+_SMALL = 2**16
+# Files that are kept open.
+_OPEN = 16
+_MOST_RANKS = 10**6
+
+_Tensors = dict[str, tuple[str, torch.Tensor, dict[str, Any]]]
 
 
-def _encode(value: Any, path: str, tensors: dict[str, tuple[str, torch.Tensor]]) -> Any:
-    """JSON of ``value``; its tensors go, with their path, into ``tensors`` under a name made from it."""
+def _encode(value: Any, path: str, tensors: _Tensors) -> Any:
+    """JSON of ``value``; its tensors go, with their path and node, into ``tensors`` under a name made from it."""
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, nn.Parameter, DTensor) or value.is_sparse or value.is_quantized:
             raise CheckpointError(
@@ -40,8 +61,9 @@ def _encode(value: Any, path: str, tensors: dict[str, tuple[str, torch.Tensor]])
                 "whose state is plain tensors."
             )
         name = path if path not in tensors else f"{path} {len(tensors)}"  # 1 and "1" may both be keys of a dict
-        tensors[name] = path, value.detach()
-        return {"tensor": name}
+        node = {"tensor": name}
+        tensors[name] = path, value.detach(), node
+        return node
     if isinstance(value, Mapping):
         return {"dict": [[_key(key, path), _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
@@ -58,16 +80,18 @@ def _key(key: Any, path: str) -> Any:
     raise CheckpointError(f"The training state '{path}' has a key {key!r}, which cannot be saved: use text or numbers.")
 
 
-def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, str], Any]) -> Any:
-    """The value of a node; ``tensor`` gives those in it from their path and name."""
+def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, dict[str, Any]], Any]) -> Any:
+    """The value of a node; ``tensor`` gives those in it from their path and node."""
+    if "tensor" in node:
+        return tensor(path, node)
     ((kind, content),) = node.items()
-    if kind == "tensor":
-        return tensor(path, content)
     if kind == "dict":
         return {key: _decode(item, f"{path}/{key}", tensor) for key, item in content}
     if kind in ("list", "tuple"):
         items = [_decode(item, f"{path}/{index}", tensor) for index, item in enumerate(content)]
         return items if kind == "list" else tuple(items)
+    if kind != "value" or isinstance(content, list | dict):
+        raise ValueError(f"'{path}' is of the unknown kind '{kind}'")
     return content
 
 
@@ -101,7 +125,22 @@ def _parameters(state: Mapping[str, Any], model: nn.Module) -> dict[str, torch.T
     return found
 
 
-def state_parts(state: Mapping[str, Any], model: nn.Module, ranks: Ranks) -> tuple[list[Part], dict[str, Any]]:
+@dataclass(frozen=True)
+class SavedState:
+    """What a rank writes of the state.
+
+    Attributes:
+        file: this rank's.
+        structure: the index, on every rank the same but for values that differ; rank 0 writes it.
+        agreed: what must be the same on all ranks.
+    """
+
+    file: TensorFile
+    structure: dict[str, Any]
+    agreed: bytes
+
+
+def state_parts(state: Mapping[str, Any], model: nn.Module, ranks: Ranks) -> SavedState:
     """The state of every value, its ``state_dict()`` or a plain dict as it is: the tensors, and the rest as JSON.
 
     What is not sharded is rank 0's, but for the random generators: each rank has its own.
@@ -114,45 +153,174 @@ def state_parts(state: Mapping[str, Any], model: nn.Module, ranks: Ranks) -> tup
     Raises:
         CheckpointError: a value holds anything but tensors, dicts, lists, numbers and text.
     """
-    tensors: dict[str, tuple[str, torch.Tensor]] = {}
-    plain = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()}
-    for key, value in state.items():
-        if isinstance(value, RNGState) and ranks.size > 1:
-            plain[key] = {_RANKS: ranks.gather(plain[key])}
-    structure, parameters = {}, _parameters(state, model)
+    tensors: _Tensors = {}
+    own_tensors: _Tensors = {}
+    structure, values, parameters = {}, {}, _parameters(state, model)
     with ranks.together():
-        structure = {key: _encode(value, key, tensors) for key, value in plain.items()}
-    structure[_NAMES] = _parameter_names(state, model)
-    parts = []
-    for turn, (name, (path, tensor)) in enumerate(tensors.items()):
+        for key, value in state.items():
+            plain = value.state_dict() if hasattr(value, "state_dict") else value
+            if isinstance(value, RNGState):
+                structure[key], values[key] = {_OWN: key}, _encode(plain, key, own_tensors)
+            else:
+                structure[key] = _encode(plain, key, tensors)
+    structure |= {_NAMES: _parameter_names(state, model), _FILES: ranks.size}
+    parts, starts = [], {}
+    for turn, (name, (path, tensor, node)) in enumerate(tensors.items()):
         like = parameters.get(path.rpartition("/")[0])
         # An optimizer changes its own at its next step; who knows when others do that, so these are copied now.
         tensor = tensor.clone() if like is None else whole_where_partial(tensor)
-        held = Held.of(tensor, ranks, 0 if like is None else turn, like)
-        parts.append(({name: held.outline}, partial(_blocks, name, held)))
-    return parts, structure
+        held = Held.of(tensor, ranks, 0 if like is None or num_bytes(tensor) <= _SMALL else turn, like)
+        node |= {"shape": list(held.outline.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        if held.data.shape == held.outline.shape:
+            node["rank"] = 0 if like is None or num_bytes(tensor) <= _SMALL else turn % ranks.size
+        if held.writes and held.data.numel():
+            starts[name] = [part.start for part in held.box]
+            parts.append(_part(name, held.data))
+    parts += [_part(name, tensor.clone()) for name, (_, tensor, _) in own_tensors.items()]
+    metadata = {_VALUES: json.dumps(values), _STARTS: json.dumps(starts)}
+    agreed = json.dumps([[name, node.get("shape"), node.get("dtype")] for name, (_, _, node) in tensors.items()])
+    return SavedState(tensor_file(_of_rank(ranks.rank), parts, metadata), structure, agreed.encode())
 
 
-def _blocks(name: str, held: Held) -> list[Block]:
-    return [Block(name, tuple(part.start for part in held.box), held.data)] if held.writes else []
+def _of_rank(rank: int) -> str:
+    return f"{STATE_DIR}/rank_{rank}.safetensors"
+
+
+def _part(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Callable[[], list[Block]]]:
+    outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return {name: outline}, partial(_blocks, name, tensor)
+
+
+def _blocks(name: str, tensor: torch.Tensor) -> list[Block]:
+    return [Block(name, (0,) * tensor.dim(), tensor)]
+
+
+class _WholeFile:
+    """State of an earlier release: whole tensors in one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._source = SafetensorsFiles([folder / STATE_DIR / _TENSORS])
+
+    def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self._source.shape(node["tensor"])
+
+    def dtype(self, node: dict[str, Any]) -> torch.dtype:
+        """Type of its elements."""
+        first = tuple(slice(0, 1) for _ in self.shape(node))
+        return self._source.read(node["tensor"], first or None).dtype
+
+    def read(self, node: dict[str, Any], box: Box) -> torch.Tensor:
+        """A part of a tensor."""
+        return self._source.read(node["tensor"], box or None).clone()  # the directory may be pruned meanwhile
+
+
+class _RankFiles:
+    """State in files of ranks; of each no more than the header is read before something in it is needed."""
+
+    def __init__(self, folder: Path, count: int, rank: int) -> None:
+        self._folder = folder
+        self._order = list(dict.fromkeys([min(rank, count - 1), *range(count)]))
+        self._headers: dict[int, dict[str, Any]] = {}
+        self._open: dict[int, SafetensorsFiles] = {}
+
+    def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return tuple(int(size) for size in node["shape"])
+
+    def dtype(self, node: dict[str, Any]) -> torch.dtype:
+        """Type of its elements."""
+        dtype = getattr(torch, node["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"'{node['dtype']}' is no dtype")
+        return dtype
+
+    def header(self, rank: int) -> dict[str, Any]:
+        """The values in the header of a rank's file, and where its parts of tensors begin."""
+        if rank not in self._headers:
+            path = self._folder / _of_rank(rank)
+            try:
+                with path.open("rb") as file:
+                    content = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                told = content["__metadata__"]
+                self._headers[rank] = {
+                    _VALUES: json.loads(told[_VALUES]),
+                    _STARTS: {name: tuple(map(int, start)) for name, start in json.loads(told[_STARTS]).items()},
+                    "shapes": {n: tuple(v["shape"]) for n, v in content.items() if n != "__metadata__"},
+                }
+            except (OSError, MemoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{path} is damaged ({type(error).__name__}: {error}): resume from another checkpoint."
+                ) from error
+        return self._headers[rank]
+
+    def file(self, rank: int) -> SafetensorsFiles:
+        """A rank's file, opened."""
+        if rank not in self._open:
+            while len(self._open) >= _OPEN:
+                self._open.pop(next(iter(self._open)))
+            self._open[rank] = SafetensorsFiles([self._folder / _of_rank(rank)])
+        return self._open[rank]
+
+    def read(self, node: dict[str, Any], box: Box) -> torch.Tensor:
+        """A part of a tensor, put together from the files that have something of it."""
+        name = node["tensor"]
+        new = torch.empty([part.stop - part.start for part in box], dtype=self.dtype(node))
+        missing = new.numel()
+        ranks = [node["rank"], *self._order] if "rank" in node else self._order
+        for rank in dict.fromkeys(ranks):
+            if missing == 0:
+                break
+            start = self.header(rank)[_STARTS].get(name)
+            if start is None:
+                continue
+            shape = self.header(rank)["shapes"][name]
+            low = [max(a, part.start) for a, part in zip(start, box, strict=True)]
+            high = [min(a + n, part.stop) for a, n, part in zip(start, shape, box, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            theirs = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+            ours = tuple(slice(a - p.start, b - p.start) for a, b, p in zip(low, high, box, strict=True))
+            new[ours] = self.file(rank).read(name, theirs or None)
+            missing -= math.prod(b - a for a, b in zip(low, high, strict=True))
+            self._order.remove(rank)  # the next is likely to be there, too
+            self._order.insert(0, rank)
+        if missing:
+            raise KeyError(f"'{name}' is not whole in the files of the ranks")
+        return new
+
+
+# What comes of values of another kind than they should be.
+_WRONG = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError)
+
+
+class _Progress(dict[str, Any]):
+    """Plain values; that one is missing is said as what it is."""
+
+    path: Path
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"{self.path} is damaged, its progress has no '{key}': resume from another checkpoint.")
 
 
 def _structure(folder: Path) -> dict[str, Any]:
     path = folder / STATE_DIR / STRUCTURE
     try:
         structure = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): resume from another checkpoint.") from error
     if not isinstance(structure, dict):
         raise CheckpointError(f"{path} is damaged, it holds no object: resume from another checkpoint.")
     return structure
 
 
-def _decoded(structure: dict[str, Any], key: str, tensor: Callable[[str, str], Any], folder: Path) -> Any:
+def _decoded(structure: dict[str, Any], key: str, tensor: Callable[[str, dict[str, Any]], Any], folder: Path) -> Any:
     """The value of ``key``. Raises ``CheckpointError`` if the structure is not one that :func:`state_parts` made."""
     try:
         return _decode(structure[key], key, tensor)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except (*_WRONG, RecursionError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder / STATE_DIR / STRUCTURE} is damaged: what it says of '{key}' cannot be read "
             f"({type(error).__name__}: {error}): resume from another checkpoint."
@@ -165,10 +333,22 @@ def load_progress(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the state is corrupt.
     """
-    progress = _decoded(_structure(folder), "progress", lambda path, name: None, folder)
+    path = folder / STATE_DIR / STRUCTURE
+    progress = _decoded(_structure(folder), "progress", lambda path, node: None, folder)
     if not isinstance(progress, dict):
-        raise CheckpointError(f"{folder / STATE_DIR / STRUCTURE} is damaged: resume from another checkpoint.")
+        raise CheckpointError(f"{path} is damaged, its progress is no object: resume from another checkpoint.")
+    for key in progress.keys() & {"seed", "global_step", "total_steps"}:
+        _check_number(progress[key], f"its '{key}'", path)
+    progress = _Progress(progress)
+    progress.path = path
     return progress
+
+
+def _check_number(value: Any, what: str, path: Path, most: int = 2**63 - 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise CheckpointError(
+            f"{path} is damaged, {what} is {str(value)[:40]!r} and no count: resume from another checkpoint."
+        )
 
 
 def load_state(state: Mapping[str, Any], model: nn.Module, folder: Path, rank: int) -> None:
@@ -182,45 +362,90 @@ def load_state(state: Mapping[str, Any], model: nn.Module, folder: Path, rank: i
     """
     structure = _structure(folder)
     saved_names = structure.pop(_NAMES, {})
-    for key in sorted(state.keys() ^ structure.keys()):
+    for key in sorted(state.keys() ^ (structure.keys() - {_FILES})):
         where = "this run has" if key in state else "the checkpoint has"
         raise CheckpointError(
             f"{folder}: {where} '{key}' and the other has not: resume with the saved torchtune_config.yaml."
         )
     _check_names(saved_names, _parameter_names(state, model), folder)
-    source, parameters = SafetensorsFiles([folder / STATE_DIR / TENSORS]), _parameters(state, model)
+    parameters, path = _parameters(state, model), folder / STATE_DIR / STRUCTURE
+    count = structure.pop(_FILES, None)
+    if count is not None:
+        _check_number(count, f"the number of its {_FILES}", path, most=_MOST_RANKS)
+    source = _WholeFile(folder) if count is None else _RankFiles(folder, max(count, 1), rank)
 
-    def tensor(path: str, name: str) -> torch.Tensor:
-        like = parameters.get(path.rpartition("/")[0])
-        if not isinstance(like, DTensor) or not (shape := source.shape(name)):
-            return source.read(name).clone()  # the directory may be pruned while the run goes on
-        return read_like(like, shape, lambda box: source.read(name, box))
+    def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
+        like, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
+        if not isinstance(like, DTensor) or not shape:
+            return source.read(node, tuple(slice(0, size) for size in shape))
+        return read_like(like, shape, source.dtype(node), lambda box: source.read(node, box))
 
     for key, value in state.items():
-        saved = _decoded(structure, key, tensor, folder)
         if isinstance(value, RNGState):
-            value.load_state_dict(saved[_RANKS][min(rank, len(saved[_RANKS]) - 1)] if _RANKS in saved else saved)
-            if rank >= len(saved.get(_RANKS, [saved])):
-                value.derive(rank)
+            _load_generators(key, value, structure, source, folder, rank)
             continue
+        saved = _decoded(structure, key, tensor, folder)
+        if not isinstance(saved, dict):
+            raise CheckpointError(f"{path} is damaged, its '{key}' is no object: resume from another checkpoint.")
         _check_kinds(key, value, saved, folder)
         if not hasattr(value, "load_state_dict"):
+            for name in value.keys() & saved.keys():
+                if type(value[name]) is int:
+                    _check_number(saved[name], f"its '{key}/{name}'", path)
             value.update(saved)
             continue
         try:
             value.load_state_dict(saved)
-        except (ValueError, KeyError, RuntimeError) as error:
+        except _WRONG as error:
             raise CheckpointError(
-                f"{folder}: its '{key}' does not fit this run ({str(error).rstrip('.')}): resume with the saved "
+                f"{folder}: its '{key}' does not fit this run ({_told(error)}): resume with the saved "
                 "torchtune_config.yaml."
             ) from error
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    return text if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
+
+
+def _load_generators(
+    key: str, generators: RNGState, structure: dict[str, Any], source: _WholeFile | _RankFiles, folder: Path, rank: int
+) -> None:
+    """Those of this rank; one that the saved run had not gets its own, derived from rank 0's."""
+    if isinstance(source, _RankFiles):
+        count = len(source._order)
+        theirs = rank if rank < count else 0
+
+        def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
+            return source.file(theirs).read(node["tensor"]).clone()
+
+        saved = _decoded(source.header(theirs)[_VALUES], key, tensor, folder)
+    else:
+        saved = _decoded(structure, key, lambda path, node: source.read(node, ()), folder)
+        every = saved[_RANKS] if isinstance(saved, dict) and _RANKS in saved else [saved]
+        count = len(every)
+        saved = every[rank if rank < count else 0]
+    try:
+        generators.load_state_dict(saved)
+    except _WRONG as error:
+        raise CheckpointError(
+            f"{folder}: the state of its random generators is damaged ({_told(error)}): resume from another checkpoint."
+        ) from error
+    if rank >= count:
+        generators.derive(rank)
 
 
 def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
     """Refuse the state of another kind of optimizer: torch takes it, and fails or goes wrong at the first step."""
     if not isinstance(value, Optimizer) or not isinstance(saved, dict):
         return
-    for ours, theirs in zip(value.param_groups, saved.get("param_groups", ()), strict=False):
+    groups = saved.get("param_groups", ())
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError(
+            f"{folder / STATE_DIR / STRUCTURE} is damaged, the groups of its '{key}' are none: resume from another "
+            "checkpoint."
+        )
+    for ours, theirs in zip(value.param_groups, groups, strict=False):
         # A setting that only one side has is a newer release's; where both have their own, it is another optimizer.
         lacking, left = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys() - {"initial_lr"})
         if lacking and left:
@@ -234,7 +459,12 @@ def _check_names(saved: dict[str, list[list[str]]], ours: dict[str, list[list[st
     """Refuse optimizers over other parameters: by number alone their states would be mixed up."""
     if saved == ours:
         return
-    before = {name for groups in saved.values() for group in groups for name in group}
+    try:
+        before = {name for groups in saved.values() for group in groups for name in group}
+    except (AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / STATE_DIR / STRUCTURE} is damaged, its '{_NAMES}' are none: resume from another checkpoint."
+        ) from error
     now = {name for groups in ours.values() for group in groups for name in group}
     what = "their parameters are in another order or in other groups"
     if before ^ now:

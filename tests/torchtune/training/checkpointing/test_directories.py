@@ -1,6 +1,7 @@
 """Which directories count, which one a run goes on from, which are removed, and what is never overwritten."""
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ def checkpointer(source: Path, output: Path, **options) -> FullModelHFCheckpoint
 
 def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, *, resumable: bool = True) -> Path:
     step = int(name.partition("_")[2])
-    return store.save(name, model, state={"progress": {"seed": 1, "global_step": step}} if resumable else None)
+    folder = store.save(name, model, state={"progress": {"seed": 1, "global_step": step}} if resumable else None)
+    store.close()  # old ones are removed meanwhile
+    return folder
 
 
 def refusal(function, *args, **kwargs) -> str:
@@ -108,11 +111,21 @@ def test_last_n_are_kept(source: Path, model: nn.Module, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_0"]
 
 
-def test_all_are_kept_by_default(source: Path, model: nn.Module, tmp_path: Path) -> None:
+def test_kept_by_default(source: Path, model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All of epochs, three of steps; what an earlier release has kept is not taken away. It is said once."""
     store = checkpointer(source, tmp_path)
-    for step in range(4):
-        save(store, f"step_{step}", model)
-    assert len(list(tmp_path.iterdir())) == 4
+    old = save(store, "step_0", model)
+    marker = json.loads((old / ".complete").read_text())
+    (old / ".complete").write_text(json.dumps({key: marker[key] for key in ("saves", "resumable", "files")}))
+    for number in range(1, 6):
+        save(store, f"step_{number}", model)
+        save(store, f"epoch_{number}", model)
+    left = [f"epoch_{number}" for number in range(1, 6)] + ["step_0", "step_3", "step_4", "step_5"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert sum("the last 3 are kept" in record.getMessage() for record in caplog.records) <= 1
+    store.keep_last_n_checkpoints = 100
+    save(store, "step_6", model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "step_6"]
 
 
 def test_without_a_marker_it_does_not_count(source: Path, model: nn.Module, tmp_path: Path) -> None:
@@ -181,13 +194,17 @@ def test_everything_of_a_checkpoint(source: Path, model: nn.Module, tmp_path: Pa
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "state/rank_0.safetensors",
         "state/state.json",
-        "state/state.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    sizes = {name: (folder / name).stat().st_size for name in ("model.safetensors", "state/state.safetensors")}
-    assert json.loads((folder / ".complete").read_text()) == {"saves": 1, "resumable": True, "files": sizes}
+    marker = json.loads((folder / ".complete").read_text())
+    needed = ("model.safetensors", "state/rank_0.safetensors", "state/state.json")
+    assert marker.pop("files") == {name: (folder / name).stat().st_size for name in needed}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".complete"]
+    sums = {str(path.relative_to(folder)): f"{zlib.crc32(path.read_bytes()):08x}" for path in files}
+    assert marker == {"saves": 1, "resumable": True, "crc32": sums}
     modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
     assert len(modes) == 1, "all files have the permissions of the user's umask"
 

@@ -51,7 +51,7 @@ def damaged_checkpoints(folder: Path) -> None:
     """Complete by its marker, but files of it are gone or cut; and a run that had something else to save."""
     store, model, state = started(folder, folder / "run")
     saved = store.save("step_1", model, state=state)
-    for name in ("state/state.safetensors", "model.safetensors", "state/state.json", ".complete"):
+    for name in ("state/rank_1.safetensors", "model.safetensors", "state/state.json", ".complete"):
         whole = (saved / name).read_bytes()
         dist.barrier()
         if dist.get_rank() == 0:

@@ -1,5 +1,7 @@
 """Sharded models in several processes: what is loaded and saved does not depend on how they are sharded."""
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,3 +96,34 @@ def test_any_mesh_reads_and_writes_the_same_files(folder: Path, size: int) -> No
         and (shape != "qwen3_moe" or how in ("fsdp", "hsdp"))  # experts are not split in another way
     ]
     ranks.run(size, cases, folder)
+
+
+def one_writer_of_each_file(folder: Path) -> None:
+    """What every process opens to write: no file of tensors is opened by two, and all have something to do."""
+    opened: set[str] = set()
+
+    def note(event: str, arguments: tuple) -> None:
+        if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            opened.add(os.path.basename(str(arguments[0])))
+
+    model = ranks.shard(build(folder / "llama"), "fsdp")
+    store = FullModelHFCheckpointer(str(folder / "llama"), output_dir=str(folder / "writers"))
+    store.load_model(model)
+    state = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "progress": {}}
+    sys.addaudithook(note)
+    for behind in (False, True):
+        opened.clear()
+        saved = store.save("step_1", model, state=state, max_shard_bytes=30_000, async_save=behind)
+        store.close()
+        found: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(found, {name for name in opened if name.endswith(".safetensors")})
+        written = sorted(name for names in found for name in names)
+        assert written == sorted(path.name for path in saved.rglob("*.safetensors"))
+        assert len(written) > 2 * dist.get_world_size()
+        assert all(len([name for name in names if name.startswith("model-")]) >= 2 for names in found), found
+        assert [f"rank_{rank}.safetensors" in names for rank, names in enumerate(found)] == [True] * len(found)
+        dist.barrier()
+
+
+def test_no_file_is_written_by_two(folder: Path) -> None:
+    ranks.run(2, [one_writer_of_each_file], folder)

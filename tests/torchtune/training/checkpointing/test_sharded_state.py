@@ -1,5 +1,6 @@
 """Training state of sharded runs: it comes back on any number of ranks and any mesh, bit for bit."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import nn
 
 from tests.torchtune.training.checkpointing import ranks
@@ -56,9 +57,20 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def moments(saved: Path) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps of the optimizer."""
-    tensors = load_file(saved / "state" / "state.safetensors")
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
+    """What a checkpoint keeps of the optimizer: the parts in the files of all ranks, put together."""
+    index = json.dumps(json.loads((saved / "state" / "state.json").read_text()))
+    nodes = re.findall(r'\{"tensor": "(optimizer/[^"]*)", "shape": (\[[\d, ]*\]), "dtype": "(\w+)"', index)
+    found = {name: torch.zeros(json.loads(shape), dtype=getattr(torch, dtype)) for name, shape, dtype in nodes}
+    filled = dict.fromkeys(found, 0)
+    for path in (saved / "state").glob("rank_*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name, start in json.loads(file.metadata()["starts"]).items():
+                if name in found:
+                    part = file.get_tensor(name)
+                    found[name][tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
+                    filled[name] += part.numel()
+    assert filled == {name: tensor.numel() for name, tensor in found.items()}
+    return found
 
 
 def save_and_go_on(how: str, kind: str, **options: Any) -> Callable[[Path], None]:
@@ -121,9 +133,14 @@ KINDS = {
 
 
 def check_files(folder: Path) -> None:
-    """One file of plain tensors, whole, whoever wrote it."""
+    """A file of plain tensors of each rank, which together are whole."""
     saved = folder / "fused" / "step_2"
-    tensors = load_file(saved / "state" / "state.safetensors")
+    assert sorted(path.name for path in (saved / "state").iterdir()) == [
+        "rank_0.safetensors",
+        "rank_1.safetensors",
+        "state.json",
+    ]
+    tensors = moments(saved)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if re.search("exp_avg$", name)}
     model = build(folder / "source")
     assert list(shapes.values()) == [list(parameter.shape) for parameter in model.parameters()]

@@ -1,0 +1,172 @@
+"""bfloat16 training against float32 and float64: moments, weights and norms without bias, noise by shard."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtune.training import clip_grad_norm_, prepare_optimizer
+
+SIDE = 160
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def means(dtype: torch.dtype, kind: str, betas: tuple[float, float], lr: float, steps: int) -> list[float]:
+    """Mean of the movement of the weights, and of both moments, over elements that differ in the roundings alone."""
+    model = nn.Linear(SIDE, SIDE, bias=False, dtype=dtype)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0)
+    optimizer = prepare_optimizer(optimizer, model, "stochastic_rounding", seed=1)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        number = 0.37 if kind == "constant" else 0.3 + torch.randn((), generator=generator).item()
+        model.weight.grad = torch.full_like(model.weight, torch.tensor(number).bfloat16().item())
+        optimizer.step()
+    (state,) = optimizer.state.values()
+    moved = model.weight.detach().double() - 1
+    return [tensor.double().mean().item() for tensor in (moved, state["exp_avg"], state["exp_avg_sq"])]
+
+
+@pytest.mark.parametrize("kind", ["constant", "random"])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.98, 0.999), (0.5, 0.9)])
+@pytest.mark.parametrize("lr", [1e-3, 2e-5])
+def test_moments_and_weights_are_those_of_float32_in_the_mean(kind: str, betas: tuple[float, float], lr: float) -> None:
+    """To nearest, the first moment of a constant gradient stops at 0.86 (beta 0.98) to 0.97 (0.9) of its value."""
+    steps = 150
+    moved, first, second = means(torch.bfloat16, kind, betas, lr, steps)
+    exact_moved, exact_first, exact_second = means(torch.float32, kind, betas, lr, steps)
+    # Rounding of one element moves it by 2**-8 of itself at most; 25,600 elements and the memory of beta divide that
+    assert first == pytest.approx(exact_first, rel=2e-3, abs=2e-4)
+    assert second == pytest.approx(exact_second, rel=2e-3)
+    # Of a weight of 1 at random below: spacing 2**-8, deviation of a sum of independent roundings of p = update / 2**-8
+    deviation = (abs(lr) * steps * 2**-8) ** 0.5 / SIDE
+    assert moved == pytest.approx(exact_moved, abs=4 * deviation + 0.01 * abs(exact_moved) + 2e-3 * lr * steps)
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def noise(
+    rank: int, sizes: tuple[int, ...], placements: dict[str, list[Placement]], *, steps: int = 1, resumed: bool = False
+) -> dict[str, torch.Tensor]:
+    """What the roundings of one rank do to the same values: weights after steps, local shards of equal sizes."""
+    with as_rank(rank, torch.Size(sizes).numel()):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
+        model = nn.Module()
+        for name, where in placements.items():
+            local = torch.ones(64, 64, dtype=torch.bfloat16)
+            model.register_parameter(name, nn.Parameter(DTensor.from_local(local, mesh, where, run_check=False)))
+        build = lambda: prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, seed=5)  # noqa: E731
+        optimizer = build()
+        for step in range(steps):
+            if resumed and step:
+                saved, optimizer = optimizer.state_dict(), build()
+                optimizer.load_state_dict(saved)
+            for parameter in model.parameters():
+                local = torch.full((64, 64), -(2.0**-8), dtype=torch.bfloat16)  # half a spacing
+                parameter.grad = DTensor.from_local(local, mesh, parameter.placements, run_check=False)
+            optimizer.step()
+        return {name: parameter.to_local().detach().double() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "placements"),
+    [
+        ((2, 2), {"norm": [R, R], "column": [R, S0], "row": [R, S1], "vector": [R, R]}),
+        ((2, 2), {"norm": [S0, R], "column": [S0, S0], "row": [S0, S1], "whole": [R, R]}),
+        ((4,), {"norm": [R], "column": [S0]}),
+        ((4,), {"one": [S0], "other": [S0]}),
+    ],
+    ids=["copies x tp", "fsdp x tp", "tp", "fsdp"],
+)
+def test_noise_is_that_of_the_shard(sizes: tuple[int, ...], placements: dict[str, list[Placement]]) -> None:
+    """The same on all replicas of a shard, independent on different shards and for different parameters."""
+    # A thread for each, all alive: meshes of one thread are equal, and DTensor's caches would give the first for all
+    one_at_a_time = threading.Lock()
+    turn = threading.Barrier(4)
+
+    def run(rank: int) -> dict[str, torch.Tensor]:
+        turn.wait()
+        with one_at_a_time:
+            return noise(rank, sizes, placements)
+
+    with ThreadPoolExecutor(4) as pool:
+        ranks = list(pool.map(run, range(4)))
+    drawn: dict[tuple[str, object], torch.Tensor] = {}
+    for rank, found in enumerate(ranks):
+        coordinates = (rank,) if len(sizes) == 1 else divmod(rank, sizes[1])
+        for name, values in found.items():
+            where = zip(placements[name], coordinates, strict=True)
+            shard = (name, tuple(place for kind, place in where if kind.is_shard()))
+            assert torch.equal(drawn.setdefault(shard, values), values), f"replicas of {shard} differ"
+    rows = torch.stack([values.flatten() for values in drawn.values()])
+    assert rows.std(1).min() > 0
+    correlation = torch.corrcoef(rows) - torch.eye(len(rows))
+    assert correlation.abs().max() < 5 / 64  # five deviations of independent draws of 64 x 64
+
+
+def test_noise_of_a_shard_goes_on_after_a_resume() -> None:
+    for rank in (0, 1):
+        arguments = (rank, (2, 2), {"norm": [R, R], "column": [R, S0]})
+        through, resumed = noise(*arguments, steps=4), noise(*arguments, steps=4, resumed=True)
+        assert all(torch.equal(through[name], resumed[name]) for name in through)
+
+
+def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7,), (300, 401), (3, 2**17), (1, 1)]
+    return [(torch.randn(shape, generator=generator) * 1e-2 + 3e-3).to(dtype) for shape in shapes]
+
+
+def exact(grads: list[torch.Tensor]) -> float:
+    return torch.cat([grad.double().flatten() for grad in grads]).norm().item()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,), (torch.float16,), (torch.bfloat16, torch.float32)])
+def test_the_norm_of_16_bit_gradients_is_that_of_float64(dtypes: tuple[torch.dtype, ...]) -> None:
+    grads = [grad for dtype in dtypes for grad in gradients(dtype)]
+    grads.append(torch.ones(6, 4, dtype=dtypes[0]).t())  # not contiguous
+    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad.clone()
+    norm = clip_grad_norm_(parameters, None)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact(grads), rel=1e-5)
+    assert clip_grad_norm_(parameters, 1.0).item() == pytest.approx(exact(grads), rel=1e-5)
+    clipped = [parameter.grad for parameter in parameters]
+    assert [grad.dtype for grad in clipped] == [grad.dtype for grad in grads]
+    assert exact(clipped) == pytest.approx(1.0, rel=1e-3)  # of elements that are rounded to 16 bits again
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_norm_of_16_bit_gradients_on_a_mesh(clip: float | None) -> None:
+    """A mesh of one process: every placement, meshes of both kinds, and summands that are not added up yet."""
+    with as_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        other = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        places = [(mesh, [S0, R]), (mesh, [R, S1]), (other, [S0]), (other, [Partial()]), (mesh, [R, R]), None, None]
+        grads = gradients(torch.bfloat16) + gradients(torch.bfloat16)[1:]
+        parameters = []
+        for grad, place in zip(grads, places, strict=True):
+            where = place and [R if kind.is_partial() else kind for kind in place[1]]
+            zeros = torch.zeros_like(grad)
+            parameters.append(nn.Parameter(DTensor.from_local(zeros, place[0], where) if place else zeros))
+            parameters[-1].grad = DTensor.from_local(grad.clone(), *place) if place else grad.clone()
+        norm = clip_grad_norm_(parameters, clip)
+        assert norm.item() == pytest.approx(exact(grads), rel=1e-5)
+        local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+        assert exact(local) == pytest.approx(exact(grads) if clip is None else clip, rel=2e-3)

@@ -1,0 +1,59 @@
+"""How large a config may be: measured on the events of the parser, before anything recursive looks at it."""
+
+import yaml
+
+MAX_BYTES = 2**20
+# Of what stands in the file once its aliases are expanded; the largest config that ships has about a hundred values.
+MAX_DEPTH = 64
+MAX_VALUES = 20_000
+
+
+class TooLarge(yaml.MarkedYAMLError):
+    """A text that is valid YAML as far as it was read, but too much of it."""
+
+
+def check_size(text: str, loader: yaml.SafeLoader) -> None:
+    """Refuse a text that is too long, too deep, or too much once its aliases are expanded.
+
+    The parser makes events one after another without recursion, while composing nodes from them recurses in C, and
+    expanding ten aliases of ten aliases, eight times over, makes 100 million values. So both are counted here first.
+
+    Args:
+        text: what is parsed.
+        loader: a fresh loader of ``text``; its events are used up.
+
+    Raises:
+        TooLarge: with the line where it becomes too much.
+        yaml.YAMLError: the text is not YAML.
+    """
+    if len(text) > MAX_BYTES:
+        raise TooLarge(problem=f"is longer than {MAX_BYTES // 2**20} MiB: a config is a page of settings")
+    anchors: dict[str, tuple[int, int]] = {}  # values and depth of what an alias stands for
+    open_nodes: list[tuple[str | None, int, int]] = []  # anchor, values and depth inside so far
+    total = 0
+    while loader.check_event():
+        event = loader.get_event()
+        done: tuple[str | None, int, int] | None = None
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, 1, 0))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, values, depth = open_nodes.pop()
+            done = anchor, values, depth + 1
+        elif isinstance(event, yaml.AliasEvent):
+            done = None, *anchors.get(event.anchor, (1, 0))
+        elif isinstance(event, yaml.ScalarEvent):
+            done = event.anchor, 1, 0
+        if done is not None:
+            anchor, values, depth = done
+            total = values
+            if anchor is not None:
+                anchors[anchor] = values, depth
+            if open_nodes:
+                parent = open_nodes.pop()
+                total = parent[1] + values
+                open_nodes.append((parent[0], total, max(parent[2], depth)))
+        if len(open_nodes) + (done[2] if done else 0) > MAX_DEPTH:
+            raise TooLarge(problem=f"nests more than {MAX_DEPTH} levels deep", problem_mark=event.start_mark)
+        if total > MAX_VALUES:
+            reason = f"holds more than {MAX_VALUES:,} keys and values, those counted that its aliases stand for"
+            raise TooLarge(problem=reason, problem_mark=event.start_mark)

@@ -1,0 +1,118 @@
+"""What must not be written down: values from the environment, and what is named or looks like a secret."""
+
+import itertools
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+REDACTED = "<redacted>"
+
+# Names are taken apart into words (``hfToken``, ``HF-TOKEN``, ``hf_token``); plurals of the third set are no secrets.
+_STRONG = {"password", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials", "apikey"}
+_STRONG |= {"bearer", "authorization", "cookie", "htpasswd"}
+_TEXT = {"auth", "token", "key", "pat"}
+_PLURALS = {"tokens", "keys"}
+_WHOSE = set(
+    "access api auth aws azure bearer client github gitlab hf hub huggingface id openai private refresh secret service "
+    "session wandb".split()
+) - {"id"}
+# "token" is also what tokenizers speak of, and "key" what attention and tables do: eos_token, text_key are no secrets.
+_INNOCENT_TOKEN = set(
+    "bos eos pad unk sep cls mask image video audio special start end stop begin first last next per extra ignore "
+    "header role user system assistant think tool patch tile added new max min num".split()
+)
+_OF_TOKENS = {"id", "ids", "index", "indices", "type", "file", "path", "format", "level", "count", "limit"}
+_INNOCENT_KEY = set(
+    "answer attention audio cache chosen column completion content conversation conversations data dict field group "
+    "image index input instruction json label labels layer mask message messages metric model name output prompt query "
+    "question rejected response row sort source state target text value video weight".split()
+)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+
+_SHAPES = re.compile(
+    r"""
+    -----BEGIN[ ][A-Z0-9 ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z0-9 ]*PRIVATE[ ]KEY-----|\Z)
+    | (?<![A-Za-z0-9])(?:
+        hf_[A-Za-z0-9]{16,} | gh[pousr]_[A-Za-z0-9]{16,} | github_pat_\w{16,} | glpat-[\w-]{16,}
+        | sk-(?:[A-Za-z0-9]+-){0,8}[A-Za-z0-9_]{16,} | (?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])
+        | xox[abeoprs]-[\w-]{10,} | AIza[\w-]{35} | pypi-[\w-]{32,} | npm_[A-Za-z0-9]{32,}
+        | eyJ[\w-]{6,}\.[\w-]{6,}(?:\.[\w-]+)?
+    )
+    | (?i:(?<=bearer)|(?<=basic))[ ]+(?=\S*[0-9])[\w.~+/=-]{8,}
+    | (?<=://)[^\s/?\#]{1,500}(?=@)
+    | (?i:(?<=[?&](?:key|sig)=)|(?<=[?&](?:token)=)|(?<=[?&](?:api_key|api-key)=)|(?<=[?&]access_token=)
+        |(?<=[?&](?:password)=)|(?<=[?&](?:signature)=)|(?<=x-amz-signature=))[^&\s'"\#]+
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_ENVIRONMENT_NAME = re.compile(r"oc\.env\s*:\s*['\"]?([^\s'\"{},]+)")
+# Values of environment variables that configs of this process refer to, each with the text that stands for it.
+_environment: dict[str, str] = {}
+
+
+def remember_environment(texts: Iterable[str]) -> None:
+    """Note the values of the variables that ``texts`` read with ``${oc.env:NAME}``, so that ``hide`` finds them."""
+    for text in texts:
+        for name in _ENVIRONMENT_NAME.findall(text):
+            value = os.environ.get(name)
+            if value:
+                _environment[value] = f"${{oc.env:{name}}}"
+
+
+def is_secret(key: str, value: object = "") -> bool:
+    """Whether the name of a setting says that its value (a text, unless the name is beyond doubt) is a secret."""
+    words = [word.lower() for word in _WORD.findall(key)]
+    if not words or isinstance(value, bool) or value is None:
+        return False
+    joined = {"".join(pair) for pair in itertools.pairwise(words)}
+    if _STRONG & {*words, *joined}:
+        return True
+    if isinstance(value, (int, float)):
+        return False
+    if words[-1] in _PLURALS or (words[-1] == "key" and words[-2:-1] == ["public"]):
+        return bool(_WHOSE & set(words[:-1]))
+    before = set(words)
+    if "token" in words and words[-1] not in _OF_TOKENS:
+        return not before & _INNOCENT_TOKEN
+    if words[-1] == "key":
+        return not before & _INNOCENT_KEY
+    return words[-1] in _TEXT or words[0] == "auth"
+
+
+def redact_shapes(text: str) -> str:
+    """``text`` without what looks like a token, a private key or a URL's password."""
+    return _SHAPES.sub(_replacement, text)
+
+
+def _replacement(match: re.Match[str]) -> str:
+    found = match[0]
+    if found.startswith(" "):
+        return f" {REDACTED}"
+    if match.string[max(0, match.start() - 3) : match.start()] == "://":
+        user, colon, _ = found.partition(":")
+        return f"{user}:{REDACTED}" if colon else (REDACTED if len(found) >= 16 else found)
+    return REDACTED
+
+
+def hide(text: str) -> str:
+    """A message without secrets: values of the environment that configs read, and what looks like one."""
+    for value, written in sorted(_environment.items(), key=lambda item: -len(item[0])):
+        if len(value) >= 6:
+            for form in {value, repr(value)[1:-1]}:
+                text = text.replace(form, written)
+    return redact_shapes(text)
+
+
+def stands_for(value: object) -> str | None:
+    """The ``${oc.env:NAME}`` that ``value`` comes from, if it is the value of such a variable."""
+    return _environment.get(value) if isinstance(value, str) else None
+
+
+def escape(value: Any) -> Any:
+    """``value`` with every ``${`` written so that it stands for itself."""
+    if isinstance(value, dict):
+        return {key: escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if type(value) is str else value
