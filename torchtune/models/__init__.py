@@ -24,7 +24,10 @@ __getattr__, __dir__, __all__ = attach(
         "list_specs": "_spec",
         "register": "_spec",
         "spec_for_architecture": "_spec",
-        "text_config": "_hf_fields",
+        "rename_prefix": "_parts",
+        "text_config": "_parts",
+        "text_prefixes": "_parts",
+        "with_text_config": "_parts",
     },
     ("convert_weights", *packages_in(__path__)),
 )

@@ -74,36 +74,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:100]} …"
 
 
-# Text towers of models that also see or hear: model_type of text_config -> architecture of the tower alone.
-_TOWERS = {
-    "gemma3_text": "Gemma3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-_OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
-
-
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` of text alone: that of the text tower if the file's model has one, else the file's own.
-
-    Raises:
-        ModelError: a tower that no family here reads, or ``architectures`` is no list of names.
-    """
-    architecture_of(config)
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
-        return dict(config)
-    if str(inner.get("model_type")) not in _TOWERS:
-        raise ModelError(
-            f"config.json: a text tower of model_type = {shown(inner.get('model_type'))} cannot be read; there are: "
-            f"{', '.join(_TOWERS)}."
-        )
-    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
-    return {**inner, **whole, "architectures": [_TOWERS[inner["model_type"]]]}
-
-
 class Fields:
     """A ``config.json`` that remembers what has been read."""
 

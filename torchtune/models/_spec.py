@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -31,6 +31,9 @@ class ModelSpec:
         model_types: names that ``model_type:`` in YAML may give for it.
         parallel_plan: how its layers are split over devices: ``plan(model) -> {module name pattern: style}``; by
             default as those of the one builder are.
+        meshes: which modules have their parameters sharded over a mesh of their own: module name pattern (as in
+            ``parallel_plan``) -> dimension of the device mesh, for example ``{"layers.*.mlp.experts": "dp_shard"}``.
+            Every other parameter is sharded over the data mesh.
     """
 
     name: str
@@ -40,6 +43,7 @@ class ModelSpec:
     weight_maps: Mapping[str, WeightMap]
     model_types: tuple[str, ...] = ()
     parallel_plan: Callable[..., Mapping[str, Any]] = decoder_plan
+    meshes: Mapping[str, str] = field(default_factory=dict)
 
     def weight_map(self, kind: str = "hf") -> WeightMap:
         """The map of one format. Raises :class:`ModelError` if the family has none for it."""
@@ -47,6 +51,18 @@ class ModelSpec:
             known = ", ".join(sorted(self.weight_maps))
             raise ModelError(f"The model family '{self.name}' has no weight names for '{kind}', only for: {known}.")
         return self.weight_maps[kind]
+
+    def as_part(self, prefixes: Mapping[str, str]) -> "ModelSpec":
+        """The family as the text decoder of a model with several parts.
+
+        Args:
+            prefixes: prefix of a name in Hugging Face's checkpoint of the text decoder -> prefix of that name in the
+                checkpoint of the whole, for example from :func:`torchtune.models.text_prefixes`.
+
+        Returns:
+            this spec with the weight names of the whole, in Hugging Face's format alone.
+        """
+        return replace(self, weight_maps={"hf": self.weight_map("hf").prefixed(prefixes)})
 
     def check_adapters(self, paths: Collection[str], description: Description) -> None:
         """Refuse now, and not when it is saved, an adapter that has no place in PEFT's files.

@@ -9,7 +9,7 @@ from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import RMSNorm, rms_norm
 from torchtune.modules.tied_linear import TiedLinear
-from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
 
 __all__ = [
     "FeedForward",
@@ -30,4 +30,5 @@ __all__ = [
     "resize_token_embeddings",
     "rms_norm",
     "swiglu",
+    "text_decoder",
 ]

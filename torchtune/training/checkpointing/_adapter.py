@@ -12,6 +12,7 @@ from torchtune.models import Description, FusedAdapter, Group, ModelError, Weigh
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_part
 from torchtune.training.checkpointing._load import identity, is_adapter_key, parameter_at, put
+from torchtune.training.checkpointing._open_source import open_source
 from torchtune.training.checkpointing._peft_settings import (
     check_settings,
     peft_settings,
@@ -21,7 +22,7 @@ from torchtune.training.checkpointing._peft_settings import (
 )
 from torchtune.training.checkpointing._ranks import Held, Ranks, local_part
 from torchtune.training.checkpointing._safetensors_file import Block, Part
-from torchtune.training.checkpointing._sources import Source, must_exist, open_source
+from torchtune.training.checkpointing._sources import Source, must_exist
 from torchtune.utils import get_logger
 
 ADAPTER_FILE = "adapter_model.safetensors"

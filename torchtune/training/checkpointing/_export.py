@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune.models import Description, Group, ModelError, ModelSpec, text_config
+from torchtune.models import Description, Group, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
+from torchtune.modules.transformer import text_decoder
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._load import (
     identity,
@@ -19,6 +20,7 @@ from torchtune.training.checkpointing._load import (
     read_json,
     whole_parameters,
 )
+from torchtune.training.checkpointing._open_source import TextPart
 from torchtune.training.checkpointing._ranks import Held, Ranks, full
 from torchtune.training.checkpointing._safetensors_file import Block, Part, TensorFile, num_bytes, write_file
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX
@@ -42,7 +44,7 @@ _TOKENIZER_FILES = (
 _MAX_CARRIED_BYTES = 100 * 2**20
 
 
-def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool) -> list[Part]:
+def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextPart | None = None) -> list[Part]:
     """The base weights under Hugging Face names, as parts of files.
 
     Making them needs no memory beyond one tensor. With ``merge`` and a sharded model all ranks make theirs together.
@@ -51,11 +53,14 @@ def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool) -> list[Part]:
         model: its adapters are left out, or with ``merge`` added to the weights (in float32, then rounded).
         ranks: each makes what it holds.
         merge: see above.
+        whole: the checkpoint whose text decoder the model is: its names are used, its other parts are written as they
+            are.
 
     Raises:
         CheckpointError: the model has parameters that its weight map does not know, or misses some.
     """
     spec, description = identity(model)
+    spec = spec if whole is None else spec.as_part(whole.prefixes)
     own = is_adapter_key(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if not own(name)}
     groups = spec.weight_map("hf").groups(description)
@@ -63,7 +68,8 @@ def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool) -> list[Part]:
         raise CheckpointError(
             f"The parameter '{min(unknown)}' has no name in Hugging Face's format: it cannot be saved."
         )
-    return [group_part(group, parameters, ranks, turn, model if merge else None) for turn, group in enumerate(groups)]
+    parts = [group_part(group, parameters, ranks, turn, model if merge else None) for turn, group in enumerate(groups)]
+    return parts if whole is None else [*parts, *whole.other_parts(ranks)]
 
 
 def group_part(
@@ -144,16 +150,18 @@ def write_parts(parts: Iterable[Part], folder: Path, max_shard_bytes: int) -> No
         write_json(folder / SAFETENSORS_INDEX, index)
 
 
-def config_of_model(model: nn.Module, source_dir: Path | None) -> dict:
+def config_of_model(model: nn.Module, source_dir: Path | None, *, is_part: bool = False) -> dict:
     """The contents of ``config.json``: the source's, with what the model has otherwise, or one made by the spec.
 
     Args:
         model: its description, its dtype and the rows of its embedding are what the file will say.
         source_dir: where the weights came from.
+        is_part: whether the model is the text decoder of the source, all of whose parts the file will describe.
     """
     spec, description = identity(model)
-    embedding = model.tok_embeddings.weight
-    return config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
+    embedding = text_decoder(model).tok_embeddings.weight
+    config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
+    return with_text_config(read_json(source_dir / "config.json"), config) if is_part else config
 
 
 def config_of(
