@@ -75,14 +75,14 @@ def _own_meshes(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
     for pattern, dimension in getattr(getattr(model, "spec", None), "meshes", {}).items():
         if dimension not in dims.mesh.mesh_dim_names:
             raise ParallelDimsError(
-                f"The ModelSpec '{model.spec.name}' shards '{pattern}' over '{dimension}', but the device mesh has only "
-                f"{', '.join(dims.mesh.mesh_dim_names)}: correct its meshes."
+                f"The ModelSpec '{model.spec.name}' shards '{pattern}' over '{dimension}', but the device mesh has "
+                f"only {', '.join(dims.mesh.mesh_dim_names)}: correct its meshes."
             )
         names = [name for name, _ in model.named_modules() if _matches(name, pattern)]
         if not names:
             raise ParallelDimsError(
-                f"The ModelSpec '{model.spec.name}' names a mesh for '{pattern}', which no module of the model matches: "
-                "correct its meshes."
+                f"The ModelSpec '{model.spec.name}' names a mesh for '{pattern}', which no module of the model "
+                "matches: correct its meshes."
             )
         meshes |= dict.fromkeys(names, dims.mesh[dimension])
     return meshes
