@@ -39,7 +39,7 @@ _NUMBERS = frozenset(
 )
 _FLAGS = frozenset(
     """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias
-    use_bidirectional_attention""".split()
+    use_bidirectional_attention use_bias""".split()
 )
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 
@@ -136,16 +136,16 @@ class Fields:
         """A field's value, not marked as read."""
         return self._config.get(name)
 
-    def refusal(self, name: str, value: Any) -> ModelError:
-        """The error for a field that cannot be expressed."""
+    def refusal(self, name: str, value: Any, *, is_unread: bool = False) -> ModelError:
+        """The error for a field that cannot be expressed; one that nothing reads may also be ignored."""
+        ignore = ", or name the field in ignore_fields if it changes nothing" if is_unread else ""
         return ModelError(
             f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "
-            "library cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes "
-            "nothing."
+            f"library cannot express; use a checkpoint without it{ignore}."
         )
 
     def refuse_rest(self) -> None:
         """Raise for the first field that nobody has read and that says something."""
         for name, value in self._config.items():
             if name not in self._seen and not name.startswith("_") and value not in (None, False, 0, [], {}, ""):
-                raise self.refusal(name, value)
+                raise self.refusal(name, value, is_unread=True)
