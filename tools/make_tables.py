@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtune._cli._target import recipe_named_by
 from torchtune.config import load_and_check
-from torchtune.training._plan import MemoryEstimate, memory_by_processes
+from torchtune.training.plan._plan import MemoryEstimate, memory_by_processes
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"

@@ -5,6 +5,7 @@ with a bug put in, and expects :class:`Broken` with the sentence of the promise.
 harness, an ``AssertionError`` among them, is never taken for a caught bug.
 """
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def loss_equals_transformers(name: str, folder: Path, **run: Any) -> None:
 
 def resume_equals_uninterrupted(name: str, folder: Path, **run: Any) -> None:
     """Stopped after any save and resumed, the rest of the run is the same, bit for bit."""
-    settings = {"save_every_n_steps": 1, "epochs": 2, "gradient_accumulation_steps": 2, **run}
+    settings = {"save_every_n_steps": 1, "checkpointer__keep_last_n_checkpoints": 20}
+    settings |= {"epochs": 2, "gradient_accumulation_steps": 2, **run}
     if name.startswith("lora"):
         converter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.2}
         settings["model_converters"] = [converter]
@@ -210,3 +212,12 @@ def validation_leaves_training_alone(name: str, folder: Path, **run: Any) -> Non
     data = plain.recipe.cfg.dataset
     validating = start(name, folder, **settings, dataset_val=dict(data), run_val_every_n_steps=1)
     promise(plain.losses == validating.losses, "validation changes no loss")
+
+
+def schedule_runs_over_all_epochs(name: str, folder: Path, **run: Any) -> None:
+    """Two epochs of six steps: the rate warms up for two steps, and falls along a cosine to the last one."""
+    lrs = start(name, folder, epochs=2, batch_size=4, **run).lrs
+    expected = [0.01 / 3, 0.02 / 3, *(0.005 * (1 + math.cos(math.pi * step / 10)) for step in range(10))]
+    promise(list(lrs) == list(range(1, 13)), "every step logs its learning rate")
+    close = all(abs(lrs[step] - rate) <= 1e-9 for step, rate in enumerate(expected, start=1))
+    promise(close, "the learning rate follows the schedule over all epochs")

@@ -6,6 +6,7 @@ otherwise the test ends with ``NotInjected``. ``test_contract.py`` shows that th
 """
 
 import functools
+import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from tests.recipes import checks
+from tests.recipes import losses_in_silence as silence
 from tests.recipes.runs import TRAINING, NotInjected
 from torchtune import training
 from torchtune.data import BatchLoader, Documents
+from torchtune.generation import sample
 from torchtune.modules.peft import LoRA
 
 Bug = Callable[..., Any]
@@ -81,8 +85,8 @@ IN_TEXT: dict[str, tuple[str, str, Callable[..., None], str]] = {
     "schedule never stepped": (
         "self.lr_scheduler.step()\n",
         "pass\n",
-        checks.training_learns,
-        "six epochs lower the loss by more than 1",
+        checks.schedule_runs_over_all_epochs,
+        "the learning rate follows the schedule over all epochs",
     ),
     "validation loss averaged over batches": (
         "total += self.compute_loss(batch).item()\n",
@@ -191,6 +195,103 @@ def test_adapter_merged_with_the_wrong_scale(tmp_path: Path, monkeypatch: pytest
 
     with injected(monkeypatch, LoRA, "merged", unscaled), caught("what was saved computes what was trained"):
         checks.export_equals_trained(LORA, tmp_path)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """A check that checks nothing."""
+
+
+def ends_unlabelled(cut: Bug, tokens: list[int], mask: list[bool], *settings: Any) -> Any:
+    """Of rows that are cut, the last token with a label loses it."""
+    kept, masked = cut(tokens, mask, *settings)
+    last = max((i for i, is_masked in enumerate(masked) if not is_masked), default=None)
+    if len(kept) < len(tokens) and last is not None:
+        masked = [*masked[:last], True, *masked[last + 1 :]]
+    return kept, masked
+
+
+def from_whatever_forward_returns(draw: Bug, model: Any, input_pos: Any, x: Any, *noise: Any, **options: Any) -> Any:
+    """Draw from hidden states where a loss has told the model to return them."""
+    if not model.skip_output_layer:
+        return draw(model, input_pos, x, *noise, **options)
+    states = model(x, input_pos=input_pos, mask=options.pop("mask"))[:, -1:]
+    return sample(states[:, -1], **options), states
+
+
+# Losses in silence: (what carries the bug, the bug, the promise that it breaks).
+SILENT: dict[str, tuple[str, Bug, Callable[..., None], str]] = {
+    "adapter of a full recipe not saved": (
+        "torchtune.training.checkpointing._checkpointer.check_contents",
+        nothing,
+        silence.what_was_trained_is_saved,
+        "what was trained is saved",
+    ),
+    "adapter left out of a save": (
+        "torchtune.training.checkpointing._checkpointer.check_contents",
+        nothing,
+        silence.a_save_of_a_model_with_an_adapter_has_it,
+        "a save has what was trained",
+    ),
+    "warmup from a rate of zero": (
+        "torchtune.training.lr_schedulers._with_warmup",
+        lambda make, optimizer, *args: LambdaLR(optimizer, lambda step: float(step > 0)),
+        silence.the_first_step_trains,
+        "the first step of a warmup trains",
+    ),
+    "a flag decides what forward returns": (
+        "torchtune.generation._generation.generate_next_token",
+        from_whatever_forward_returns,
+        silence.generation_gets_logits,
+        "a flag on a model does not change what it generates",
+    ),
+    "cut rows teach no stop": (
+        "torchtune.modules.transforms.tokenizers._hf_model_tokenizer.truncate_row",
+        ends_unlabelled,
+        silence.a_cut_row_teaches_its_end,
+        "the end of a turn of a cut row is trained on",
+    ),
+    "no lock": (
+        "torchtune.utils._folder_lock.FolderLock.acquire",
+        nothing,
+        silence.two_runs_do_not_share_a_folder,
+        "an output folder has one run at a time",
+    ),
+    "settings of a resume not compared": (
+        "torchtune.training.checkpointing._checkpointer.check_resumed_settings",
+        nothing,
+        silence.a_resumed_run_has_the_learning_rate_that_it_was_given,
+        "a setting that a resume is given takes effect, or is refused",
+    ),
+    "checksums not compared": (
+        "torchtune.training.checkpointing._checkpointer.damage",
+        lambda damage, *args: [],
+        silence.a_flipped_bit_is_not_resumed,
+        "a flipped bit does not get into a resumed run",
+    ),
+    "a copy over a changed file": (
+        "torchtune._cli.cp.keep",
+        nothing,
+        silence.copying_keeps_what_was_there,
+        "tune cp loses no file",
+    ),
+}
+
+
+def call(check: Callable[..., None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(folder, monkeypatch) if check is silence.copying_keeps_what_was_there else check(folder)
+
+
+@pytest.mark.parametrize("bug", SILENT)
+def test_lost_in_silence(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, wrong, check, sentence = SILENT[bug]
+    owner, _, name = path.rpartition(".")
+    with injected(monkeypatch, pkgutil.resolve_name(owner), name, wrong), caught(sentence):
+        call(check, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(row[2] for row in SILENT.values()), ids=lambda check: check.__name__)
+def test_nothing_is_lost_without_the_bug(check: Callable[..., None], tmp_path: Path, monkeypatch: Any) -> None:
+    call(check, tmp_path, monkeypatch)
 
 
 def test_the_harness_is_not_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

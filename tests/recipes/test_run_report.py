@@ -13,7 +13,7 @@ import torch
 from tests.recipes.runs import load_recipe, read_log, write_config
 from torchtune._cli import tune
 from torchtune.config import load_and_check
-from torchtune.training._run_report import _fingerprint
+from torchtune.training.supervise._run_report import _fingerprint
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 

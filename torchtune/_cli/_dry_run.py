@@ -19,7 +19,7 @@ def dry_run(settings: Any, processes: int) -> None:
     """
     from torchtune.config._secrets import hide
     from torchtune.training import RunError, plan_data, plan_run
-    from torchtune.training._check_run import find_problems
+    from torchtune.training.plan._check_run import find_problems
 
     problems = find_problems(settings, processes, tokenizer=True)
 

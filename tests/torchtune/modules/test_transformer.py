@@ -196,8 +196,8 @@ class _Composed(torch.nn.Module):
 
 def test_a_model_names_its_text_decoder(model: TransformerDecoder) -> None:
     from torchtune.training import fit_vocabulary
-    from torchtune.training._flops import count_flops
     from torchtune.training.activations import apply_selective_activation_checkpointing
+    from torchtune.training.measure._flops import count_flops
 
     assert model.text is model
     composed = _Composed(model)

@@ -26,7 +26,8 @@ class LossError(UserError, TypeError):
 def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     """Make a loss ready for a recipe, and check it before training.
 
-    An :class:`SFTLoss` is taken as it is. Any other ``nn.Module`` is called as ``loss(logits, labels)`` with the
+    An :class:`SFTLoss` is taken as it is; where a subclass has a ``forward`` of its own and inherits
+    ``sum_and_count``, its ``forward`` counts. Any other ``nn.Module`` is called as ``loss(logits, labels)`` with the
     labelled positions of a micro-batch alone: logits float32 ``[n, v]``, labels int64 ``[n]``, no ignored ones among
     them. It returns their mean, or a loss for each ``[n]``. ``torch.nn.CrossEntropyLoss(label_smoothing=0.1)`` is one.
 
@@ -45,8 +46,9 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     if not isinstance(loss, SFTLoss):
         _check(loss, model.output.weight)
         loss = LogitsLoss(loss)
-    elif type(loss).sum_and_count is SFTLoss.sum_and_count:
+    elif _has_newer_mean(type(loss)):
         loss.set_model_output(model)
+        loss = MeanLoss(loss)
     balance = balance_of(model)
     return loss if balance is None else BalancedLoss(loss, balance)
 
@@ -78,6 +80,27 @@ class LogitsLoss(nn.Module):
         return losses.sum() if losses.dim() else losses * count, count
 
 
+class MeanLoss(nn.Module):
+    """An :class:`SFTLoss` whose ``forward``, the mean over labels, says what it computes.
+
+    Args:
+        loss: knows its projection, if it needs one.
+    """
+
+    def __init__(self, loss: SFTLoss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Compile the loss (arguments of ``torch.compile``); return this one."""
+        self.loss.apply_compile_strategy(*args, **kwargs)
+        return self
+
+    def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
+        """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
+        return SFTLoss.sum_and_count(self.loss, hidden, labels, projection)
+
+
 class BalancedLoss(nn.Module):
     """A loss and, for each of its labels, the balancing loss of the model's experts.
 
@@ -99,6 +122,12 @@ class BalancedLoss(nn.Module):
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
         total, count = self.loss.sum_and_count(hidden, labels, projection)
         return self.balance.add_to(total, count), count
+
+
+def _has_newer_mean(kind: type) -> bool:
+    """Whether a class changed ``forward`` and left ``sum_and_count`` to one that it inherits from."""
+    changed = (cls for cls in kind.__mro__ if vars(cls).keys() & {"forward", "sum_and_count"})
+    return "sum_and_count" not in vars(next(changed))
 
 
 def _check(loss: Any, weight: Tensor) -> None:

@@ -21,6 +21,8 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
     def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100) -> None:
         super().__init__(num_output_chunks=num_output_chunks, ignore_index=ignore_index)
 
+    sum_and_count = LinearCrossEntropyLoss.sum_and_count  # what this forward computes of hidden states
+
     def forward(self, outputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:
         """Mean loss over positions with a label, 0 where there is none.
 

@@ -78,6 +78,13 @@ class OfHidden(OfLogits):
         return super().forward(self.head[0](outputs), targets)
 
 
+class Doubled(LinearCrossEntropyLoss):
+    """Changes the mean alone, of a loss that has a sum."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return 2 * super().forward(outputs, targets)
+
+
 def focal(logits: Tensor, labels: Tensor) -> Tensor:
     p = torch.softmax(logits, -1).gather(1, labels[:, None])
     return ((1 - p) ** 2 * -p.log()).sum()
@@ -101,6 +108,7 @@ def entropy(logits: Tensor, labels: Tensor) -> Tensor:
         (Mean(), focal),
         (OfLogits(), entropy),
         (OfHidden(), entropy),
+        (Doubled(), lambda x, y: 2 * entropy(x, y)),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtune.models import Description, build, get_spec
 from torchtune.training import ParallelDims, parallelize
-from torchtune.training._parallel_dims import ParallelDimsError
+from torchtune.training.parallel._parallel_dims import ParallelDimsError
 
 CPU = torch.device("cpu")
 TINY = Description(

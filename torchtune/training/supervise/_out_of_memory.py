@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from torchtune.training._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.memory import get_memory_stats
+from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.utils import (
     Activity,
     UserError,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtune.training import plan_run
-from torchtune.training._plan import estimate_memory, optimizer_bytes_per_element
+from torchtune.training.plan._plan import estimate_memory, optimizer_bytes_per_element
 
 TINY = {
     "_component_": "torchtune.models.llama3_2.llama3_2",
@@ -92,7 +92,7 @@ def test_gradients_of_a_backward_step_are_those_of_the_largest_parameter(in_back
 MEASURE = """
 import torch
 from torchtune import training
-from torchtune.training._plan import estimate_memory, optimizer_bytes_per_element
+from torchtune.training.plan._plan import estimate_memory, optimizer_bytes_per_element
 
 def resident():
     with open("/proc/self/status") as file:

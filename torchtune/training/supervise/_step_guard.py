@@ -13,7 +13,7 @@ import torch
 
 from torchtune.data import BatchLoader
 from torchtune.modules.optim import OptimizerInBackward
-from torchtune.training._parallel_dims import ParallelDims
+from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.utils import UserError, explain_os_error, get_logger, valid_json
 
 # Steps that a spike is measured against, and how many of them there must be.

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torchtune.training._out_of_memory import explain_out_of_memory
-from torchtune.training._parallel_dims import ParallelDims
-from torchtune.training._throughput import Throughput
-from torchtune.training._watchdog import Watchdog
+from torchtune.training.measure._throughput import Throughput
+from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.supervise._out_of_memory import explain_out_of_memory
+from torchtune.training.supervise._watchdog import Watchdog
 from torchtune.utils import Activity, watch_activity, watched_activity
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchtune.modules.transformer import text_decoder
-from torchtune.training._parallel_dims import ParallelDims, ParallelDimsError
+from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.utils import get_logger, log_rank_zero
 
 ShardCondition = Callable[[str, nn.Module], bool]

@@ -96,7 +96,7 @@ def test_outside_the_main_thread_it_does_nothing():
 def test_the_second_signal_ends_at_once(number, code):
     script = (
         "import os, sys, time\n"
-        "from torchtune.training._signals import StopSignal\n"
+        "from torchtune.training.supervise._signals import StopSignal\n"
         "with StopSignal() as stop:\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         "    assert stop.requested\n"

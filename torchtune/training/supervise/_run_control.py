@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
-from torchtune.training._parallel_dims import ParallelDims
-from torchtune.training._signals import StopSignal
-from torchtune.training._step_guard import StepGuard
-from torchtune.training._throughput import Throughput
+from torchtune.training.measure._throughput import Throughput
+from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.supervise._signals import StopSignal
+from torchtune.training.supervise._step_guard import StepGuard
 from torchtune.utils import get_logger
 
 # sysexits.h: a temporary failure, try again; schedulers are told to queue a job again that ends so.

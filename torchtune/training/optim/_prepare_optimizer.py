@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchtune.modules.optim import OptimizerInBackward
-from torchtune.training._low_precision_optimizer import MasterWeightsOptimizer, StochasticRoundingOptimizer
+from torchtune.training.optim._low_precision_optimizer import MasterWeightsOptimizer, StochasticRoundingOptimizer
 from torchtune.utils import UserError
 
 OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]

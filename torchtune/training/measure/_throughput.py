@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchtune.training._flops import count_flops, document_lengths, peak_flops
+from torchtune.training.measure._flops import count_flops, document_lengths, peak_flops
 from torchtune.utils import Activity, get_logger, log_once, watched_activity
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torchtune.data import BatchLoader
-    from torchtune.training._parallel_dims import ParallelDims
+    from torchtune.training.parallel._parallel_dims import ParallelDims
 
 
 class Throughput:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from torchtune.modules.transformer import text_decoder
-from torchtune.training._parallel_dims import ParallelDims, ParallelDimsError
-from torchtune.training._prepare_optimizer import prepare_optimizer
+from torchtune.training.optim._prepare_optimizer import prepare_optimizer
+from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
 
 _PROBE_SHAPE = (128, 128)

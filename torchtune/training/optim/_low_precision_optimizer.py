@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchtune.training._shards import own_part, shard_key
-from torchtune.training._stochastic_rounding import (
+from torchtune.training.optim._stochastic_rounding import (
     RandomBits,
     chunk_size,
     merge_neighbours,
     round_stochastically_,
     spread_within_rounding_,
 )
+from torchtune.training.parallel._shards import own_part, shard_key
 from torchtune.utils import UserError, get_logger
 
 # Their update of an element depends on that element and on scalars alone, so a parameter may be cut into pieces.

@@ -13,7 +13,7 @@ from torchtune.models import Description, build
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
-from torchtune.training._flops import count_flops, peak_flops
+from torchtune.training.measure._flops import count_flops, peak_flops
 
 SIZES = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "intermediate_dim": 24}
 

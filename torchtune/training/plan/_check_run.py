@@ -13,11 +13,11 @@ from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._instantiate import instantiate_collate
 from torchtune.datasets._preview import NotRead, preview
 from torchtune.training._distributed import is_distributed, is_restart
-from torchtune.training._parallel_dims import ParallelDims
-from torchtune.training._parallelize import check_split
-from torchtune.training._plan import arrange, build_on_meta, optimizer_bytes_per_element
-from torchtune.training._plan_data import nodes_of
 from torchtune.training._vocabulary import fit_vocabulary
+from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.parallel._parallelize import check_split
+from torchtune.training.plan._plan import arrange, build_on_meta, optimizer_bytes_per_element
+from torchtune.training.plan._plan_data import nodes_of
 from torchtune.training.precision import get_dtype
 from torchtune.utils import UserError
 from torchtune.utils._device import find_device

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtune.training import OptimizerInBackwardWrapper, get_cosine_schedule_with_warmup, prepare_optimizer
-from torchtune.training._low_precision_optimizer import (
+from torchtune.training.optim._low_precision_optimizer import (
     MasterWeightsOptimizer,
     OptimizerStateError,
     StochasticRoundingOptimizer,
@@ -148,7 +148,7 @@ def test_fused_and_plain_kernels_agree(fused):
 @pytest.mark.parametrize("precision", HALF_PRECISIONS)
 def test_pieces_of_a_large_parameter_do_what_the_whole_does(name, precision, monkeypatch):
     """A parameter that is cut into pieces takes the same float32 step; only the draws differ."""
-    from torchtune.training import _low_precision_optimizer
+    from torchtune.training.optim import _low_precision_optimizer
 
     def run() -> torch.Tensor:
         torch.manual_seed(0)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from torchtune.training._stochastic_rounding import RandomBits, chunk_size, round_stochastically_
+from torchtune.training.optim._stochastic_rounding import RandomBits, chunk_size, round_stochastically_
 
 
 def rounded(values: torch.Tensor, step: int = 0) -> torch.Tensor:

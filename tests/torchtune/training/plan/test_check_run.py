@@ -12,7 +12,7 @@ from torchtune import config, datasets
 from torchtune.config import ConfigError, load_and_check
 from torchtune.data import DataError
 from torchtune.training import RunError, check_run, plan_data
-from torchtune.training._check_run import find_problems
+from torchtune.training.plan._check_run import find_problems
 
 LORA, DISTRIBUTED = "lora_finetune_single_device", "full_finetune_distributed"
 MODEL = {"vocab_size": 1024, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 32, "max_seq_len": 64}

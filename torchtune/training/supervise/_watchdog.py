@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from torchtune.training._heartbeats import FINISHED, Beat, Heartbeats, explain
+from torchtune.training.supervise._heartbeats import FINISHED, Beat, Heartbeats, explain
 from torchtune.utils import (
     LOOP_PHASES,
     Activity,
@@ -24,7 +24,7 @@ from torchtune.utils import (
 )
 
 if TYPE_CHECKING:
-    from torchtune.training._parallel_dims import ParallelDims
+    from torchtune.training.parallel._parallel_dims import ParallelDims
 
 # What a process that stands still ends with; neither torch nor Python use it.
 HANG_EXIT_CODE = 76

@@ -12,7 +12,7 @@ import torch
 from torchtune import training
 from torchtune._recipe_registry import find_config
 from torchtune.config import load_and_check
-from torchtune.training._out_of_memory import _advice, _show
+from torchtune.training.supervise._out_of_memory import _advice, _show
 from torchtune.utils import Activity
 
 CONFIGS = {

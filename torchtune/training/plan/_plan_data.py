@@ -10,8 +10,8 @@ from torchtune import config
 from torchtune.data import BatchLoader
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._preview import NotRead, preview
-from torchtune.training._plan import arrange
-from torchtune.training._run_report import count_steps, count_tokens, global_batch
+from torchtune.training.plan._plan import arrange
+from torchtune.training.supervise._run_report import count_steps, count_tokens, global_batch
 
 # Rows of a source that are tokenized to tell of all: a second's worth.
 SAMPLE = 2000
