@@ -76,19 +76,9 @@ class TransformerSelfAttentionLayer(nn.Module):
         encoder_input: Tensor | None = None,
         encoder_mask: Tensor | None = None,
     ) -> Tensor:
-        """Run the layer.
+        """``[b, s, d]`` to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments.
 
-        Args:
-            x: hidden states ``[b, s, d]``.
-            mask: see :meth:`MultiHeadAttention.forward`; likewise for the next three.
-            input_pos: see ``mask``.
-            documents: see ``mask``.
-            rope: see ``mask``.
-            encoder_input: for layers with cross-attention; not used here.
-            encoder_mask: likewise.
-
-        Returns:
-            hidden states ``[b, s, d]``.
+        ``encoder_input`` and ``encoder_mask`` are for layers with cross-attention, and not used here.
         """
         if self.mask_mod is not None:
             b, s, _ = x.shape
