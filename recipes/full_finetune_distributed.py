@@ -167,7 +167,6 @@ class FullFinetuneRecipeDistributed:
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)
         self.checkpointer.lock_output_dir()
-        self.log.info(f"{self.dims}.")
         self.resume_point = self.checkpointer.find_resume_point(cfg) if resume else None
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
