@@ -11,7 +11,7 @@ from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, ap
 from torchtune.modules.rms_norm import RMSNorm, rms_norm
 from torchtune.modules.stored_linear import StoredLinear
 from torchtune.modules.tied_linear import TiedLinear
-from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
 
 __all__ = [
     "FeedForward",
@@ -34,4 +34,5 @@ __all__ = [
     "resize_token_embeddings",
     "rms_norm",
     "swiglu",
+    "text_decoder",
 ]

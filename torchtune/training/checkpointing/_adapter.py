@@ -13,6 +13,7 @@ from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_part
 from torchtune.training.checkpointing._full_weights import FullWeights, owned_names, parameter_at
 from torchtune.training.checkpointing._load import identity, put
+from torchtune.training.checkpointing._open_source import open_source
 from torchtune.training.checkpointing._peft_settings import (
     check_settings,
     peft_settings,
@@ -22,7 +23,7 @@ from torchtune.training.checkpointing._peft_settings import (
 )
 from torchtune.training.checkpointing._ranks import Held, Ranks
 from torchtune.training.checkpointing._safetensors_file import Block, Part
-from torchtune.training.checkpointing._sources import Source, must_exist, open_source
+from torchtune.training.checkpointing._sources import Source, must_exist
 from torchtune.utils import get_logger
 
 # Folder of the adapter in a checkpoint of merged weights.

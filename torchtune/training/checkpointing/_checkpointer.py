@@ -32,13 +32,7 @@ from torchtune.training.checkpointing._directories import (
     resume_point,
 )
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import (
-    MAX_SHARD_BYTES,
-    carry_files,
-    config_of_model,
-    model_parts,
-    shards,
-)
+from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, carry_files, config_of_model, model_parts, shards
 from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
@@ -47,23 +41,19 @@ from torchtune.training.checkpointing._load import (
     check_base,
     check_config,
     check_description,
+    identity,
     initialize_rest,
     load_base,
     read_json,
 )
 from torchtune.training.checkpointing._model_type import ModelType
+from torchtune.training.checkpointing._open_source import TextPart, open_source
 from torchtune.training.checkpointing._ranks import Ranks, reshard
 from torchtune.training.checkpointing._resumed_settings import check_resumed_settings
 from torchtune.training.checkpointing._safetensors_file import tensor_file
 from torchtune.training.checkpointing._saving import Job, Saver
-from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source, find_files, open_source, resolve_files
-from torchtune.training.checkpointing._state import (
-    STATE_DIR,
-    STRUCTURE,
-    load_state,
-    optimizers_of,
-    state_parts,
-)
+from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source, find_files, resolve_files
+from torchtune.training.checkpointing._state import STATE_DIR, STRUCTURE, load_state, optimizers_of, state_parts
 from torchtune.utils import FolderLock, UserError, doing, get_logger, refuse_foreign, write_json
 
 
@@ -87,6 +77,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         keep_last_n_checkpoints: older ones are removed after each save. By default those of epochs are all kept, and
             the last three of those by steps.
         enable_dcp: accepted for older configs; reading and writing stream anyway.
+        text_only: of a checkpoint with several parts (vision, audio, text) write the text decoder as a model of its
+            own. By default the other parts are written with it, unchanged.
 
     Raises:
         CheckpointError: ``model_type`` or ``keep_last_n_checkpoints`` is no such thing.
@@ -106,6 +98,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         *,
         keep_last_n_checkpoints: int | None = None,
         enable_dcp: bool = False,
+        text_only: bool = False,
     ) -> None:
         if keep_last_n_checkpoints is not None and keep_last_n_checkpoints < 1:
             raise CheckpointError(f"keep_last_n_checkpoints is {keep_last_n_checkpoints}: it must be at least 1.")
@@ -119,6 +112,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         self.adapter_checkpoint = adapter_checkpoint
         self.should_load_recipe_state = should_load_recipe_state
         self.keep_last_n_checkpoints = keep_last_n_checkpoints
+        self.text_only = text_only
         # Of a GGUF file: what a save writes besides the weights, by name, and what it adds to config.json.
         self._made_files: dict[str, Any] = {}
         self._made_ids: dict[str, int] = {}
@@ -130,6 +124,15 @@ class FullModelHFCheckpointer(LegacyInterface):
     @cached_property
     def _lock(self) -> FolderLock:
         return FolderLock(self._output_dir())
+
+    @cached_property
+    def _whole(self) -> TextPart | None:
+        """The checkpoint that the text decoder is a part of, if its other parts are to be written too."""
+        config = self.checkpoint_dir / "config.json"
+        if self.text_only or not config.is_file() or "text_config" not in read_json(config):
+            return None
+        source = self.source()
+        return source if isinstance(source, TextPart) else None
 
     @cached_property
     def _saver(self) -> Saver:
@@ -162,7 +165,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         reshard(model)
         device, own, adapter = torch.device(device), owned_names(model), None
         with self._ranks.together():
-            source = self.source()
+            source, _ = self.source(), self._whole  # the latter now, while its folder is there
             if isinstance(source, GGUFFile):
                 check_description(model, source.description, source.path)
                 if not (self.checkpoint_dir / "tokenizer.json").exists():
@@ -353,15 +356,16 @@ class FullModelHFCheckpointer(LegacyInterface):
         # A resume reads the adapter alone, also where the merged model stands beside it.
         check_contents(model, adapter_only=adapter_only or (merge and state is not None), merge=merge)
         files, contents = [], {}
+        whole = None if adapter_only or identity(model)[1].is_classifier else self._whole
         if not adapter_only:
-            files, index = shards(model_parts(model, self._ranks, merge=merge), max_shard_bytes)
+            files, index = shards(model_parts(model, self._ranks, merge=merge, whole=whole), max_shard_bytes)
             contents |= {} if index is None else {SAFETENSORS_INDEX: index}
         if adapter_only or merge:
             parts, settings = adapter_parts(model, self._ranks, self._base_name())
             folder = "" if adapter_only else f"{ADAPTER_DIR}/"
             files.append(tensor_file(folder + ADAPTER_FILE, parts))
             contents[folder + ADAPTER_CONFIG_FILE] = settings
-        contents["config.json"] = config_of_model(model, self.checkpoint_dir)
+        contents["config.json"] = config_of_model(model, self.checkpoint_dir, is_part=whole is not None)
         saved = None if state is None else state_parts(state, model, self._ranks)
 
         def small(folder: Path) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtune.models import Description, Group, ModelError, ModelSpec, text_config
+from torchtune.models import Description, Group, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import identity, read_json
+from torchtune.training.checkpointing._open_source import TextPart
 from torchtune.training.checkpointing._ranks import Ranks
 from torchtune.training.checkpointing._safetensors_file import Block, Part, TensorFile, num_bytes, write_file
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX
@@ -35,7 +36,7 @@ _TOKENIZER_FILES = (
 _MAX_CARRIED_BYTES = 100 * 2**20
 
 
-def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool) -> list[Part]:
+def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextPart | None = None) -> list[Part]:
     """The base weights under Hugging Face names, as parts of files.
 
     Making them needs no memory beyond one tensor. With ``merge`` and a sharded model all ranks make theirs together.
@@ -44,18 +45,22 @@ def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool) -> list[Part]:
         model: its adapters are left out, or with ``merge`` added to the weights (in float32, then rounded).
         ranks: each makes what it holds.
         merge: see above.
+        whole: the checkpoint whose text decoder the model is: its names are used, its other parts are written as they
+            are.
 
     Raises:
         CheckpointError: the model has parameters that its weight map does not know, or misses some.
     """
     spec, description = identity(model)
+    spec = spec if whole is None else spec.as_part(whole.prefixes)
     weights = FullWeights(model)
     groups = spec.weight_map("hf").groups(description)
     if unknown := weights.base - {name for group in groups for name in group.tune}:
         raise CheckpointError(
             f"The parameter '{min(unknown)}' has no name in Hugging Face's format: it cannot be saved."
         )
-    return [group_part(group, weights, ranks, turn, merge=merge) for turn, group in enumerate(groups)]
+    parts = [group_part(group, weights, ranks, turn, merge=merge) for turn, group in enumerate(groups)]
+    return parts if whole is None else [*parts, *whole.other_parts(ranks)]
 
 
 def group_part(group: Group, weights: FullWeights, ranks: Ranks, turn: int, *, merge: bool = False) -> Part:
@@ -118,16 +123,18 @@ def write_parts(parts: Iterable[Part], folder: Path, max_shard_bytes: int) -> No
         write_json(folder / SAFETENSORS_INDEX, index)
 
 
-def config_of_model(model: nn.Module, source_dir: Path | None) -> dict:
+def config_of_model(model: nn.Module, source_dir: Path | None, *, is_part: bool = False) -> dict:
     """The contents of ``config.json``: the source's, with what the model has otherwise, or one made by the spec.
 
     Args:
         model: its description, its dtype and the rows of its embedding are what the file will say.
         source_dir: where the weights came from.
+        is_part: whether the model is the text decoder of the source, all of whose parts the file will describe.
     """
     spec, description = identity(model)
     embedding = FullWeights(model).outline("tok_embeddings.weight")
-    return config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
+    config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
+    return with_text_config(read_json(source_dir / "config.json"), config) if is_part else config
 
 
 def config_of(

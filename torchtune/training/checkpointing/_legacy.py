@@ -20,8 +20,9 @@ from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import carry_files, write_parts
 from torchtune.training.checkpointing._load import read_json, recognise
 from torchtune.training.checkpointing._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, ModelType
+from torchtune.training.checkpointing._open_source import open_source
 from torchtune.training.checkpointing._safetensors_file import save_tensors, whole_part
-from torchtune.training.checkpointing._sources import open_source, resolve_files, safe_torch_load, stream
+from torchtune.training.checkpointing._sources import resolve_files, safe_torch_load, stream
 from torchtune.training.checkpointing._state import STATE_DIR
 from torchtune.utils import atomic_write, get_logger, write_json
 

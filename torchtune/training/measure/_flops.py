@@ -106,7 +106,9 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
         labels_only: whether only labelled positions are projected to logits, as by the losses of recipes; by default
             what ``model(tokens)`` does.
     """
-    decoder = getattr(model, "decoder", model)
+    from torchtune.modules.transformer import text_decoder
+
+    decoder = text_decoder(model)
     if not hasattr(decoder, "layers"):
         return None
     if labels_only is None:

@@ -1,4 +1,7 @@
-"""Optimizers that step in the backward pass, one per parameter."""
+"""Compatibility: optimizers that step in the backward pass, under the names that copied recipes call.
+
+Recipes of this library use :class:`torchtune.modules.optim.OptimizerInBackward`.
+"""
 
 from typing import Any
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchtune.modules.conversion import complete_conversions
+from torchtune.modules.transformer import text_decoder
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.utils import get_logger, log_rank_zero
 
@@ -64,8 +65,28 @@ def parallelize(
         cpu_offload=cpu_offload and device.type != "cpu",
         reshard_after_forward=reshard_after_forward,
         dp_mesh=dims.fsdp_mesh,
+        meshes=_own_meshes(model, dims),
     )
     _keep_output_whole(model)
+
+
+def _own_meshes(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
+    """The mesh of every module that the model's spec keeps off the data mesh, by the module's name."""
+    meshes = {}
+    for pattern, dimension in getattr(getattr(model, "spec", None), "meshes", {}).items():
+        if dimension not in dims.mesh.mesh_dim_names:
+            raise ParallelDimsError(
+                f"The ModelSpec '{model.spec.name}' shards '{pattern}' over '{dimension}', but the device mesh has "
+                f"only {', '.join(dims.mesh.mesh_dim_names)}: correct its meshes."
+            )
+        names = [name for name, _ in model.named_modules() if _matches(name, pattern)]
+        if not names:
+            raise ParallelDimsError(
+                f"The ModelSpec '{model.spec.name}' names a mesh for '{pattern}', which no module of the model "
+                "matches: correct its meshes."
+            )
+        meshes |= dict.fromkeys(names, dims.mesh[dimension])
+    return meshes
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
@@ -209,6 +230,7 @@ def shard_model(
     cpu_offload: bool,
     reshard_after_forward: bool = True,
     dp_mesh: Any = None,
+    meshes: Mapping[str, Any] | None = None,
 ) -> None:
     """Shard parameters over data ranks with FSDP2: each chosen module by itself, the rest together.
 
@@ -220,33 +242,32 @@ def shard_model(
         cpu_offload: keep the shards in host memory.
         reshard_after_forward: see :func:`parallelize`.
         dp_mesh: ranks to shard over; with two dimensions, copies come first. All ranks by default.
+        meshes: other meshes, by the name of the module that is sharded over each by itself.
 
     Raises:
         ValueError: no module was chosen.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    options: dict[str, Any] = {
-        "mesh": dp_mesh,
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
-    }
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    meshes = meshes or {}
     chosen = [
-        module
+        (module, meshes.get(name, dp_mesh))
         for name, module in reversed(list(model.named_modules()))
-        if any(condition(name, module) for condition in shard_conditions)
+        if name in meshes or any(condition(name, module) for condition in shard_conditions)
     ]
     if not chosen:
         raise ValueError("No module matches the shard conditions: nothing was sharded by itself.")
-    for module in chosen:
-        fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, **options)
+    for module, mesh in chosen:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, mesh=dp_mesh, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    layers = chosen[::-1]
+    layers = [module for module, mesh in chosen[::-1] if mesh is dp_mesh]
     for layer, following in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
 
@@ -255,7 +276,7 @@ def _keep_output_whole(model: nn.Module) -> None:
     """Gather the output projection when the model has returned: the loss reads its weight outside of any forward."""
     from torch.distributed.fsdp import FSDPModule
 
-    projection = getattr(model, "output", None)
+    projection = getattr(text_decoder(model), "output", None)
     owner = projection if isinstance(projection, nn.Module) else getattr(projection, "tied_module", None)
     if isinstance(owner, FSDPModule):
         model.register_forward_hook(lambda *_: owner.unshard() and None)

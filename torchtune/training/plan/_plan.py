@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from torchtune.modules.transformer import text_decoder
 from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
 from torchtune.training.optim._prepare_optimizer import prepare_optimizer
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
@@ -95,8 +96,7 @@ def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, in
     """(elements of one layer, width, layers) from the shapes of the first layer."""
     from torchtune.modules.moe import MoE
 
-    decoder = getattr(model, "decoder", model)
-    layers = list(getattr(decoder, "layers", []))
+    layers = list(getattr(text_decoder(model), "layers", []))
     if not layers:
         return 0, 0, 0
     attention = layers[0].attn
@@ -136,7 +136,7 @@ def estimate_memory(
     size = parameters[0].element_size()
     by_layer, width, layers = _activation_elements_per_token(model)
     by_token = by_layer + width * layers if checkpointing else by_layer * layers
-    decoder = getattr(model, "decoder", model)
+    decoder = text_decoder(model)
     vocabulary = decoder.tok_embeddings.weight.shape[0] if hasattr(decoder, "tok_embeddings") else 0
     return MemoryEstimate(
         weights=sum(map(_num_bytes, parameters)),
@@ -149,7 +149,7 @@ def estimate_memory(
 
 def _gathered_bytes(model: torch.nn.Module) -> int:
     """Parameters that FSDP holds whole at a time: two layers, and what is outside of the layers."""
-    layers = [sum(map(_num_bytes, layer.parameters())) for layer in getattr(model, "layers", [])]
+    layers = [sum(map(_num_bytes, layer.parameters())) for layer in getattr(text_decoder(model), "layers", [])]
     return sum(map(_num_bytes, model.parameters())) - sum(layers) + sum(layers[:2])
 
 
