@@ -95,3 +95,11 @@ def test_settings_of_a_recipe_of_ones_own(said: list[str], tmp_path: Path) -> No
 def test_a_part_is_as_its_whole_unless_it_is_listed() -> None:
     assert ON_RESUME["model"] is OnResume.FIXED
     assert ON_RESUME["model.checkpoint_dir"] is OnResume.NEW
+
+
+def test_a_checkpoint_that_does_not_say_its_settings(said: list[str], tmp_path: Path) -> None:
+    get_logger("INFO")
+    check_resumed_settings(None, tmp_path)
+    (line,) = said
+    assert line.startswith(f"{tmp_path / 'torchtune_config.yaml'} is missing")
+    assert "the learning rate, goes on, whatever optimizer and lr_scheduler say now" in line

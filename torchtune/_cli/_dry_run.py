@@ -24,7 +24,7 @@ def dry_run(settings: Any, processes: int) -> None:
     from torchtune.training.plan._check_run import find_problems
 
     settings = RecipeSettings.of(settings)
-    problems = find_problems(settings, processes, tokenizer=True)
+    problems = find_problems(settings, processes, thorough=True)
 
     def show(make: Callable[[], str]) -> None:
         try:

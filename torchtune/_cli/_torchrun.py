@@ -1,6 +1,7 @@
 """What ``tune run`` hands to torchrun, and what it makes of how that ends."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -89,6 +90,12 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
     return args
 
 
+def _says_more(record: logging.LogRecord) -> bool:
+    """Whether torchrun has more to say than that workers end which have said why, and that the others follow."""
+    text = record.getMessage()
+    return not text.startswith(("Sending process", *(f"failed (exitcode: {code})" for code in _OWN_EXIT_CODES)))
+
+
 def run(args: argparse.Namespace) -> None:
     """Run torchrun, and end this process unless all workers succeeded.
 
@@ -102,6 +109,7 @@ def run(args: argparse.Namespace) -> None:
     if args.max_restarts > 0 or len(set(args.nnodes.split(":"))) > 1:
         # A store for each life of the workers, instead of one that still says where those before them could be reached.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_says_more)
     try:
         torchrun(args)
     except SignalException as error:  # the workers were told, and have saved

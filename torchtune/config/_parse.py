@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,16 @@ from torchtune.config._save import keep_references
 from torchtune.config._schema import build_settings, settings_fields, settings_of
 from torchtune.config._secrets import escape, hide
 from torchtune.config._values import anything
-from torchtune.utils import ForeignPathError, UserError, get_logger, log_once, note_in_run_log, refuse_foreign
+from torchtune.utils import (
+    ForeignPathError,
+    UserError,
+    first_to_say,
+    get_logger,
+    log_once,
+    note_in_run_log,
+    refuse_foreign,
+    was_said,
+)
 
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
 
@@ -156,10 +166,16 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
         except UserError as error:
             # What every rank finds, or was told by the others, one says.
             shared = isinstance(error, ConfigError) or getattr(error, "told_by_rank_0", False)
-            if not shared or os.environ.get("LOCAL_RANK", "0") == "0":
+            if first_to_say(str(error)) if not shared else os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {hide(str(error))}", file=sys.stderr)
             note_in_run_log(hide(str(error)))
             sys.exit(2)
+        except RuntimeError:
+            if not was_said():
+                raise
+            # Torch's view of what another process has said already: for the log alone, so that this stands last.
+            note_in_run_log(traceback.format_exc().rstrip())
+            sys.exit(1)
         sys.exit(result)
 
     return wrapper

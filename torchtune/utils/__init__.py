@@ -36,6 +36,8 @@ __getattr__, __dir__, __all__ = attach(
         "log_once": "_logging",
         "log_rank_zero": "_logging",
         "memory_snapshot": "_torch_private",
+        "first_to_say": "_log_files",
+        "was_said": "_log_files",
         "note_in_run_log": "_log_files",
         "refuse_foreign": "_ownership",
         "place": "_activity",

@@ -69,6 +69,17 @@ class FolderLock:
         threading.Thread(target=self._keep, args=(self._stop,), name="run lock", daemon=True).start()
         atexit.register(self.release)
 
+    def refuse_used(self) -> None:
+        """Without taking it: see that no living process of this machine has it.
+
+        Raises:
+            UserError: one has.
+        """
+        with contextlib.suppress(OSError):
+            found = _read(self.path)
+            if found is not None and _is_here(found[0]) and not _is_dead(found[0]):
+                raise self._in_use(found[0])
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """A block in which the lock is held; afterwards it is as it was before."""
@@ -151,11 +162,14 @@ class FolderLock:
             if _is_dead(theirs) or self._falls_silent(theirs, changed):
                 self._remove(theirs)
                 continue
-            raise UserError(
-                f"output_dir: {self.folder} is in use by another run ({_describe(theirs)}): wait until it has ended "
-                "or stop it, or choose another output_dir."
-            )
+            raise self._in_use(theirs)
         return mine
+
+    def _in_use(self, theirs: dict[str, Any]) -> UserError:
+        return UserError(
+            f"output_dir: {self.folder} is in use by another run ({_describe(theirs)}): wait until it has ended or "
+            "stop it, or choose another output_dir."
+        )
 
     def _falls_silent(self, theirs: dict[str, Any], changed: float) -> bool:
         """Whether an owner whose process cannot be seen from here no longer renews its lock."""

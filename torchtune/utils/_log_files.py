@@ -7,6 +7,7 @@ import platform
 import sys
 import traceback
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchtune.utils._appended import AppendedFile
 from torchtune.utils._logging import SCREEN_FORMAT, get_logger, get_rank
 
 LOG_DIR = "logs"
+_SAID = "said_"
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
@@ -167,6 +169,33 @@ def note_in_run_log(text: str) -> None:
     if _file is not None and (_file.descriptor is not None or _file.path.parents[1].is_dir()) and text != _noted:
         _noted = text
         _file.handle(_error(text))
+
+
+def first_to_say(text: str) -> bool:
+    """Whether no other process that this machine's torchrun started has asked for the same text before.
+
+    They ask in the folder where torchrun keeps a file for the error of each. Without torchrun, there is no other.
+    """
+    folder = _folder_of_errors()
+    try:
+        if folder is not None:
+            (folder / f"{_SAID}{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def was_said() -> bool:
+    """Whether a process that this machine's torchrun started has said why it ends."""
+    folder = _folder_of_errors()
+    return folder is not None and any(folder.glob(f"{_SAID}*"))
+
+
+def _folder_of_errors() -> Path | None:
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return None if own is None else Path(own).parents[1]
 
 
 def _error(text: str) -> logging.LogRecord:

@@ -36,6 +36,8 @@ def recipe_main(cfg: Settings) -> int:
     rank = os.environ["RANK"]
     if cfg.todo.isdigit():
         return int(cfg.todo)
+    if cfg.todo == "all":
+        raise utils.UserError("every rank lacks it.")
     if cfg.todo == "mistake":
         dims = training.ParallelDims.start(torch.device("cpu"), dp_shard=-1)
         if rank == "1":
@@ -201,6 +203,14 @@ def test_a_mistake_on_one_process_ends_all(command: list[str], tmp_path: Path) -
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error: rank 1 alone lacks its file.") == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_a_mistake_that_all_find_is_said_once_and_last(command: list[str], tmp_path: Path) -> None:
+    line = [*command, "own.py", "--config", "own.yaml", "todo='all'"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines() == ["error: every rank lacks it."]
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])

@@ -74,6 +74,9 @@ def theirs(tmp_path: Path) -> Path:
 def test_two_runs(hold: Callable, tmp_path: Path) -> None:
     first = hold()
     text = refusal(FolderLock(tmp_path / "run"))
+    with pytest.raises(UserError) as caught:
+        FolderLock(tmp_path / "run").refuse_used()
+    assert str(caught.value) == text
     assert str(tmp_path / "run") in text
     assert f"process {first.pid} on {os.uname().nodename}, since 2" in text
     assert "another output_dir" in text
@@ -90,6 +93,7 @@ def test_killed_on_this_machine(hold: Callable, tmp_path: Path) -> None:
     first.send_signal(signal.SIGKILL)
     while Path(f"/proc/{first.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
         time.sleep(0.001)
+    FolderLock(tmp_path / "run").refuse_used()
     lock = FolderLock(tmp_path / "run")  # before anybody has waited for the dead: a launcher may never do it
     start = time.monotonic()
     lock.acquire()

@@ -25,6 +25,7 @@ from torchtune.training.checkpointing._directories import (
     MARKER,
     ResumePoint,
     check_output_dir,
+    complete_directories,
     damage,
     marked_files,
     refuse_damaged,
@@ -211,10 +212,11 @@ class FullModelHFCheckpointer(LegacyInterface):
         """Refuse an output folder that would overwrite something; call it before anything is loaded.
 
         Raises:
-            CheckpointError: there is none, it is inside ``checkpoint_dir``, it holds a run and ``resume`` is False, or
-                it cannot be written to.
+            UserError: there is none, it is inside ``checkpoint_dir``, it holds a run and ``resume`` is False, another
+                run of this machine has it, or it cannot be written to.
         """
         output_dir = self._output_dir()
+        self._ranks.first(self._lock.refuse_used)
         self._ranks.first(lambda: check_output_dir(output_dir, self.checkpoint_dir, resume=resume))
 
     def lock_output_dir(self) -> None:
@@ -280,6 +282,16 @@ class FullModelHFCheckpointer(LegacyInterface):
         finally:
             if not held:
                 self._lock.release()
+
+    def check_resume(self, cfg: Any) -> None:
+        """Compare the settings of a run with those of the newest complete checkpoint; no file of it is verified.
+
+        Raises:
+            CheckpointError: as for :meth:`find_resume_point`.
+        """
+        for newest in complete_directories(self._output_dir())[-1:]:
+            resume_point(newest)
+            check_resumed_settings(cfg, newest)
 
     @doing("resuming")
     def resume(self, point: ResumePoint, model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Which settings of a run may be others when it is resumed: the one place that decides it."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -54,7 +55,8 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
 
     Args:
         cfg: settings of a recipe.
-        checkpoint: a folder with ``torchtune_config.yaml``; without it there is nothing to compare.
+        checkpoint: a folder with ``torchtune_config.yaml``; without it there is nothing to compare, which is
+            logged as a warning.
 
     Raises:
         CheckpointError: a setting changed on which the saved state depends.
@@ -63,6 +65,12 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
 
     path = checkpoint / "torchtune_config.yaml"
     if not path.is_file():
+        log_rank_zero(
+            get_logger(),
+            f"{path} is missing, so nobody can tell which settings changed: what the checkpoint's states of optimizer "
+            "and schedule hold, such as the learning rate, goes on, whatever optimizer and lr_scheduler say now.",
+            level=logging.WARNING,
+        )
         return
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))

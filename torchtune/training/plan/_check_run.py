@@ -12,6 +12,7 @@ from torchtune.config._locate import locate
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._instantiate import instantiate_collate
 from torchtune.datasets._preview import NotRead, preview
+from torchtune.modules.peft import require_adapters
 from torchtune.training._distributed import is_distributed, is_restart
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training._vocabulary import fit_vocabulary
@@ -56,13 +57,14 @@ def check_run(cfg: Any, processes: int | None = None) -> None:
         raise RunError(problems)
 
 
-def find_problems(settings: Any, processes: int = 1, *, tokenizer: bool = False) -> list[str]:
+def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) -> list[str]:
     """What keeps a run from starting, a sentence each.
 
     Args:
         settings: see :func:`check_run`.
         processes: of the run.
-        tokenizer: build the tokenizer as well, and compare it with the embedding.
+        thorough: what a run finds out by itself before it tokenizes, too: build the tokenizer, and compare it with the
+            embedding, and the settings with those of the checkpoint to resume from.
     """
     cfg, problems = RecipeSettings.of(settings), []
 
@@ -82,16 +84,20 @@ def find_problems(settings: Any, processes: int = 1, *, tokenizer: bool = False)
     if device is not None and has("dtype"):
         attempt(lambda: get_dtype(cfg.dtype, device=device))
     checkpointer = attempt(lambda: config.instantiate(cfg.checkpointer)) if has("checkpointer") else None
+    resume = cfg.resume_from_checkpoint or is_restart()
     if has("output_dir") and hasattr(checkpointer, "check_output_dir"):
-        resume = cfg.resume_from_checkpoint or is_restart()
         attempt(lambda: checkpointer.check_output_dir(resume=resume))
+    if thorough and resume and hasattr(checkpointer, "check_resume"):
+        attempt(lambda: checkpointer.check_resume(cfg.source))
     dims = attempt(lambda: arrange(cfg, processes))
     model = attempt(lambda: build_on_meta(cfg)[0]) if has("model") else None
     if model is not None:
         attempt(lambda: check_split(model, dims or ParallelDims(), _plan(cfg)))
     if model is not None and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model))
-    built = attempt(lambda: config.instantiate(cfg.tokenizer)) if tokenizer and has("tokenizer") else None
+    if model is not None and has("optimizer"):
+        attempt(lambda: _check_trained(cfg, model, checkpointer))
+    built = attempt(lambda: config.instantiate(cfg.tokenizer)) if thorough and has("tokenizer") else None
     if built is not None and model is not None and not cfg.resize_token_embeddings:
         attempt(lambda: fit_vocabulary(model, built))
     if has("optimizer"):
@@ -105,6 +111,15 @@ def find_problems(settings: Any, processes: int = 1, *, tokenizer: bool = False)
         if has(name):
             attempt(lambda name=name: _check_sources(getattr(cfg, name)))
     return problems
+
+
+def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: Any) -> None:
+    """See that there is something to train, and that all of it would be saved; a recipe of adapters has a setting."""
+    of_adapters = "save_adapter_weights_only" in cfg.declared
+    if of_adapters:
+        require_adapters(model)
+    if hasattr(checkpointer, "check_contents"):
+        checkpointer.check_contents(model, adapter_only=of_adapters)
 
 
 def _plan(cfg: RecipeSettings) -> Callable[[torch.nn.Module], Any] | None:

@@ -1,12 +1,15 @@
 """Every reason for which a run cannot start is found without starting it, and all of them at once."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.recipes.runs import load_recipe, write_config
+from tests.recipes.runs import load_recipe, start, write_config
 from tests.tiny import write_conversations
 from torchtune import config, datasets
 from torchtune.config import ConfigError, load_and_check
@@ -33,7 +36,7 @@ def settings(name: str, folder: Path, *overrides: str, **changes: Any) -> Any:
 def test_a_run_that_can_start(name: str, processes: int, folder: Path) -> None:
     cfg = settings(name, folder)
     before = set(folder.rglob("*"))
-    assert find_problems(cfg, processes, tokenizer=True) == []
+    assert find_problems(cfg, processes, thorough=True) == []
     assert set(folder.rglob("*")) == before, "nothing is written"
 
 
@@ -50,9 +53,38 @@ def test_a_run_that_can_start(name: str, processes: int, folder: Path) -> None:
     ],
 )
 def test_each_reason_is_found_alone(override: str, said: str, folder: Path) -> None:
-    (problem,) = find_problems(settings(LORA, folder, override), tokenizer=True)
+    (problem,) = find_problems(settings(LORA, folder, override), thorough=True)
     assert said in problem
     assert "\n" not in problem
+
+
+def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder: Path) -> None:
+    converters = [{"_component_": "torchtune.modules.peft.LoRA", "rank": 2, "alpha": 4}]
+    (problem,) = find_problems(settings(DISTRIBUTED, folder, model_converters=converters))
+    assert "is trained, but checkpoints would hold the base weights alone" in problem
+    (problem,) = find_problems(settings(LORA, folder, model_converters=[]))
+    assert "it has no adapters to train" in problem
+
+
+def test_settings_that_a_resume_cannot_change(folder: Path, tmp_path: Path) -> None:
+    start(LORA, folder, output_dir=tmp_path / "run", save_every_n_steps=6)
+    shutil.rmtree(tmp_path / "run" / "step_12")  # as if it had been stopped
+    overrides = (f"output_dir={tmp_path / 'run'}", "resume_from_checkpoint=True")
+    assert find_problems(settings(LORA, folder, *overrides, save_every_n_steps=6), thorough=True) == []
+    (problem,) = find_problems(settings(LORA, folder, *overrides, "optimizer.lr=5e-4"), thorough=True)
+    assert "optimizer.lr was 0.01 and is 0.0005 now" in problem
+
+
+def test_an_output_folder_that_another_run_has(folder: Path, tmp_path: Path) -> None:
+    hold = "import sys; from pathlib import Path; from torchtune.utils import FolderLock; "
+    hold += "FolderLock(Path(sys.argv[1])).acquire(); print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], **pipes) as process:
+        process.stdout.readline()
+        (problem,) = find_problems(settings(LORA, folder, f"output_dir={tmp_path}"))
+        process.stdin.close()
+    assert f"is in use by another run (process {process.pid} " in problem
+    assert find_problems(settings(LORA, folder, f"output_dir={tmp_path}")) == []
 
 
 def test_all_reasons_are_said_at_once(folder: Path) -> None:
