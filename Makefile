@@ -40,7 +40,7 @@ configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table
 	$(BIN)/python tools/make_model_table.py
 	$(BIN)/python tools/make_tables.py
 
-sync: $(BIN)/.test  ## Copy the twin methods of the first training recipe into the others
+sync: $(BIN)/.test  ## Copy what recipes share from the first recipe of each group into the others
 	$(BIN)/python tools/sync_recipes.py
 
 clean:  ## Remove what the other verbs made

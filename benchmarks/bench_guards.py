@@ -26,8 +26,8 @@ from torchtune.models import Description, build
 from torchtune.models.smol import SPEC, smollm2_135m
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.training import ParallelDims, StepGuard, Throughput, Watchdog, clip_grad_norm_
-from torchtune.training._flops import FlopCount
-from torchtune.training._heartbeats import Beat, Heartbeats
+from torchtune.training.measure._flops import FlopCount
+from torchtune.training.supervise._heartbeats import Beat, Heartbeats
 
 
 class Nothing(torch.nn.Module):

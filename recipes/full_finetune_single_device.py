@@ -18,13 +18,9 @@ import torch
 
 from torchtune import config, datasets, training, utils
 from torchtune.config import Component, HandedOver, Range
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
+from torchtune.data import Batch, BatchLoader
 from torchtune.modules import TransformerSelfAttentionLayer
-from torchtune.modules.conversion import (
-    apply_conversions,
-    run_post_optimizer_hooks,
-    run_pre_optimizer_hooks,
-)
+from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import setup_loss
 
 
@@ -32,11 +28,13 @@ from torchtune.modules.loss import setup_loss
 class Settings:
     """Settings of full fine-tuning on one device."""
 
-    # Where checkpoints, logs and the resolved config are written.
-    output_dir: str
-
+    # twin of weights: model
     # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b.
     model: Component
+
+    # twin of training: inputs
+    # Where checkpoints, logs and the resolved config are written.
+    output_dir: str
     # Conversions of the described model, applied in order before any weight exists.
     model_converters: list[Component] = field(default_factory=list)
     # Tokenizer of the model, with its prompt layout.
@@ -45,9 +43,12 @@ class Settings:
     checkpointer: Annotated[Component, HandedOver(rules={"keep_last_n_checkpoints": Range(min=1)})]
     # Continue from the newest complete checkpoint of output_dir.
     resume_from_checkpoint: bool = False
+
+    # twin of one_device: vocabulary
     # Enlarge the embedding where the tokenizer has more tokens than the checkpoint.
     resize_token_embeddings: bool = False
 
+    # twin of training: data
     # Training data; several datasets are concatenated.
     dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
     # Data on which the loss is measured every run_val_every_n_steps.
@@ -63,17 +64,18 @@ class Settings:
     # Examples per batch of validation; null means batch_size.
     batch_size_val: Annotated[int | None, Range(min=1)] = None
 
+    # twin of training: steps
     # Passes over the training data.
     epochs: Annotated[int, Range(min=1)] = 1
-    # Cut every epoch after so many optimizer steps.
+    # Most optimizer steps per epoch; null takes all of them.
     max_steps_per_epoch: Annotated[int | None, Range(min=1)] = None
     # Micro-batches per optimizer step.
     gradient_accumulation_steps: Annotated[int, Range(min=1)] = 1
     # Optimizer of the trained parameters.
     optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
-    # How bf16 weights take small updates: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
     optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
-    # Step each parameter as soon as its gradient is there, so that all gradients never exist at once.
+    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
     optimizer_in_bwd: bool = False
     # Schedule of the learning rate, stepped after every optimizer step.
     lr_scheduler: Annotated[
@@ -84,24 +86,25 @@ class Settings:
     ] = None
     # Loss over the labelled tokens.
     loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
-    # Scale gradients down to this norm.
+    # Largest norm of the gradients; larger ones are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
-    # Measure the validation loss every so many steps.
+    # Steps between two measurements of the validation loss; null never measures it.
     run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Save every so many steps, and at the end; null saves after every epoch.
+    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
     save_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Save, too, when the last checkpoint is so many minutes old.
+    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
     save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
-    # Write checkpoints while training goes on; they are copied to host memory first.
+    # Write checkpoints in the background, from a copy in host memory.
     enable_async_checkpointing: bool = False
-    # Steps whose loss or gradient is not finite are skipped; so many in a row end the run.
+    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
     max_skipped_steps: Annotated[int, Range(min=1)] = 10
-    # Skip steps whose loss is so many standard deviations above those before; null takes them all.
+    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
     loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
 
+    # twin of training: runtime
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
-    # Type of weights and activations.
+    # Data type of weights and activations.
     dtype: Literal["bf16", "fp32"] = "bf16"
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
@@ -109,19 +112,18 @@ class Settings:
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
-    # End the run, and name the process that the others wait for, when nothing has moved for so long; null waits on.
+    # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-
     # Where metrics go.
     metric_logger: Component
-    # Log metrics every so many steps.
+    # Steps between two records of metrics.
     log_every_n_steps: Annotated[int, Range(min=1)] = 1
     # Log the peak memory with the metrics.
     log_peak_memory_stats: bool = True
     # Level of the messages on the terminal.
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
     # Profiler of a window of steps.
     profiler: Component | None = None
 
@@ -148,6 +150,7 @@ class FullFinetuneRecipeSingleDevice:
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
 
+    # twin of training
     def setup(self, cfg: Settings) -> None:
         """Build everything that training needs; nothing is trained or written yet."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
@@ -173,7 +176,7 @@ class FullFinetuneRecipeSingleDevice:
         self.lr_scheduler = config.instantiate(
             cfg.lr_scheduler, self.optimizer, num_training_steps=self.total_steps, last_epoch=-1
         )
-        self.metric_logger = config.instantiate(cfg.metric_logger)
+        self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
         self.profiler = training.profiler_from_config(cfg.profiler)
         self.guard = training.StepGuard(
@@ -199,7 +202,7 @@ class FullFinetuneRecipeSingleDevice:
             training.compile_model(model)
         return model
 
-    # twin
+    # twin of one_device
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """Batches of a dataset, in an order that depends on the seed and the epoch alone."""
         return BatchLoader(
@@ -212,17 +215,16 @@ class FullFinetuneRecipeSingleDevice:
             max_steps_per_epoch=self.cfg.max_steps_per_epoch if training_data else None,
         )
 
-    # twin
-    def compute_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+    # twin of training
+    def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Loss summed over the labels of one batch, as a scalar."""
-        utils.batch_to_device(batch, self.device)
-        labels = batch.pop("labels")
+        batch = batch.to(self.device, non_blocking=True)
         with self.activations_handling_ctx:
-            hidden = self.model(**batch, output="hidden")
-            total, _ = self.loss_fn.sum_and_count(hidden, labels, self.model.output)
+            hidden = self.model(**batch.model_inputs(), output="hidden")
+            total, _ = self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output)
             return total
 
-    # twin
+    # twin of training
     def train(self) -> int:
         """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
         cfg = self.cfg
@@ -284,20 +286,20 @@ class FullFinetuneRecipeSingleDevice:
         self.checkpointer.close()
         return control.finish(self.global_step, self.total_steps)
 
-    # twin
+    # twin of training
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss per label over the validation data."""
         self.model.eval()
         total, num_labels = 0.0, 0
         for (batch,) in self.loader_val:
-            num_labels += int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum())
+            num_labels += batch.num_labels
             total += self.compute_loss(batch).item()
         self.model.train()
         total, num_labels = self.dims.sum(total, num_labels)
         return total / max(num_labels, 1)
 
-    # twin
+    # twin of training
     def training_state(self) -> dict[str, Any]:
         """Everything besides the weights that decides the next step."""
         state = {
@@ -311,18 +313,21 @@ class FullFinetuneRecipeSingleDevice:
             state["lr_scheduler"] = self.lr_scheduler
         return state
 
+    # twin of weights
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
         """Write a model that others load and, unless training is over, what is needed to go on from here."""
         state = self.training_state() if self.global_step < self.total_steps else None
         behind = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(name, self.model, state=state, cfg=self.cfg, async_save=behind, optional=optional)
 
+    # twin of training
     def cleanup(self) -> None:
-        """Close what was opened."""
+        """Close what was opened, and leave the process group."""
         try:
             self.checkpointer.close()
         finally:
             self.metric_logger.close()
+            self.dims.close()
 
 
 @config.parse

@@ -49,12 +49,12 @@ class Settings:
 
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
-    # Type of weights and activations.
+    # Data type of weights and activations.
     dtype: Literal["bf16", "fp32"] = "bf16"
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
     # Level of the messages on the terminal.
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
 
     retired: ClassVar[dict[str, str]] = {
         "output_dir": "nothing is written",

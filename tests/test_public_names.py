@@ -9,6 +9,7 @@ import yaml
 
 from torchtune.config._locate import locate
 from torchtune.config._signature import accepts
+from torchtune.utils import UserError
 
 FACE = yaml.safe_load((Path(__file__).parent / "public_names.yaml").read_text())
 
@@ -29,6 +30,34 @@ def test_a_public_name_is_here_or_its_absence_has_a_reason(package: str) -> None
 def test_every_absence_is_one_of_a_public_name() -> None:
     for package in FACE["absent"]:
         assert absent(package) <= set(FACE["names"][package].split())
+
+
+def resolves(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ImportError:
+        return False
+
+
+@pytest.mark.parametrize("module", FACE["older_recipes"])
+def test_what_an_older_recipe_imports_is_here_or_its_absence_has_a_reason(module: str) -> None:
+    groups = FACE["older_absent"].get(module, {})
+    assert groups.keys() <= FACE["reasons"].keys()
+    missing = {name for name in FACE["older_recipes"][module].split() if not resolves(module, name)}
+    assert missing == {name for names in groups.values() for name in names.split()}
+
+
+@pytest.mark.parametrize("module", FACE["placeholders"])
+def test_a_placeholder_says_why_it_cannot_be_used(module: str) -> None:
+    for name in FACE["placeholders"][module].split():
+        with pytest.raises(UserError, match=r"not (available )?in this release"):
+            getattr(importlib.import_module(module), name)([])
+
+
+@pytest.mark.parametrize("module", ["torchtune.dev.rl.workers", "torchtune.modules.early_exit_loss"])
+def test_an_experiment_that_did_not_come_says_so_by_name(module: str) -> None:
+    with pytest.raises(ImportError, match=r"torchtune\.(dev|modules\.early_exit_loss).* is not part of this library"):
+        importlib.import_module(module)
 
 
 @pytest.mark.parametrize("path", FACE["components"])

@@ -23,8 +23,10 @@ ROOT = Path(__file__).parents[1]
 # Lines of code files; argue about them in a diff.
 FILE_BUDGET = {"torchtune": 500, "recipes": 400, "tools": 400, "examples": 400, "benchmarks": 400}
 ROOM_BUDGET = {
-    "torchtune/models": 6100,  # and what every field of a config.json may be, and is where it is left out
-    "torchtune/modules": 9000,
+    "torchtune/models": 6200,  # and what every field of a config.json may be, and is where it is left out
+    # The interface of conversions, with a docstring and a default for every method, and how adapters are sharded over
+    # tensor-parallel ranks, are 450 of these; a head of classes, and names that copied recipes import, are 150.
+    "torchtune/modules": 9700,
     # Checkpoints are half of it: any number of processes reads and writes them in slices, behind training's back.
     # What a run says of itself (time, operations, hangs, lack of memory, what it is about to do and what came of it) is
     # a fifth, so that recipes need not; what keeps it from starting is found in one place, before anything is loaded.
@@ -32,12 +34,14 @@ ROOM_BUDGET = {
     # Watching all of a run, and one message a step in the place of five, are 200 lines.
     # 600 of it see to it that no file has two writers and that no damage goes unnoticed: parts travel to the one that
     # writes, state is read from the files of any number of ranks, and whatever is wrong with a file is one sentence.
-    "torchtune/training": 10700,
+    # 600 are what recipes copied from earlier releases call (compat/, quantization.py): half of it docstrings.
+    # What is read of a recipe's settings has its names, types and defaults in one place: 200 lines.
+    "torchtune/training": 12000,
     # Of these a third is docstrings and blank lines: what is left over 1,200 is what messages cost that name the file,
     # the line, the reason and the nearest right name, and that follow **kwargs to the function that takes them.
     # Another quarter is what a config from anywhere costs: sizes counted before anything recurses, references resolved
     # in an order in which nothing doubles, and secrets known by origin, name and shape.
-    "torchtune/config": 2400,
+    "torchtune/config": 2450,
     "torchtune/_cli": 1200,
     "recipes": 7000,
 }

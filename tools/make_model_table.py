@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from torchtune.models import Description, ModelSpec, build, get_spec
-from torchtune.models._spec import _BUILTIN
+from torchtune.models import Description, ModelSpec, build, get_spec, list_specs
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "model_table.txt"
@@ -69,7 +68,7 @@ def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
 
 def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers: dict[str, set[str]]) -> str:
     """The section of one family."""
-    module = importlib.import_module(_BUILTIN[name][0])
+    module = importlib.import_module(f"torchtune.models.{name}")
     sizes = module._model_builders.SIZES | getattr(module._model_builders, "REWARD_SIZES", {})
     apart = features(next(iter(sizes.values())))
     known = tokenizers[module.__name__] | {name for name in module.__all__ if name.endswith("_tokenizer")}
@@ -104,7 +103,7 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
 def page() -> str:
     """The text of the page."""
     configs = _configs()
-    return "\n".join(family(name, get_spec(name), *configs) for name in sorted(_BUILTIN))
+    return "\n".join(family(name, get_spec(name), *configs) for name in list_specs())
 
 
 def main() -> int:

@@ -7,9 +7,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from recipe_table import recipes_in
+
 from torchtune._cli._target import recipe_named_by
 from torchtune.config import load_and_check
-from torchtune.training._plan import MemoryEstimate, memory_by_processes
+from torchtune.training.plan._plan import MemoryEstimate, memory_by_processes
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
@@ -32,9 +34,10 @@ def table() -> str:
     """The table as reStructuredText."""
     lines = [".. list-table::", "   :header-rows: 1", ""]
     rows = [["config", *(f"{count} GPU{'s' * (count > 1)}" for count in COUNTS)]]
+    distributed = recipes_in("distributed")
     for path in sorted(path for size in SIZES for path in CONFIGS.glob(f"*/{size}_*.yaml")):
         recipe = recipe_named_by(path)
-        if not recipe.name.endswith("_distributed") or path.stem.partition("_")[2] not in ("full", "lora"):
+        if recipe.name not in distributed or path.stem.partition("_")[2] not in ("full", "lora"):
             continue
         settings = load_and_check(path, [], recipe.load_main())
         found = memory_by_processes(settings, COUNTS)

@@ -2,7 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pkgutil import iter_modules
 from typing import Any
 
 
@@ -29,3 +30,12 @@ def attach(
 
     names = sorted({*exports, *submodules})
     return __getattr__, lambda: names, names
+
+
+def packages_in(path: Sequence[str]) -> tuple[str, ...]:
+    """Names of the packages in the folders of a package, in alphabetical order.
+
+    Args:
+        path: ``__path__`` of the package.
+    """
+    return tuple(sorted(module.name for module in iter_modules(path) if module.ispkg))

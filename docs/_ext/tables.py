@@ -1,18 +1,18 @@
 """Tables that are made of the code when the documentation is built, so that they are always current.
 
-- ``features-table``: features × recipes, from ``recipes/features.yaml`` and the recipes' settings.
+- ``recipes-table``: every recipe of ``recipes/features.yaml``, with its groups and the first sentence of its file.
+- ``features-table``: features × training recipes, from ``recipes/features.yaml`` and the recipes' settings.
 """
 
 import ast
 from pathlib import Path
 
-import yaml
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+from tools.recipe_table import TABLE, groups, recipe_files, recipes_in, table
 
 
 class _Table(SphinxDirective):
@@ -34,24 +34,37 @@ def settings_of(recipe: Path) -> set[str]:
     return {node.target.id for node in settings.body if isinstance(node, ast.AnnAssign)}
 
 
+class RecipesTable(_Table):
+    """Every recipe, its groups and what it does."""
+
+    def run(self) -> list[nodes.Node]:
+        self.env.note_dependency(str(TABLE))
+        files, rows = recipe_files(), []
+        for name, of_recipe in groups().items():
+            self.env.note_dependency(str(files[name]))
+            does = ast.get_docstring(ast.parse(files[name].read_text(encoding="utf-8"))).splitlines()[0]
+            rows.append([f"``{name}``", ", ".join(of_recipe).replace("_", " "), does.rstrip(".")])
+        return self.table(["recipe", "groups", "what it does"], rows)
+
+
 class FeaturesTable(_Table):
     """Features × training recipes."""
 
     def run(self) -> list[nodes.Node]:
-        table = yaml.safe_load((RECIPES / "features.yaml").read_text(encoding="utf-8"))
-        self.env.note_dependency(str(RECIPES / "features.yaml"))
-        recipes = sorted(path for path in RECIPES.glob("*finetune*.py"))
+        self.env.note_dependency(str(TABLE))
+        content, recipes, files = table(), recipes_in("training"), recipe_files()
+        settings = {name: settings_of(files[name]) for name in recipes}
         rows = []
-        for feature, setting in table["features"].items():
+        for feature, setting in content["features"].items():
             cells = [
-                "yes" if setting in settings_of(recipe) else f"no: {table['reasons'][recipe.stem][feature]}"
-                for recipe in recipes
+                "yes" if setting in settings[name] else f"no: {content['reasons'][name][feature]}" for name in recipes
             ]
             rows.append([feature, f"``{setting}``", *cells])
-        return self.table(["feature", "setting", *(f"``{recipe.stem}``" for recipe in recipes)], rows)
+        return self.table(["feature", "setting", *(f"``{name}``" for name in recipes)], rows)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
+    app.add_directive("recipes-table", RecipesTable)
     app.add_directive("features-table", FeaturesTable)
     return {"parallel_read_safe": True}

@@ -1,13 +1,17 @@
 """The documentation builds without a warning, and names everything that is public."""
 
+import html
 import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tools.recipe_table import groups, recipe_files, recipes_in, table
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -25,7 +29,30 @@ def test_the_site_builds_without_a_warning_and_is_complete(tmp_path: Path) -> No
     missing = [name for name in sizes() if f'#{name}"' not in models]
     assert not missing, "builders that are not in the table of models"
     assert "134,515,008" in models  # the parameters of SmolLM2 135M, as its checkpoint has them
-    assert "there is no adapter" in (tmp_path / "recipes.html").read_text()  # a reason of recipes/features.yaml
+    check_recipe_tables(html.unescape((tmp_path / "recipes.html").read_text()))
+
+
+def check_recipe_tables(page: str) -> None:
+    """The page shows every recipe, every feature, and for each cell the setting or the reason in the features table."""
+    tables = [
+        re.findall(r"<tr.*?</tr>", found, re.DOTALL) for found in re.findall(r"<table.*?</table>", page, re.DOTALL)
+    ]
+    rows = [
+        [re.sub(r"<.*?>|\s+", " ", cell).strip() for cell in re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL)]
+        for found in tables
+        for row in found
+    ]
+    of_recipe = {row[0]: row[1].split(", ") for row in rows if row[0] in groups()}
+    assert of_recipe == {name: [group.replace("_", " ") for group in found] for name, found in groups().items()}
+    training, content = recipes_in("training"), table()
+    (head,) = [row for row in rows if row[0] == "feature"]
+    assert head == ["feature", "setting", *training]
+    for feature, setting in content["features"].items():
+        (row,) = [row for row in rows if row[0] == feature]
+        assert row[1] == setting
+        for name, cell in zip(training, row[2:], strict=True):
+            has = re.search(rf"^    {setting}:", recipe_files()[name].read_text(), re.MULTILINE)
+            assert cell == ("yes" if has else f"no: {content['reasons'][name][feature]}")
 
 
 def public_names() -> list[str]:

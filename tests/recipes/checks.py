@@ -5,13 +5,14 @@ with a bug put in, and expects :class:`Broken` with the sentence of the promise.
 harness, an ``AssertionError`` among them, is never taken for a caught bug.
 """
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.recipes.runs import Run, start
+from tests.recipes.runs import ADAPTERS, Run, start
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 # One step of plain SGD at rate 1 leaves the gradient in the weights.
@@ -115,8 +116,9 @@ def loss_equals_transformers(name: str, folder: Path, **run: Any) -> None:
 
 def resume_equals_uninterrupted(name: str, folder: Path, **run: Any) -> None:
     """Stopped after any save and resumed, the rest of the run is the same, bit for bit."""
-    settings = {"save_every_n_steps": 1, "epochs": 2, "gradient_accumulation_steps": 2, **run}
-    if name.startswith("lora"):
+    settings = {"save_every_n_steps": 1, "checkpointer__keep_last_n_checkpoints": 20}
+    settings |= {"epochs": 2, "gradient_accumulation_steps": 2, **run}
+    if name in ADAPTERS:
         converter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.2}
         settings["model_converters"] = [converter]
     whole = start(name, folder, **settings)
@@ -205,8 +207,17 @@ def validation_is_the_mean_over_labels(name: str, folder: Path, **run: Any) -> N
 def validation_leaves_training_alone(name: str, folder: Path, **run: Any) -> None:
     """A run that validates logs the losses of one that does not, dropout included."""
     converter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.3}
-    settings = {"max_steps_per_epoch": 4, "model_converters": [converter] if name.startswith("lora") else [], **run}
+    settings = {"max_steps_per_epoch": 4, "model_converters": [converter] if name in ADAPTERS else [], **run}
     plain = start(name, folder, **settings)
     data = plain.recipe.cfg.dataset
     validating = start(name, folder, **settings, dataset_val=dict(data), run_val_every_n_steps=1)
     promise(plain.losses == validating.losses, "validation changes no loss")
+
+
+def schedule_runs_over_all_epochs(name: str, folder: Path, **run: Any) -> None:
+    """Two epochs of six steps: the rate warms up for two steps, and falls along a cosine to the last one."""
+    lrs = start(name, folder, epochs=2, batch_size=4, **run).lrs
+    expected = [0.01 / 3, 0.02 / 3, *(0.005 * (1 + math.cos(math.pi * step / 10)) for step in range(10))]
+    promise(list(lrs) == list(range(1, 13)), "every step logs its learning rate")
+    close = all(abs(lrs[step] - rate) <= 1e-9 for step, rate in enumerate(expected, start=1))
+    promise(close, "the learning rate follows the schedule over all epochs")

@@ -13,6 +13,8 @@ import sys
 import traceback
 
 import datasets  # noqa: F401  (imported here so that children need not)
+import torch._dynamo
+import torch.distributed.fsdp  # noqa: F401
 
 import torchtune.models.llama3
 import torchtune.modules.peft

@@ -13,16 +13,13 @@ import torch
 import yaml
 
 from tests.tiny import write_checkpoint, write_conversations
+from tools.recipe_table import recipes_in
 from torchtune.config import load_and_check
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-# Every training recipe: the contract suite runs on all of them.
-TRAINING = (
-    "full_finetune_single_device",
-    "lora_finetune_single_device",
-    "full_finetune_distributed",
-    "lora_finetune_distributed",
-)
+# Every training recipe, as recipes/features.yaml says: the contract suite runs on all of them.
+TRAINING = recipes_in("training")
+WEIGHTS, ADAPTERS = recipes_in("training", "weights"), recipes_in("training", "adapters")
 # The last line of a step before it validates and saves; what is put after it is done after each step.
 ADVANCE = "                progress.advance(self.global_step)\n"
 _count = itertools.count()
@@ -102,7 +99,7 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         "dtype": "fp32",
         "log_level": "ERROR",
     }
-    if name.startswith("lora"):
+    if name in ADAPTERS:
         cfg["model_converters"] = [
             {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "apply_to_mlp": True}
         ]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes import checks
-from tests.recipes.runs import TRAINING, read_log, start
+from tests.recipes.runs import TRAINING, WEIGHTS, read_log, start
 from torchtune.utils import UserError
 
 
@@ -50,7 +50,7 @@ def test_loss_equals_transformers(name: str, tmp_path: Path) -> None:
     checks.loss_equals_transformers(name, tmp_path)
 
 
-@pytest.mark.parametrize("name", [n for n in TRAINING if n.startswith("full")], indirect=True)
+@pytest.mark.parametrize("name", WEIGHTS, indirect=True)
 def test_losses_follow_plain_torch(name: str, tmp_path: Path) -> None:
     checks.losses_follow_plain_torch(name, tmp_path)
 
@@ -76,11 +76,7 @@ def test_export_equals_trained(name: str, tmp_path: Path) -> None:
 
 
 def test_schedule_runs_over_all_epochs(name: str, tmp_path: Path) -> None:
-    lrs = start(name, tmp_path, epochs=2, batch_size=4).lrs
-    assert list(lrs) == list(range(1, 13))
-    assert (lrs[1], lrs[2]) == pytest.approx((0.01 / 3, 0.02 / 3))  # two steps of warmup on the way to the full rate
-    assert max(lrs.values()) == lrs[3] == pytest.approx(0.01)
-    assert lrs[12] < 0.001
+    checks.schedule_runs_over_all_epochs(name, tmp_path)
 
 
 def test_one_epoch_saves_its_steps(name: str, tmp_path: Path) -> None:

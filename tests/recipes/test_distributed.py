@@ -98,6 +98,7 @@ def test_what_goes_wrong_on_one_process_is_skipped_by_all(tmp_path: Path) -> Non
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [2], "inf": [4]}
     output_dir = tmp_path / "output"
     settings = {**SETTINGS, "batch_size": 2, "save_every_n_minutes": 1e-6, "enable_async_checkpointing": True}
+    settings["checkpointer__keep_last_n_checkpoints"] = 20
     done = launch(write_config("full_finetune_distributed", tmp_path, output_dir, **settings, loss=loss))
     assert done.returncode == 0, done.stderr[-4000:]
     alone = start("full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, clip_grad_norm=1.0)

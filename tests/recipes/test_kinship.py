@@ -2,15 +2,20 @@
 
 import ast
 import itertools
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import yaml
+
+from tools.recipe_table import RecipeTableError, groups, recipe_files, recipes_in, table
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.py") if path.name != "__init__.py")
-TRAINING = [path for path in RECIPES if "finetune" in path.stem]
-NAMES = [path.stem for path in RECIPES]
+FILES = recipe_files()
+RECIPES = list(FILES.values())
+TRAINING = [FILES[name] for name in recipes_in("training")]
+NAMES = list(FILES)
 
 
 def tree(path: Path) -> ast.Module:
@@ -36,7 +41,7 @@ def comment_above(path: Path, line: int) -> str:
     while lines[line - 2].strip().startswith("#"):
         line -= 1
         found.insert(0, lines[line - 1].strip("# "))
-    return " ".join(found)
+    return " ".join(text for text in found if not (text.startswith("twin of ") and ":" in text))
 
 
 def settings(path: Path) -> dict[str, tuple[str, str | None, str]]:
@@ -53,28 +58,47 @@ def settings(path: Path) -> dict[str, tuple[str, str | None, str]]:
     }
 
 
-def twins(path: Path) -> dict[str, str]:
-    """Methods under a ``# twin`` comment, by name."""
-    methods = [node for node in recipe_class(path).body if isinstance(node, ast.FunctionDef)]
-    return {
-        node.name: source(path, node)
-        for node in methods
-        if comment_above(path, min([node.lineno, *(d.lineno for d in node.decorator_list)])) == "twin"
-    }
+def methods(path: Path) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in recipe_class(path).body if isinstance(node, ast.FunctionDef)}
 
 
-# What a setting is told differently for, where the words must name the recipe's own model.
-OWN_WORDS = {"model", "model_converters", "checkpointer"}
+def marked(path: Path, node: ast.FunctionDef) -> str | None:
+    """The group that a method is a twin of."""
+    above = comment_above(path, min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]))
+    return above.removeprefix("twin of ") if above.startswith("twin of ") else None
+
+
+def twins(path: Path) -> dict[tuple[str, str], str]:
+    """Methods under ``# twin of GROUP``: (group, name) -> text."""
+    found = methods(path).items()
+    return {(group, name): source(path, node) for name, node in found if (group := marked(path, node))}
+
+
+def blocks(path: Path) -> dict[tuple[str, str], str]:
+    """Paragraphs of settings under ``# twin of GROUP: NAME``: (group, name) -> text."""
+    paragraphs = (text.strip("\n") for text in source(path, classes(path)["Settings"]).split("\n\n"))
+    found = {}
+    for head, _, body in (paragraph.partition("\n") for paragraph in paragraphs):
+        if head.startswith("    # twin of "):
+            group, name = head.removeprefix("    # twin of ").split(": ")
+            found[group, name] = body
+    return found
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(RECIPES, 2)), ids=lambda path: path.stem)
 def test_a_shared_setting_has_one_type_default_and_comment(one: Path, other: Path) -> None:
     mine, theirs = settings(one), settings(other)
-    both = TRAINING if one in TRAINING and other in TRAINING else None
+    kin = one in TRAINING and other in TRAINING
     for name in mine.keys() & theirs.keys():
-        if name in OWN_WORDS or (both is None and name in {"seed", "checkpointer", "model", "tokenizer"}):
+        if name in table()["own_settings"] and (name == "model" or not kin):
             continue
         assert mine[name] == theirs[name], f"'{name}' differs between {one.name} and {other.name}"
+
+
+def test_exceptions_are_needed() -> None:
+    for name, reason in table()["own_settings"].items():
+        assert reason
+        assert len({settings(path)[name] for path in RECIPES if name in settings(path)}) > 1, f"{name} is no exception"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
@@ -83,14 +107,127 @@ def test_every_setting_says_what_it_does(path: Path) -> None:
     assert not silent, f"settings of {path.name} without a comment: {silent}"
 
 
-def test_twin_methods_are_equal_to_the_letter() -> None:
-    known: dict[str, tuple[Path, str]] = {}
+def test_every_recipe_is_declared() -> None:
+    assert set(groups()) == set(FILES)
+
+
+@pytest.mark.parametrize("group", table()["groups"])
+def test_twins_are_equal_to_the_letter_within_their_group(group: str) -> None:
+    known: dict[tuple[str, str], tuple[str, str]] = {}
+    for name in recipes_in(group):
+        found = {**twins(FILES[name]), **blocks(FILES[name])}
+        for key in (key for key in found if key[0] == group):
+            first, expected = known.setdefault(key, (name, found[key]))
+            assert found[key] == expected, f"{key[1]} differs between {first} and {name}: run make sync"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_marks_twins_of_its_own_groups_and_forgets_none(name: str) -> None:
+    path, declared = FILES[name], table()["recipes"]
+    own = declared.get(name, [])
+    for group, twin in {**twins(path), **blocks(path)}:
+        assert group in own, f"{path.name}: '{twin}' is a twin of {group}, and {name} is not in that group"
+    for other in (other for other in FILES if set(declared.get(other, [])) & set(own)):
+        for (group, twin), text in twins(FILES[other]).items():
+            node = methods(path).get(twin)
+            if group in own and node is not None and source(path, node) == text:
+                assert marked(path, node) == group, f"{path.name}:{node.lineno}: mark {twin} '# twin of {group}'"
+
+
+@pytest.mark.parametrize("group", table()["groups"])
+def test_a_group_shares_few_methods(group: str) -> None:
+    """``setup``, ``compute_loss``, ``train``, ``validate``, ``training_state`` and ``cleanup``."""
+    shared = {twin for name in recipes_in(group) for of, twin in twins(FILES[name]) if of == group}
+    assert len(shared) <= 6, f"{sorted(shared)}: a seventh twin belongs in the library"
+
+
+def test_training_recipes_share_their_settings_in_blocks() -> None:
     for path in TRAINING:
-        assert twins(path), f"{path.name} marks no method as twin"
-        assert len(twins(path)) <= 5, f"{path.name}: a sixth twin belongs in the library"
-        for name, text in twins(path).items():
-            first, expected = known.setdefault(name, (path, text))
-            assert text == expected, f"{name} differs between {first.name} and {path.name}: run make sync"
+        shared = sum(len(settings_in(body)) for (_, _), body in blocks(path).items())
+        assert shared == len(settings(path)), f"{path.name} has settings outside of the blocks of its groups"
+        assert marked(path, methods(path)["setup"]) == marked(path, methods(path)["train"]) == "training"
+
+
+def settings_in(body: str) -> list[str]:
+    tree = ast.parse("class Settings:\n" + body)
+    return [node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
+
+
+def copy_of_recipes(folder: Path) -> Path:
+    shutil.copytree(ROOT / "recipes", folder / "recipes", ignore=shutil.ignore_patterns("configs", "__pycache__"))
+    shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("configs", "__pycache__"))
+    return folder / "recipes"
+
+
+def sync(folder: Path) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, folder / "tools" / "sync_recipes.py"], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_sync_copies_methods_and_blocks_from_the_first_recipe_of_a_group(tmp_path: Path) -> None:
+    recipes = copy_of_recipes(tmp_path)
+    originals = {path.name: path.read_text() for path in recipes.glob("*.py")}
+    source = recipes / f"{recipes_in('training')[0]}.py"
+    changed = source.read_text().replace("num_labels = 0.0, 0\n", "num_labels = 0.0, 1\n")
+    changed = changed.replace(
+        " = 2\n    # Examples per batch", " = 3\n    # How many\n    new: int = 5\n    # Examples per batch"
+    )
+    changed = changed.replace("the checkpoint.\n    resize", "the files.\n    resize")
+    source.write_text(changed)
+    alone = recipes / "generate.py"
+    last = recipes / f"{recipes_in('training')[-1]}.py"
+    last.write_text(last.read_text().replace("    context_parallel_dim: Annotated", "    renamed: Annotated"))
+    assert sync(tmp_path)[0] == 0
+    for name in recipes_in("training"):
+        text = (recipes / f"{name}.py").read_text()
+        assert "num_labels = 0.0, 1\n" in text
+        assert "    batch_size: Annotated[int, Range(min=1)] = 3\n    # How many\n    new: int = 5\n" in text
+        assert ("the files.\n    resize" in text) == (name in recipes_in("one_device"))
+    assert "    context_parallel_dim: Annotated" in last.read_text(), "the first distributed recipe has the block"
+    assert alone.read_text() == originals[alone.name]
+    assert sync(tmp_path) == (0, "", "")
+
+
+def test_a_recipe_that_is_not_declared_is_named_with_the_line_to_edit(tmp_path: Path) -> None:
+    recipes = copy_of_recipes(tmp_path)
+    shutil.copy(recipes / "generate.py", recipes / "my_dpo.py")
+    lines = (recipes / "features.yaml").read_text().splitlines()
+    said = f"recipes/features.yaml:{lines.index('recipes:') + 1}: recipes/my_dpo.py belongs to no group: add a line"
+    with pytest.raises(RecipeTableError) as caught:
+        groups(recipes)
+    assert str(caught.value).startswith(said)
+    assert "'my_dpo: [...]'" in str(caught.value)
+    code, out, err = sync(tmp_path)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("generate: [inference", "generate: [infrence", ": 'infrence' is not a group: use training, "),
+        ("generate: [inference, one_device]", "generate: []", ": generate belongs to no group"),
+        ("  generate: [", "  generator: [inference]\n  generate: [", ": there is no recipes/generator.py"),
+    ],
+)
+def test_a_wrong_line_of_the_table_is_named(old: str, new: str, said: str, tmp_path: Path) -> None:
+    recipes = copy_of_recipes(tmp_path)
+    path = recipes / "features.yaml"
+    path.write_text(path.read_text().replace(old, new))
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if new.split("\n")[0] in text)
+    with pytest.raises(RecipeTableError) as caught:
+        groups(recipes)
+    assert str(caught.value).startswith(f"recipes/features.yaml:{line}{said}")
+
+
+def test_a_twin_of_a_foreign_group_is_named(tmp_path: Path) -> None:
+    recipes = copy_of_recipes(tmp_path)
+    path = recipes / "generate.py"
+    path.write_text(path.read_text().replace("    def setup(", "    # twin of training\n    def setup("))
+    line = path.read_text().splitlines().index("    # twin of training") + 1
+    assert sync(tmp_path)[2].startswith(
+        f"error: recipes/generate.py:{line}: 'setup' is a twin of training, a group that"
+    )
 
 
 def test_training_recipes_have_one_order_and_one_set_of_names() -> None:
@@ -127,7 +264,7 @@ def test_a_recipe_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
     for node in recipe_class(path).body:
         if isinstance(node, ast.FunctionDef) and node.name == "train":
-            assert node.end_lineno - node.lineno <= 65
+            assert node.end_lineno - node.lineno <= 60
             assert depth(node) <= 4, "train is at most four levels deep"
 
 
@@ -141,9 +278,8 @@ def test_no_default_hides_in_the_code(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_every_feature_is_there_or_has_a_reason(path: Path) -> None:
-    table = yaml.safe_load((ROOT / "recipes" / "features.yaml").read_text())
-    reasons = table["reasons"].get(path.stem, {})
-    for feature, setting in table["features"].items():
+    reasons = table()["reasons"].get(path.stem, {})
+    for feature, setting in table()["features"].items():
         if setting in settings(path):
             assert feature not in reasons, f"{path.stem} has '{feature}': remove its reason"
         else:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.runs import load_recipe, read_log, write_config
+from tests.recipes.runs import after_each_step, load_recipe, read_log, write_config
 from torchtune._cli import tune
 from torchtune.config import load_and_check
-from torchtune.training._run_report import _fingerprint
+from torchtune.training.supervise._run_report import _fingerprint
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 
@@ -70,10 +70,7 @@ def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(
 def test_a_run_that_is_stopped_says_how_to_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop = {
-        "control.after_step(self.global_step)": "self.global_step == 2 and __import__('signal').raise_signal(2)\n"
-        "                    control.after_step(self.global_step)"
-    }
+    stop = after_each_step("self.global_step == 2 and __import__('signal').raise_signal(2)")
     code, said, output = run(FULL, tmp_path, caplog, stop, max_steps_per_epoch=3)
     assert code == 128 + signal.SIGINT
     assert "Stopped after 2 steps in " in said

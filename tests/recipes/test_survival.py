@@ -99,8 +99,8 @@ def test_a_file_named_save_asks_for_a_checkpoint(name: str, tmp_path: Path) -> N
 
 
 def test_save_every_n_minutes(tmp_path: Path) -> None:
-    settings = {"save_every_n_minutes": 1e-6, "checkpointer__keep_last_n_checkpoints": 20}
-    run = start("full_finetune_single_device", tmp_path, **settings)
+    keep = {"checkpointer__keep_last_n_checkpoints": 20}
+    run = start("full_finetune_single_device", tmp_path, save_every_n_minutes=1e-6, **keep)
     assert len(list(run.output_dir.glob("step_*"))) == 11
 
 

@@ -15,12 +15,15 @@ def dry_run(settings: Any, processes: int) -> None:
         processes: of the run.
 
     Raises:
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
         RunError: it cannot start; everything that can be known without training is printed all the same.
     """
     from torchtune.config._secrets import hide
     from torchtune.training import RunError, plan_data, plan_run
-    from torchtune.training._check_run import find_problems
+    from torchtune.training._recipe_settings import DataSettings, RecipeSettings
+    from torchtune.training.plan._check_run import find_problems
 
+    settings = RecipeSettings.of(settings)
     problems = find_problems(settings, processes, thorough=True)
 
     def show(make: Callable[[], str]) -> None:
@@ -32,9 +35,9 @@ def dry_run(settings: Any, processes: int) -> None:
         else:
             print(hide(text), flush=True)
 
-    if getattr(settings, "model", None) is not None:
+    if settings.model is not None:
         show(lambda: plan_run(settings, processes))
-    if getattr(settings, "dataset", None) is not None and hasattr(settings, "epochs"):
+    if settings.has(DataSettings):
         show(lambda: "\n".join(f"{name:<12}{text}" for name, text in plan_data(settings, processes)))
     if problems:
         sys.stdout.flush()

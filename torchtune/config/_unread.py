@@ -10,6 +10,20 @@ from torchtune.config._errors import nearest
 from torchtune.config._reader import Document
 
 _ALWAYS = {"recipe", "output_dir"}  # read by the command line and by metric loggers
+# Configs of earlier releases carry these keys although the recipes beside them do not mention all of them: some are
+# read by what the recipe hands the config to (CheckpointClient) or by a constant's name (PROFILER_KEY), some by nobody.
+_CARRIED = {
+    "apply_chat_template",
+    "checkpointer",
+    "compile",
+    "enable_activation_offloading",
+    "enable_async_checkpointing",
+    "fsdp",
+    "log_level",
+    "optimizer_in_bwd",
+    "profiler",
+    "resume_from_checkpoint",
+}
 
 
 def check(document: Document, recipe_main: Callable[..., Any], references: set[str]) -> None:
@@ -23,7 +37,7 @@ def check(document: Document, recipe_main: Callable[..., Any], references: set[s
         return
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     mentioned, read = _words(tree)
-    used = mentioned | _ALWAYS | {name.partition(".")[0] for name in references}
+    used = mentioned | _ALWAYS | _CARRIED | {name.partition(".")[0] for name in references}
     for key in document.data:
         if key not in used:
             found = nearest(str(key), read - set(document.data))

@@ -1,8 +1,10 @@
 """Messages, prompt templates, masks and collation: text in, token rows out."""
 
+from torchtune.data._batch import Batch
 from torchtune.data._chat_to_messages import OpenAIToMessages, ShareGPTToMessages
 from torchtune.data._collate import (
     collate_documents,
+    collate_preference,
     left_pad_sequence,
     padded_collate,
     padded_collate_dpo,
@@ -11,7 +13,11 @@ from torchtune.data._collate import (
 )
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, Transform
 from torchtune.data._documents import Documents
-from torchtune.data._images import format_content_with_images
+from torchtune.data._images import (
+    format_content_with_images,
+    load_image,
+    padded_collate_tiled_images_and_mask,
+)
 from torchtune.data._loader import BatchLoader
 from torchtune.data._messages import (
     MaskingStrategy,
@@ -36,6 +42,7 @@ from torchtune.data._truncate import truncate
 __all__ = [
     "CROSS_ENTROPY_IGNORE_IDX",
     "AlpacaToMessages",
+    "Batch",
     "BatchLoader",
     "ChatMLTemplate",
     "ChosenRejectedToMessages",
@@ -56,13 +63,16 @@ __all__ = [
     "Transform",
     "as_messages",
     "collate_documents",
+    "collate_preference",
     "format_content_with_images",
     "left_pad_sequence",
+    "load_image",
     "mask_messages",
     "padded_collate",
     "padded_collate_dpo",
     "padded_collate_packed",
     "padded_collate_sft",
+    "padded_collate_tiled_images_and_mask",
     "truncate",
     "validate_messages",
 ]

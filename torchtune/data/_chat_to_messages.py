@@ -1,4 +1,4 @@
-"""Rows that hold a whole conversation, to messages."""
+"""Transforms to messages: rows with a conversation."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ def _turns(value: Any, name: str) -> Sequence[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Nested data without null fields: tables fill in every field that some other row has."""
+    """Remove null fields from nested data: table formats add every field that another row has."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -29,7 +29,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 class _ConversationTransform(Transform):
-    """What both conversation layouts share: the system prompt and the mask."""
+    """Shared base of both conversation formats: the system prompt and the mask."""
 
     new_system_prompt: str | None
     masking_strategy: MaskingStrategy
@@ -43,18 +43,18 @@ class _ConversationTransform(Transform):
 
 
 class ShareGPTToMessages(_ConversationTransform):
-    """A row whose conversation is a list of ``{"from": "system" | "human" | "gpt", "value": text}``.
+    """Converts a conversation in the ShareGPT format: turns ``{"from": "system" | "human" | "gpt", "value": text}``.
 
     Args:
-        train_on_input: old spelling of ``masking_strategy``.
+        train_on_input: deprecated; use ``masking_strategy``.
         column_map: the columns of ``conversations`` and, if there is one, ``image``.
-        new_system_prompt: text of a system turn that takes the place of the conversation's own.
-        image_dir: folder of images that are given by file name.
-        image_tag: stands in the first user turn where the image belongs; ``None`` puts the image first.
+        new_system_prompt: text of a system turn that replaces that of the conversation.
+        image_dir: folder of images, if rows have file names.
+        image_tag: placeholder of the image in the first user turn; ``None`` inserts the image before the text.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: the map lacks a key; when called, a column is missing or is no conversation.
+        DataError: a key of the map is missing; when called, a column is missing or is not a conversation.
     """
 
     roles: ClassVar[dict[str, str]] = {
@@ -105,19 +105,19 @@ class ShareGPTToMessages(_ConversationTransform):
 
 
 class OpenAIToMessages(_ConversationTransform):
-    """A row whose conversation is a list of ``{"role", "content"}``, as chat APIs have them.
+    """Converts a conversation in the OpenAI format: turns ``{"role", "content"}``.
 
-    Tool calls, names, reasoning and other fields of a turn go along in ``Message.extra``; a column ``tools`` goes
-    along beside the messages.
+    Tool calls, names, reasoning and other fields of a turn go to ``Message.extra``. A column ``tools`` is returned
+    with the messages.
 
     Args:
-        train_on_input: old spelling of ``masking_strategy``.
+        train_on_input: deprecated; use ``masking_strategy``.
         column_map: the column of ``messages``.
-        new_system_prompt: text of a system turn that takes the place of the conversation's own.
+        new_system_prompt: text of a system turn that replaces that of the conversation.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: the map lacks a key; when called, a column is missing or is no conversation.
+        DataError: a key of the map is missing; when called, a column is missing or is not a conversation.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class OpenAIToMessages(_ConversationTransform):
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"messages": [...]}``, with ``tools`` where the row has them."""
+        """``{"messages": [...]}``, with ``tools`` if the row has them."""
         name = self.column_map["messages"]
         turns = [_without_nulls(turn) for turn in _turns(column(sample, name), name)]
         messages = [self._message(turns, i) for i in range(len(turns))]

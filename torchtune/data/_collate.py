@@ -1,18 +1,21 @@
-"""From examples to a batch."""
+"""Collate functions: a list of examples to a batch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtune.data._batch import Batch
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.data._documents import Documents
 
 Document = Mapping[str, Any]
 # An example is a document; a pack is a list of them.
 Example = Document | Sequence[Document]
+_SIDES = ("chosen", "rejected")
 
 
 def _row(value: Any) -> torch.Tensor:
@@ -20,7 +23,7 @@ def _row(value: Any) -> torch.Tensor:
 
 
 def documents_of(example: Example) -> list[Document]:
-    """The documents of an example or of a pack. Raises :class:`DataError` where one lacks ``tokens`` or ``labels``."""
+    """The documents of an example or a pack. Raises :class:`DataError` if one has no ``tokens`` or no ``labels``."""
     documents = [example] if isinstance(example, Mapping) else example
     if not isinstance(documents, list | tuple) or not all(isinstance(document, Mapping) for document in documents):
         raise DataError(f"An example must be a mapping or a list of mappings, not {type(example).__name__}.")
@@ -30,18 +33,18 @@ def documents_of(example: Example) -> list[Document]:
     return list(documents)
 
 
-def collate_documents(batch: Sequence[Example]) -> dict[str, Any]:
-    """Lay all documents of a batch one after another: no padding.
+def collate_documents(batch: Sequence[Example]) -> Batch:
+    """Concatenate all documents of a batch, padding-free.
 
     Args:
         batch: examples with ``tokens`` and pre-shifted ``labels``, or packs (lists of such examples).
 
     Returns:
-        ``tokens``, ``labels``, ``input_pos``: int64 [1, s], s the number of tokens; ``input_pos`` restarts at 0 in
-        every document. ``documents``: :class:`~torchtune.data.Documents`.
+        a batch of one row: ``tokens``, ``labels`` and ``input_pos`` are int64 ``[1, s]``, ``s`` is the number of
+        tokens. ``input_pos`` restarts at 0 in every document.
 
     Raises:
-        DataError: an example carries more than tokens and labels (images), or the two differ in length.
+        DataError: an example has more than tokens and labels (images), or the two differ in length.
     """
     documents = [document for example in batch for document in documents_of(example)]
     tokens = [_row(document["tokens"]) for document in documents]
@@ -54,21 +57,44 @@ def collate_documents(batch: Sequence[Example]) -> dict[str, Any]:
         if len(row) != len(label):
             raise DataError(f"An example has {len(row)} tokens but {len(label)} labels.")
     boundaries = Documents.from_lengths([len(row) for row in tokens])
-    return {
-        "tokens": torch.cat(tokens)[None],
-        "labels": torch.cat(labels)[None],
-        "input_pos": boundaries.positions()[None],
-        "documents": boundaries,
-    }
+    return Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
+
+
+def collate_preference(batch: Sequence[Mapping[str, Sequence[int]]]) -> Batch:
+    """Concatenate pairs of answers, padding-free: every answer is a document.
+
+    :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected` turn per-token log-probs into those of the
+    answers of each pair.
+
+    Args:
+        batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``.
+
+    Returns:
+        the batch of :func:`collate_documents`: all chosen answers, then all rejected ones. Entries per document:
+        ``pair``, int64 ``[n]``, the index of the example, and ``is_chosen``, bool ``[n]``.
+
+    Raises:
+        DataError: an example lacks one of the keys, or tokens and labels differ in length.
+    """
+    documents = []
+    for side in _SIDES:
+        for example in batch:
+            if missing := {f"{side}_input_ids", f"{side}_labels"} - example.keys():
+                found = ", ".join(map(str, example)) or "nothing"
+                raise DataError(f"A preference example has no '{min(missing)}', it has {found}.")
+            documents.append({"tokens": example[f"{side}_input_ids"], "labels": example[f"{side}_labels"]})
+    pairs = torch.arange(len(batch)).repeat(2)
+    is_chosen = torch.arange(2 * len(batch)) < len(batch)
+    return replace(collate_documents(documents), per_document={"pair": pairs, "is_chosen": is_chosen})
 
 
 def left_pad_sequence(
     sequences: Sequence[torch.Tensor], batch_first: bool = False, padding_value: float = 0
 ) -> torch.Tensor:
-    """Like :func:`torch.nn.utils.rnn.pad_sequence`, with the padding in front.
+    """Pad on the left; otherwise as :func:`torch.nn.utils.rnn.pad_sequence`.
 
     Returns:
-        [b, s] (or [s, b] without ``batch_first``), s the longest length.
+        ``[b, s]``, or ``[s, b]`` without ``batch_first``; ``s`` is the longest length.
     """
     flipped = [sequence.flip(0) for sequence in sequences]
     padded = pad_sequence(flipped, batch_first=batch_first, padding_value=padding_value)
@@ -76,7 +102,7 @@ def left_pad_sequence(
 
 
 def _pad_to_multiple(rows: torch.Tensor, multiple: int, value: int, left: bool = False) -> torch.Tensor:
-    """Pad the last dimension to the next multiple; aligned rows stay as they are."""
+    """Pad the last dimension to the next multiple."""
     missing = -rows.shape[-1] % multiple
     return F.pad(rows, (missing, 0) if left else (0, missing), value=value)
 
@@ -90,18 +116,19 @@ def padded_collate(
     pad_to_multiple_of: int = 1,
     stack_on_new_dim: bool = False,
 ) -> dict[str, Any]:
-    """Pad chosen keys of examples to their longest; other keys become tensors, with a new first dimension.
+    """Pad the given keys of examples to the longest sequence; stack the values of other keys.
 
     Args:
         batch: examples.
         pad_direction: ``"left"`` or ``"right"``.
-        keys_to_pad: keys whose values are sequences.
-        padding_idx: padding of all keys, or key -> padding.
-        pad_to_multiple_of: the length is a multiple of it.
+        keys_to_pad: keys with sequences.
+        padding_idx: padding value, or a mapping from key to padding value.
+        pad_to_multiple_of: round the length up to a multiple of it.
         stack_on_new_dim: stack the tensors of nested dicts (``encoder_input``) instead of concatenating them.
 
     Raises:
-        DataError: a key is missing, ``keys_to_pad`` and a mapping ``padding_idx`` differ, or the direction is unknown.
+        DataError: a key is missing, a mapping ``padding_idx`` has other keys than ``keys_to_pad``, or
+            ``pad_direction`` is unknown.
     """
     if pad_direction not in ("left", "right"):
         raise DataError(f"pad_direction must be 'left' or 'right', not '{pad_direction}'.")
@@ -125,7 +152,7 @@ def padded_collate(
 
 
 def _stack(values: list[Any], stack_on_new_dim: bool) -> Any:
-    """One tensor from one value per example; nested dicts keep all of their keys."""
+    """Make one tensor from one value per example; nested dicts keep their keys."""
     if isinstance(values[0], Mapping):
         return {key: _stack([value[key] for value in values], stack_on_new_dim) for key in values[0]}
     tensors = [torch.as_tensor(value) for value in values]
@@ -142,19 +169,20 @@ def padded_collate_sft(
     stack_on_new_dim: bool = False,
     cp_degree: int = 1,
 ) -> dict[str, Any]:
-    """Pad examples on the right to the longest.
+    """Pad examples on the right to the longest one.
 
     Args:
         batch: examples with ``tokens``, ``labels`` and, for multimodal models, ``encoder_input``.
-        padding_idx: padding of the tokens.
-        ignore_idx: padding of the labels.
-        pad_to_multiple_of: the length is a multiple of it.
+        padding_idx: padding value of the tokens.
+        ignore_idx: padding value of the labels.
+        pad_to_multiple_of: round the length up to a multiple of it.
         stack_on_new_dim: stack the tensors of ``encoder_input`` instead of concatenating them.
-        cp_degree: ranks that share a sequence; above 1 the length divides by twice as many and ``input_pos`` is added.
+        cp_degree: context-parallel size. Above 1, the length is a multiple of ``2 * cp_degree``, and ``input_pos`` is
+            added.
 
     Returns:
-        ``tokens``, ``labels``: int64 [b, s]; ``input_pos`` int64 [1, s] and ``encoder_input`` as described. Packs
-        are batched by :func:`padded_collate_packed`.
+        ``tokens`` and ``labels``, int64 ``[b, s]``; ``input_pos``, int64 ``[1, s]``, and ``encoder_input`` where they
+        apply. :func:`padded_collate_packed` batches packs.
     """
     if not isinstance(batch[0], Mapping):
         return padded_collate_packed(batch, padding_idx, ignore_idx)
@@ -183,20 +211,21 @@ def padded_collate_dpo(
     ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX,
     pad_to_multiple_of: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad pairs of answers: all chosen rows, then all rejected rows.
+    """Pad pairs of answers: first all chosen rows, then all rejected rows.
+
+    :func:`collate_preference` does the same without padding.
 
     Args:
         batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``.
-        padding_idx: padding of the tokens.
-        ignore_idx: padding of the labels.
-        pad_to_multiple_of: the length is a multiple of it.
+        padding_idx: padding value of the tokens.
+        ignore_idx: padding value of the labels.
+        pad_to_multiple_of: round the length up to a multiple of it.
 
     Returns:
-        tokens and labels, int64 [2 * b, s].
+        tokens and labels, int64 ``[2 * b, s]``.
     """
-    halves = ("chosen", "rejected")
-    tokens = [_row(example[f"{half}_input_ids"]) for half in halves for example in batch]
-    labels = [_row(example[f"{half}_labels"]) for half in halves for example in batch]
+    tokens = [_row(example[f"{side}_input_ids"]) for side in _SIDES for example in batch]
+    labels = [_row(example[f"{side}_labels"]) for side in _SIDES for example in batch]
     padded = (
         pad_sequence(tokens, batch_first=True, padding_value=padding_idx),
         pad_sequence(labels, batch_first=True, padding_value=ignore_idx),
@@ -210,12 +239,12 @@ def padded_collate_dpo(
 def padded_collate_packed(
     batch: Sequence[Example], padding_idx: int = 0, ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX
 ) -> dict[str, Any]:
-    """Stack packs as rows, padded on the right to the fullest pack; padding is a document of its own.
+    """Stack packs as rows, padded on the right to the longest pack. The padding of a row is a separate document.
 
     :func:`collate_documents` does the same without padding.
 
     Returns:
-        ``tokens``, ``labels``, ``input_pos``: int64 [b, s]; ``documents``: :class:`~torchtune.data.Documents`.
+        ``tokens``, ``labels`` and ``input_pos``, int64 ``[b, s]``; ``documents``, :class:`~torchtune.data.Documents`.
     """
     packs = [documents_of(example) for example in batch]
     length = max(sum(len(document["tokens"]) for document in pack) for pack in packs)

@@ -1,20 +1,20 @@
-"""What every part of the data room shares."""
+"""Shared definitions of the data package."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torchtune.utils import UserError
 
-# Label of a position that carries no loss.
+# Ignore index: label of a position without a loss.
 CROSS_ENTROPY_IGNORE_IDX = -100
 
 
 class DataError(UserError, ValueError):
-    """Data, a prompt template or a tokenizer file that cannot be used; names rows where rows are to blame."""
+    """Invalid data, prompt template or tokenizer file; the message names the rows if rows are invalid."""
 
 
 class Transform(Protocol):
-    """Turns one sample into another: a row into messages, messages into tokens."""
+    """Maps one sample to another: a row to messages, or messages to tokens."""
 
     def __call__(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
         """The changed sample."""
@@ -22,7 +22,7 @@ class Transform(Protocol):
 
 
 def as_sample(sample: Any, giver: str) -> dict[str, Any]:
-    """A copy of a sample. Raises :class:`DataError` where what ``giver`` gives is no mapping."""
+    """A copy of a sample that ``giver`` returned. Raises :class:`DataError` if it is not a mapping."""
     if not isinstance(sample, Mapping):
         raise DataError(f"{giver} gives {type(sample).__name__}, not a mapping")
     return dict(sample)

@@ -1,4 +1,4 @@
-"""Where documents begin and end inside a batch."""
+"""Boundaries of the documents in a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,13 @@ import torch
 
 @dataclass(frozen=True)
 class Documents:
-    """Boundaries of the documents that lie one after another in a flattened batch of ``b * s`` positions.
+    """Boundaries of the documents in a flattened, padding-free batch of ``b * s`` positions.
 
-    They come from collation, never from guessing at end tokens. Only attention reads them: a position attends
-    to earlier positions of its own document.
+    Collation writes them; they are not inferred from end-of-sequence tokens. Attention is causal within each document.
 
     Attributes:
-        lengths: length of every document, in order, known on the host.
-        cu_seqlens: int32 [len(lengths) + 1], running sum of the lengths from 0, on the batch's device.
+        lengths: length of every document, in order, on the host.
+        cu_seqlens: int32 ``[len(lengths) + 1]``, cumulative lengths from 0, on the device of the batch.
     """
 
     lengths: tuple[int, ...]
@@ -38,13 +37,17 @@ class Documents:
 
     @property
     def num_tokens(self) -> int:
-        """Number of positions covered."""
+        """Number of positions in all documents."""
         return sum(self.lengths)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Documents":
         """The same boundaries with ``cu_seqlens`` on ``device``."""
         return Documents(self.lengths, self.cu_seqlens.to(device, non_blocking=non_blocking))
 
+    def pin_memory(self) -> "Documents":
+        """The same boundaries with ``cu_seqlens`` in pinned host memory."""
+        return Documents(self.lengths, self.cu_seqlens.pin_memory())
+
     def positions(self) -> torch.Tensor:
-        """int64 [b * s]: position inside its document, from 0, of every token."""
+        """Position of every token in its document, from 0; int64 ``[b * s]``."""
         return torch.cat([torch.arange(length) for length in self.lengths])

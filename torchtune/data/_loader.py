@@ -1,4 +1,4 @@
-"""Batches whose order is a function of the seed and the epoch, and whose position is two numbers."""
+"""Batches in an order that the seed and the epoch determine; epoch and step are the position."""
 
 import math
 import random
@@ -11,34 +11,34 @@ import torch
 
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 
-Batch = Any
+Collated = Any  # what collate_fn returns
 
 
 class BatchLoader:
     """Yields, for every optimizer step, the micro-batches of this rank.
 
-    A step takes the next ``batch_size * accumulation_steps * world_size`` examples of the epoch's order, whoever
-    computes them: micro-batch ``a`` is a slice of ``batch_size * world_size`` of them, split among the ranks. The
-    order depends on ``seed`` and the epoch alone, so any position is reached at once and another number of ranks
-    with the same number of examples per step sees the same steps. Nothing is dropped: the last step of an epoch
-    holds what is left. A rank for which nothing is left gets an example without labels, so that all ranks do the
-    same number of forward passes.
+    A step takes the next ``batch_size * accumulation_steps * world_size`` examples in the order of the epoch. Each
+    micro-batch is a slice of ``batch_size * world_size`` examples, split among the ranks. The order depends only on
+    ``seed`` and the epoch. Any position can therefore be reached directly, and a different number of ranks with the
+    same number of examples per step sees the same steps. No example is dropped: the last step of an epoch may be
+    smaller. A rank that has no example in it gets one without labels, so that all ranks run the same number of
+    forward passes.
 
-    Iterating starts at the current position and ends with the epoch; then :attr:`epoch` is the next one. The
-    position moves before a step is yielded: a state taken while the step is worked on continues after it.
-    :meth:`peek` loads one step ahead and leaves the position alone. A dataset that draws random numbers draws the
-    same ones at the same position, whether its step was loaded ahead, in time or after a resume.
+    Iteration starts at the current position and stops at the end of the epoch; :attr:`epoch` is then the next one.
+    The position advances before a step is yielded, so a state saved during a step continues after it. :meth:`peek`
+    loads the next step without advancing. Random numbers that a dataset draws depend only on the seed, the position
+    and the rank, so loading ahead or resuming does not change them.
 
     Args:
         dataset: examples by index, with a length.
         batch_size: examples (or packs) per micro-batch and rank.
-        collate_fn: list of examples -> batch.
+        collate_fn: turns a list of examples into a batch.
         shuffle: visit the examples in random order.
-        seed: decides the order, with the epoch.
+        seed: seed of the order.
         accumulation_steps: micro-batches per optimizer step.
-        max_steps_per_epoch: ends every epoch early.
-        rank: this process.
-        world_size: processes that share a step.
+        max_steps_per_epoch: maximum number of steps in an epoch.
+        rank: data-parallel rank of this process.
+        world_size: number of data-parallel ranks.
 
     Raises:
         DataError: the dataset is empty, or a number is below 1.
@@ -49,7 +49,7 @@ class BatchLoader:
         dataset: Any,
         *,
         batch_size: int,
-        collate_fn: Callable[[list[Any]], Batch],
+        collate_fn: Callable[[list[Any]], Collated],
         shuffle: bool,
         seed: int,
         accumulation_steps: int = 1,
@@ -80,7 +80,7 @@ class BatchLoader:
         self._step = 0
         self._indices = np.empty(0, dtype=np.int64)
         self._shuffled: tuple[int, np.ndarray] | None = None  # (epoch, its order)
-        self._ahead: tuple[tuple[int, int], list[Batch]] | None = None  # ((epoch, step), its micro-batches)
+        self._ahead: tuple[tuple[int, int], list[Collated]] | None = None  # ((epoch, step), its micro-batches)
 
     @property
     def examples_per_step(self) -> int:
@@ -93,11 +93,11 @@ class BatchLoader:
         return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch."""
+        """Set the position to the beginning of an epoch."""
         self.epoch, self._step = epoch, 0
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of every remaining step of the epoch."""
+    def __iter__(self) -> Iterator[list[Collated]]:
+        """Yield this rank's micro-batches of every remaining step of the epoch."""
         while self._step < len(self):
             batches = self.peek()
             self._ahead = None
@@ -111,10 +111,10 @@ class BatchLoader:
         """Whether the step that was yielded last is the last one of its epoch."""
         return self._step >= len(self)
 
-    def peek(self) -> list[Batch] | None:
-        """Load the micro-batches that iterating yields next; ``None`` at the end of the epoch.
+    def peek(self) -> list[Collated] | None:
+        """Load the micro-batches that iteration yields next; ``None`` at the end of the epoch.
 
-        They are kept until they are yielded. The position does not move: a state taken now still continues with them.
+        They are kept until they are yielded. The position does not advance: a state saved now continues with them.
         """
         if self.at_epoch_end:
             return None
@@ -126,7 +126,7 @@ class BatchLoader:
         return self._ahead[1]
 
     def _indices_of(self, step: int) -> np.ndarray:
-        """The examples of a step of this epoch, of all ranks."""
+        """Indices of the examples of a step of this epoch, for all ranks."""
         if self._shuffled is None or self._shuffled[0] != self.epoch:
             self._shuffled = (self.epoch, self._order(self.epoch))
         start = step * self.examples_per_step
@@ -141,13 +141,13 @@ class BatchLoader:
         return np.random.RandomState(words).permutation(len(self.dataset))
 
     def rows(self, parts: Sequence[tuple[int, int]] | None = None) -> list[dict[str, Any]]:
-        """Where the examples of the step that was yielded last come from, on all ranks.
+        """Rows of the dataset that the last yielded step was made from.
 
         Args:
-            parts: (micro-batch, rank) of those that are asked for; None for all.
+            parts: (micro-batch, rank) pairs to look up; ``None`` means all micro-batches of all ranks.
 
         Returns:
-            ``row``, counted from 0, and ``source`` where the dataset knows it, of every row.
+            One dict per row, with ``row`` (from 0) and, if the dataset knows it, ``source``.
         """
         if parts is None:
             indices = self._indices
@@ -165,7 +165,7 @@ class BatchLoader:
             mine = np.array_split(chunk, self.world_size)[rank]
             yield (mine, False) if len(mine) else (chunk[:1], True)
 
-    def _collate(self, part: tuple[np.ndarray, bool]) -> Batch:
+    def _collate(self, part: tuple[np.ndarray, bool]) -> Collated:
         indices, blank = part
         examples = [self.dataset[int(index)] for index in indices]
         return self.collate_fn([_without_labels(example) for example in examples] if blank else examples)
@@ -182,15 +182,15 @@ class BatchLoader:
         return fingerprint
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: epoch, next step, and what the order was made from."""
+        """The position: epoch, next step, and a fingerprint of the data and the order."""
         epoch, step = (self.epoch + 1, 0) if self.at_epoch_end else (self.epoch, self._step)
         return {"epoch": epoch, "step": step, "fingerprint": self._fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position.
+        """Set the position to a saved one.
 
         Raises:
-            DataError: the position means something else now; the message names what changed.
+            DataError: the data or the order changed since the save; the message says how.
         """
         names = {
             "dataset_length": "the number of examples (or packs)",
@@ -215,7 +215,7 @@ class BatchLoader:
 
 @contextmanager
 def _own_randomness(*words: int) -> Iterator[None]:
-    """Inside the block all generators of the host start from ``words``; what they were before comes back after it."""
+    """Seed all host generators from ``words`` inside the block, and restore their states after it."""
     seed = int(np.random.SeedSequence(words).generate_state(1)[0])
     python, array, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)

@@ -14,16 +14,16 @@ class Message:
     """One turn of a conversation.
 
     Args:
-        role: who speaks.
+        role: role of the speaker.
         content: a text, or a list of ``{"type": "text" | "image", "content": ...}``.
-        masked: no token of the turn is trained on.
-        ipython: the assistant calls a tool here.
-        eot: the turn ends here, as opposed to waiting for a tool's answer.
-        extra: further fields of the turn that a chat template may read (``tool_calls``, ``name``,
+        masked: exclude all tokens of the turn from the loss.
+        ipython: the turn is a tool call of the assistant.
+        eot: the turn ends with an end-of-turn token; False if a tool's answer follows.
+        extra: other fields of the turn, for chat templates (``tool_calls``, ``name``,
             ``reasoning_content`` …).
 
     Raises:
-        ValueError: ``ipython`` on a turn that is not the assistant's or that contains media.
+        ValueError: ``ipython`` is True for another role than assistant, or for a turn with media.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Message:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> "Message":
-        """Build from a mapping with ``role``, ``content`` and, as wanted, the other arguments."""
+        """Build from a mapping with ``role``, ``content`` and, optionally, the other arguments."""
         return cls(
             role=d["role"],
             content=d["content"],
@@ -65,7 +65,7 @@ class Message:
 
     @property
     def contains_media(self) -> bool:
-        """Whether any part of the turn is not text."""
+        """Whether the turn contains an image."""
         return any(item["type"] == "image" for item in self.content)
 
     @property
@@ -78,19 +78,19 @@ class Message:
         return f"Message(role='{self.role}', content={parts!r})"
 
 
-# A turn: a message, or a mapping with ``role`` and ``content`` as chat APIs have them.
+# A turn: a message, or a mapping with ``role`` and ``content`` in the format of chat APIs.
 MessageLike = Message | Mapping[str, Any]
 _FIELDS = ("masked", "ipython", "eot")
 
 
 def as_message(value: MessageLike) -> Message:
-    """A turn as a :class:`Message`.
+    """Convert a turn to a :class:`Message`.
 
-    A mapping may have the message's other arguments too; further fields go to ``extra``. Its content is a text, a list
-    of parts as messages or chat APIs have them, or, beside ``tool_calls``, nothing.
+    A mapping may also have the other arguments of :class:`Message`; unknown fields go to ``extra``. Its content is a
+    text or a list of parts. It may be missing if the turn has ``tool_calls``.
 
     Raises:
-        DataError: it is neither a message nor such a mapping.
+        DataError: the turn is neither a message nor such a mapping.
     """
     if isinstance(value, Message):
         return value
@@ -116,14 +116,14 @@ def as_message(value: MessageLike) -> Message:
 
 
 def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
-    """A conversation as messages. Raises :class:`DataError` where it is no list of turns."""
+    """Convert a conversation to messages. Raises :class:`DataError` if it is not a list of turns."""
     if not isinstance(messages, list | tuple):
         raise DataError(f"a conversation must be a list of turns, not {type(messages).__name__}")
     return [as_message(message) for message in messages]
 
 
 def content_part(part: Any) -> dict[str, Any]:
-    """A part of a turn as messages have it. Raises :class:`DataError` for what is neither text nor image."""
+    """Convert a content part of chat APIs. Raises :class:`DataError` if it is neither text nor image."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping) and kind in ("text", "image") and "content" in part:
         return dict(part)
@@ -143,7 +143,7 @@ class MaskingStrategy(Enum):
 
 
 def masking_strategy_of(value: MaskingStrategy | str) -> MaskingStrategy:
-    """The strategy that a name means. Raises :class:`DataError` for an unknown name."""
+    """The strategy with a name. Raises :class:`DataError` for an unknown name."""
     try:
         return MaskingStrategy(value)
     except ValueError as error:
@@ -156,8 +156,8 @@ def mask_messages(
 ) -> None:
     """Set ``masked`` on every message (or mapping), in place.
 
-    ``train_on_assistant`` trains on all turns of the assistant, ``train_on_last`` on its last one, ``train_on_all``
-    on users and tools too (not on users' turns with media). The system's turn is never trained on.
+    ``train_on_assistant`` trains on all assistant turns, ``train_on_last`` on the last assistant turn, and
+    ``train_on_all`` also on user and tool turns, except user turns with media. System turns are always masked.
 
     Raises:
         DataError: unknown strategy.
@@ -181,11 +181,11 @@ def mask_messages(
 
 
 def validate_messages(messages: Sequence[MessageLike]) -> None:
-    """Check that the turns follow each other as in a conversation.
+    """Check the order of the turns of a conversation.
 
     Raises:
-        DataError: fewer than two turns; an assistant that does not answer a user or a tool; two user turns in a
-            row; a system turn that is not the first; a tool's answer that nothing asked for.
+        DataError: there are fewer than two turns, an assistant turn follows neither a user nor a tool turn, two user
+            turns are adjacent, a system turn is not the first, or a tool turn follows no tool call.
     """
     messages = as_messages(messages)
     if len(messages) < 2:

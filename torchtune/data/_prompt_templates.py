@@ -1,4 +1,4 @@
-"""Texts put before and after a turn: layouts that are part of the data, not of the tokenizer."""
+"""Prompt templates: fixed text before and after a turn, independent of the tokenizer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,17 +11,17 @@ TemplateType = str | Mapping[Role, tuple[str, str]]
 
 
 class PromptTemplateInterface(Protocol):
-    """Adds a layout to messages; ``template`` maps a role to the texts before and after its turn."""
+    """Adds fixed text to messages; ``template`` maps a role to the text before and after its turns."""
 
     template: dict[Role, tuple[str, str]]
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """The messages with the layout added to their content."""
+        """The messages with the text added to their content."""
         ...
 
 
 def with_tags(message: Message, before: str, after: str) -> Message:
-    """A copy of ``message`` with texts around its content, as content items of their own."""
+    """A copy of ``message`` with text before and after its content, as separate content items."""
     content = [
         *([{"type": "text", "content": before}] if before else []),
         *message.content,
@@ -38,17 +38,17 @@ def with_tags(message: Message, before: str, after: str) -> Message:
 
 
 class PromptTemplate(PromptTemplateInterface):
-    """Puts fixed texts before and after the turns of a role; roles that are not in ``template`` stay as they are.
+    """Adds fixed text before and after the turns of each role in ``template``.
 
     Args:
-        template: role -> (text before, text after).
+        template: maps a role to (text before, text after).
     """
 
     def __init__(self, template: Mapping[Role, tuple[str, str]]) -> None:
         self.template = {role: (before, after) for role, (before, after) in template.items()}
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """The messages with the texts added."""
+        """The messages with the text added."""
         turns = as_messages(messages)
         return [with_tags(message, *self.template.get(message.role, ("", ""))) for message in turns]
 
@@ -56,7 +56,7 @@ class PromptTemplate(PromptTemplateInterface):
 class ChatMLTemplate(PromptTemplateInterface):
     """``<|im_start|>{role}\\n{text}<|im_end|>\\n`` around the turns of system, user and assistant.
 
-    A final empty turn of the assistant stays open, so that a model can continue it.
+    A final empty assistant turn has no ``<|im_end|>``, so that a model can continue it.
     """
 
     template: ClassVar[dict[Role, tuple[str, str]]] = {
@@ -67,7 +67,7 @@ class ChatMLTemplate(PromptTemplateInterface):
     }
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """The messages with the layout added."""
+        """The messages with the text added."""
         formatted, messages = [], as_messages(messages)
         for i, message in enumerate(messages):
             before, after = self.template.get(message.role, ("", ""))
@@ -86,14 +86,14 @@ QuestionAnswerTemplate = partial(PromptTemplate, template={"user": ("Question: "
 def get_prompt_template(
     prompt_template: TemplateType | PromptTemplateInterface | None, locate: Callable[[str], Callable] | None = None
 ) -> PromptTemplateInterface | None:
-    """The template that a setting means: a dotted path, a mapping role -> (before, after), or a template itself.
+    """Build the template of a setting: a dotted path, a mapping from role to (before, after), or a template.
 
     Args:
-        prompt_template: the setting; ``None`` gives ``None``.
-        locate: resolves a dotted path; by default ``torchtune.config``'s.
+        prompt_template: the setting; ``None`` returns ``None``.
+        locate: resolves a dotted path; the default is that of ``torchtune.config``.
 
     Raises:
-        DataError: the mapping's values are not pairs of texts, or the setting is of another type.
+        DataError: a value of the mapping is not a pair of texts, or the setting has another type.
     """
     if prompt_template is None:
         return None

@@ -1,4 +1,4 @@
-"""Rows of one question and one answer, or of two answers to compare, to messages."""
+"""Transforms to messages: rows with a question and an answer, or with two answers."""
 
 import difflib
 import warnings
@@ -11,7 +11,7 @@ from torchtune.data._messages import MaskingStrategy, Message, mask_messages, ma
 
 
 def column(sample: Mapping[str, Any], name: str) -> Any:
-    """A column of a row. Raises :class:`DataError` with the columns that are there, the nearest first named."""
+    """A column of a row. Raises :class:`DataError` with the existing columns and the nearest name if it is missing."""
     if name in sample:
         return sample[name]
     near = difflib.get_close_matches(name, list(sample), n=1, cutoff=0.5)
@@ -21,7 +21,7 @@ def column(sample: Mapping[str, Any], name: str) -> Any:
 
 
 def text_column(sample: Mapping[str, Any], name: str) -> str:
-    """A column of a row, as text. Raises :class:`DataError` where it is missing or holds no text."""
+    """A column of a row, as text. Raises :class:`DataError` if it is missing or is not a text."""
     value = column(sample, name)
     if not isinstance(value, str):
         raise DataError(f"column '{name}' holds {'nothing' if value is None else type(value).__name__}, not a text")
@@ -31,10 +31,10 @@ def text_column(sample: Mapping[str, Any], name: str) -> str:
 def check_column_map(
     column_map: Mapping[str, str] | None, defaults: Mapping[str, str], required: Sequence[str]
 ) -> dict[str, str]:
-    """The column of every role; ``defaults`` without a map.
+    """The column for every key; ``defaults`` if there is no map.
 
     Raises:
-        DataError: the map lacks a required key or has an unknown one.
+        DataError: a required key is missing from the map, or a key is unknown.
     """
     if column_map is None:
         return dict(defaults)
@@ -50,10 +50,10 @@ def check_column_map(
 
 
 def resolve_masking(train_on_input: bool | None, masking_strategy: str | MaskingStrategy | None) -> MaskingStrategy:
-    """The strategy that both spellings together mean; ``train_on_input`` warns, and wins where it is given.
+    """The masking strategy of both settings; ``train_on_input`` is deprecated and takes precedence.
 
     Raises:
-        DataError: unknown strategy.
+        DataError: the strategy is unknown.
     """
     if train_on_input is not None:
         strategy = MaskingStrategy.TRAIN_ON_ALL if train_on_input else MaskingStrategy.TRAIN_ON_ASSISTANT
@@ -67,24 +67,24 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
 
 
 def image_item(value: Any, image_dir: Path | None) -> dict[str, Any]:
-    """A content item of an image, which may be a file name under ``image_dir``."""
+    """The content item of an image, or of a file name in ``image_dir``."""
     if isinstance(value, str | Path) and image_dir is not None:
         value = image_dir / value
     return {"type": "image", "content": value}
 
 
 class InputOutputToMessages(Transform):
-    """A row with a question and an answer to a user turn and an assistant turn.
+    """Converts a row with a question and an answer to a user turn and an assistant turn.
 
     Args:
-        train_on_input: old spelling of ``masking_strategy``.
+        train_on_input: deprecated; use ``masking_strategy``.
         column_map: the columns of ``input``, ``output`` and, if there is one, ``image``.
-        new_system_prompt: text of a system turn put first.
-        image_dir: folder of images that are given by file name.
+        new_system_prompt: text of a system turn to insert.
+        image_dir: folder of images, if rows have file names.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: the map lacks a key; when called, a column is missing or holds no text.
+        DataError: a key of the map is missing; when called, a column is missing or is not a text.
     """
 
     def __init__(
@@ -118,15 +118,15 @@ class InputOutputToMessages(Transform):
 
 
 class AlpacaToMessages(Transform):
-    """A row of the Alpaca layout to a user turn, with its fixed preamble, and an assistant turn.
+    """Converts a row in the Alpaca format to a user turn, with the Alpaca preamble, and an assistant turn.
 
     Args:
-        train_on_input: old spelling of ``masking_strategy``.
+        train_on_input: deprecated; use ``masking_strategy``.
         column_map: the columns of ``instruction``, ``output`` and, if there is one, ``input``.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: the map lacks a key; when called, a column is missing or holds no text.
+        DataError: a key of the map is missing; when called, a column is missing or is not a text.
     """
 
     template: ClassVar[dict[str, str]] = {
@@ -166,16 +166,16 @@ class AlpacaToMessages(Transform):
 
 
 class ChosenRejectedToMessages(Transform):
-    """A row with a better and a worse conversation (lists of ``{"role", "content"}``) to two lists of messages.
+    """Converts a row with a chosen and a rejected conversation (lists of ``{"role", "content"}``) to messages.
 
     Args:
-        train_on_input: old spelling of ``masking_strategy``.
+        train_on_input: deprecated; use ``masking_strategy``.
         column_map: the columns of ``chosen`` and ``rejected``.
-        new_system_prompt: text of a system turn that takes the place of the conversations' own.
+        new_system_prompt: text of a system turn that replaces those of the conversations.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
-        DataError: the map lacks a key; when called, a column is missing or is no conversation.
+        DataError: a key of the map is missing; when called, a column is missing or is not a conversation.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class ChosenRejectedToMessages(Transform):
 
 
 def as_turn(turn: Any, role_key: str = "role", content_key: str = "content") -> Mapping[str, Any]:
-    """``turn`` itself. Raises :class:`DataError` unless it is a mapping with a role and a content."""
+    """Check and return ``turn``. Raises :class:`DataError` if it is not a mapping with a role and a content."""
     if not isinstance(turn, Mapping) or role_key not in turn or content_key not in turn:
         found = sorted(turn) if isinstance(turn, Mapping) else type(turn).__name__
         raise DataError(f"a turn must have '{role_key}' and '{content_key}', not {found}")

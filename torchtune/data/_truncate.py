@@ -1,4 +1,4 @@
-"""Rows that are longer than the context."""
+"""Truncation of rows to the maximum sequence length."""
 
 from collections.abc import Collection
 from typing import Any
@@ -9,16 +9,16 @@ from torchtune.data._common import DataError
 def truncate(
     tokens: list[Any], max_seq_len: int, eos_id: Any | None = None, truncation_type: str = "right"
 ) -> list[Any]:
-    """Cut ``tokens`` (or any list that runs beside them) to ``max_seq_len``.
+    """Truncate ``tokens``, or a list of the same length such as a mask, to ``max_seq_len``.
 
     Args:
-        tokens: what is cut.
-        max_seq_len: longest result.
-        eos_id: takes the place of the last element of the result, whether anything was cut or not.
+        tokens: the list to truncate.
+        max_seq_len: maximum length of the result.
+        eos_id: replaces the last element of the result, even if nothing was removed.
         truncation_type: ``"right"`` keeps the beginning, ``"left"`` keeps the end.
 
     Raises:
-        DataError: unknown ``truncation_type``.
+        DataError: ``truncation_type`` is unknown.
     """
     if truncation_type == "right":
         kept = tokens[:max_seq_len]
@@ -39,11 +39,11 @@ def truncate_row(
     eos_id: int | None = None,
     stop_ids: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
-    """Cut a row and its mask to ``max_seq_len``.
+    """Truncate a row and its mask to ``max_seq_len``.
 
-    The end of a row that is cut on the left is its real end: nothing takes its place. A row that is cut on the right
-    ends with ``eos_id``, where that is given. This token stands where the text did not end, so it is never trained on;
-    it takes no token of ``stop_ids`` away, because a turn that does end there teaches to stop.
+    A row that is truncated on the left keeps its end. A row that is truncated on the right ends with ``eos_id``, if
+    it is given. This token is masked, because the text does not end there. It does not replace a token of
+    ``stop_ids``, because there a turn does end and the model should learn to stop.
     """
     if max_seq_len is None or len(tokens) <= max_seq_len:
         return tokens, mask

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtune import config
 from torchtune.config._locate import locate
-from torchtune.data import DataError
+from torchtune.data import Batch, DataError
 from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._own import CheckedDataset, checked_collate, is_own
 from torchtune.utils import doing
@@ -36,17 +36,23 @@ def _checked(dataset: Any, tokenizer: Any) -> Any:
     return CheckedDataset(dataset, getattr(tokenizer, "vocab_size", None))
 
 
-def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Any]:
-    """The collation of a dotted path, padding with the tokenizer's ``pad_id`` if it pads.
+def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Batch]:
+    """The collate function of a dotted path, padding with the tokenizer's ``pad_id`` if it pads.
 
-    Batches of one that is not of this library are checked.
+    Dicts that it returns become batches here (:meth:`Batch.from_dict <torchtune.data.Batch.from_dict>`). What a
+    function from outside this library returns is checked first.
 
     Raises:
-        DataError: it pads on the left, which a causal model cannot be trained with.
+        DataError: it pads on the left, which a causal model cannot be trained with; when called, see
+            :meth:`Batch.from_dict <torchtune.data.Batch.from_dict>`.
     """
     collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
     if getattr(collate, "__name__", "") == "left_pad_sequence":
         raise DataError("collate_fn: left_pad_sequence does not make batches for training: use collate_documents.")
-    takes_padding = "padding_idx" in inspect.signature(collate).parameters
-    collate = collate if is_own(collate) else checked_collate(collate)
-    return partial(collate, padding_idx=getattr(tokenizer, "pad_id", 0)) if takes_padding else collate
+    signature, own = inspect.signature(collate), is_own(collate)
+    if own and signature.return_annotation is Batch:
+        return collate
+    collate = collate if own else checked_collate(collate)
+    if "padding_idx" in signature.parameters:
+        collate = partial(collate, padding_idx=getattr(tokenizer, "pad_id", 0))
+    return lambda examples: Batch.from_dict(collate(examples))

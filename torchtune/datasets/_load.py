@@ -9,6 +9,7 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -186,11 +187,13 @@ class RowSource:
         filter_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs
+        self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs.copy()
         self._rows: Any = None
         self._is_here = not isinstance(source, str | Path)
+        # Written as a call, so that configs are checked against the arguments of what it calls.
+        self._load = partial(load_rows, source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **kwargs)
         if self._is_here:
-            self._rows = _rows_in_memory(source, kwargs)
+            self._rows = _rows_in_memory(source, kwargs.copy())
             self.shown = f"the {type(source).__name__} of {len(self._rows)} rows in memory"
         else:
             self._source = str(source)
@@ -201,9 +204,7 @@ class RowSource:
         if self._is_here:
             return _filtered(self._rows, self._filter, self._filter_kwargs, self.shown)
         if self._rows is None:
-            self._rows = load_rows(
-                self._source, filter_fn=self._filter, filter_kwargs=self._filter_kwargs, **self._kwargs
-            )
+            self._rows = self._load()
         return self._rows
 
     def add_to(self, fingerprint: Fingerprint) -> None:

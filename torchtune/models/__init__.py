@@ -1,6 +1,6 @@
 """What each model is: sizes, weight names, configuration files, and the one builder that makes them all."""
 
-from torchtune._lazy import attach
+from torchtune._lazy import attach, packages_in
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -24,33 +24,10 @@ __getattr__, __dir__, __all__ = attach(
         "list_specs": "_spec",
         "register": "_spec",
         "spec_for_architecture": "_spec",
-        "text_config": "_hf_fields",
+        "rename_prefix": "_parts",
+        "text_config": "_parts",
+        "text_prefixes": "_parts",
+        "with_text_config": "_parts",
     },
-    (
-        "code_llama2",
-        "convert_weights",
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "glm4",
-        "granite",
-        "llama2",
-        "llama3",
-        "llama3_1",
-        "llama3_2",
-        "llama3_3",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "phi4",
-        "qwen2",
-        "qwen2_5",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smol",
-        "smol3",
-    ),
+    ("convert_weights", *packages_in(__path__)),
 )

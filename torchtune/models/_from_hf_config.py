@@ -5,7 +5,8 @@ from pathlib import Path
 
 from torchtune.models._build import build
 from torchtune.models._description import ModelError
-from torchtune.models._hf_fields import architecture_of, text_config
+from torchtune.models._hf_fields import architecture_of
+from torchtune.models._parts import text_config
 from torchtune.models._spec import spec_for_architecture
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import read_json
@@ -14,11 +15,12 @@ from torchtune.utils import read_json
 def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = ()) -> TransformerDecoder:
     """Build the model that the ``config.json`` of a Hugging Face checkpoint describes (without its weights).
 
-    Of a model that also sees or hears it is the text tower: what is saved then is a model of text alone.
+    Of a model with several parts (vision, audio, text) it is the text decoder. A checkpointer writes the other parts
+    back unchanged.
 
     Args:
         checkpoint_dir: folder that holds ``config.json``, or the file itself.
-        ignore_fields: fields of the file not to look at.
+        ignore_fields: fields of the file to skip.
 
     Raises:
         ModelError: no readable file, an unknown architecture, or a field that a description cannot express.

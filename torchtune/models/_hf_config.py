@@ -35,23 +35,27 @@ class HFFormat:
     Attributes:
         architecture: entry of ``architectures``.
         model_type: value of ``model_type``.
-        rope_layout: how *we* keep queries and keys of this architecture.
-        biases: of the attention projections: none, on queries, keys and values, or as ``attention_bias`` says, then
-            on the output too.
-        output_bias: whether ``attention_bias`` is about the output too.
-        has_mlp_bias: whether ``mlp_bias`` is a field of it.
+        rope_layout: as in a description: the order in which *this library* keeps the rows of queries and keys.
+            ``docs/adding_a_model.rst`` says which goes with which rows of ``hf_names``.
+        biases: which attention projections have a bias: none; always queries, keys and values; or those that
+            ``bias_fields`` switches on: queries, keys, values, and the output too with ``output_bias``.
+        output_bias: whether the flag of ``biases="attention_bias"`` covers the output projection.
+        has_mlp_bias: whether a flag for biases of the feed-forward exists.
+        bias_fields: names of the two flags, of attention and of the feed-forward; they may be the same.
         qk_norm: as in a description.
         windows: whether ``sliding_window`` switches windows on, or ``use_sliding_window`` must too, or there are none.
-        window_layers: which layers have the window where ``layer_types`` is left out: all (there is no such field), all
-            but one of every so many, those from ``max_window_layers`` on, or those without rotary positions.
-        ropes: what its positions may have: ``"partial"`` (only a part of a head turns), ``"window"`` (another base in
-            layers with a window).
-        activation: field of the activation, and its value where it is left out.
-        fixed: (field, value) of a description that go without saying.
-        own: fields of its own: (theirs, ours, value where it is left out, whose type it has).
-        read_more: what else a file says -> values of a description.
-        write_more: the inverse.
-        defaults: values of fields that a file leaves out.
+        window_layers: which layers have the window if ``layer_types`` is absent: all (there is no such field), all but
+            every n-th, those from ``max_window_layers`` on, or those without rotary positions.
+        ropes: what its rotary positions may have: ``"partial"`` (only the first channels of a head are rotated),
+            ``"window"`` (another base in layers with a window).
+        activation: name of the field of the activation, and its value if absent.
+        fixed: (field, value) of a description that no field of the file states.
+        own: fields with names of their own: (theirs, ours, value if absent, which also gives the type).
+        read_more: reads what the rows above cannot say: ``read_more(fields) -> values of a description``. It takes
+            fields with ``fields.take(name, default)``; a field that nothing takes is refused.
+        write_more: the inverse: ``write_more(description) -> fields``.
+        defaults: (field, value) that ``transformers`` assumes if the file lacks the field. Copy those of its
+            configuration class that differ from the ones in :meth:`read`.
     """
 
     architecture: str
@@ -60,7 +64,8 @@ class HFFormat:
     biases: Literal["none", "qkv", "attention_bias"] = "none"
     output_bias: bool = True
     has_mlp_bias: bool = False
-    qk_norm: Literal["none", "before_rope"] = "none"
+    bias_fields: tuple[str, str] = ("attention_bias", "mlp_bias")
+    qk_norm: Literal["none", "before_rope", "after_rope"] = "none"
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
     ropes: tuple[Literal["partial", "window"], ...] = ()
@@ -84,7 +89,8 @@ class HFFormat:
         said = {name: value for name, value in config.items() if value is not None or name not in _NEVER_NULL}
         fields = Fields({**dict(self.defaults), **said}, self.architecture, set(ignore_fields))
         heads = fields.take("num_attention_heads")
-        attention_bias = bool(fields.take("attention_bias", False)) if self.biases == "attention_bias" else False
+        attention_flag, mlp_flag = self.bias_fields
+        attention_bias = bool(fields.take(attention_flag, False)) if self.biases == "attention_bias" else False
         num_layers = fields.take("num_hidden_layers")
         qkv_bias = attention_bias or self.biases == "qkv"
         values = dict(
@@ -104,7 +110,7 @@ class HFFormat:
             qk_norm=self.qk_norm,
             rope_layout=self.rope_layout,
             activation=fields.choice(self.activation[0], _ACTIVATIONS, self.activation[1]),
-            mlp_bias=bool(fields.take("mlp_bias", False)) if self.has_mlp_bias else False,
+            mlp_bias=bool(fields.take(mlp_flag, False)) if self.has_mlp_bias else False,
             norm_eps=float(fields.take("rms_norm_eps", 1e-6)),
             tie_word_embeddings=bool(fields.take("tie_word_embeddings", False)),
             num_classes=_read_classes(config, fields),
@@ -158,9 +164,10 @@ class HFFormat:
             config["architectures"] = [self.architecture.replace("ForCausalLM", _CLASSIFIER)]
             config["id2label"] = {index: f"LABEL_{index}" for index in range(description.num_classes)}
         if self.biases == "attention_bias":
-            config["attention_bias"] = description.attn_output_bias if self.output_bias else description.q_bias
+            has_bias = description.attn_output_bias if self.output_bias else description.q_bias
+            config[self.bias_fields[0]] = has_bias
         if self.has_mlp_bias:
-            config["mlp_bias"] = description.mlp_bias
+            config[self.bias_fields[1]] = description.mlp_bias
         config |= self.write_more(description)
         again = self.read(config)
         for field in dataclasses.fields(Description):

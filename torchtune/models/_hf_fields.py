@@ -39,7 +39,7 @@ _NUMBERS = frozenset(
 )
 _FLAGS = frozenset(
     """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias
-    use_bidirectional_attention""".split()
+    use_bidirectional_attention use_bias""".split()
 )
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 
@@ -72,36 +72,6 @@ def shown(value: Any) -> str:
     """A value as an error shows it, on a part of a line."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]} …"
-
-
-# Text towers of models that also see or hear: model_type of text_config -> architecture of the tower alone.
-_TOWERS = {
-    "gemma3_text": "Gemma3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-_OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
-
-
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` of text alone: that of the text tower if the file's model has one, else the file's own.
-
-    Raises:
-        ModelError: a tower that no family here reads, or ``architectures`` is no list of names.
-    """
-    architecture_of(config)
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
-        return dict(config)
-    if str(inner.get("model_type")) not in _TOWERS:
-        raise ModelError(
-            f"config.json: a text tower of model_type = {shown(inner.get('model_type'))} cannot be read; there are: "
-            f"{', '.join(_TOWERS)}."
-        )
-    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
-    return {**inner, **whole, "architectures": [_TOWERS[inner["model_type"]]]}
 
 
 class Fields:
@@ -166,16 +136,16 @@ class Fields:
         """A field's value, not marked as read."""
         return self._config.get(name)
 
-    def refusal(self, name: str, value: Any) -> ModelError:
-        """The error for a field that cannot be expressed."""
+    def refusal(self, name: str, value: Any, *, is_unread: bool = False) -> ModelError:
+        """The error for a field that cannot be expressed; one that nothing reads may also be ignored."""
+        ignore = ", or name the field in ignore_fields if it changes nothing" if is_unread else ""
         return ModelError(
             f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "
-            "library cannot express; use a checkpoint without it, or name the field in ignore_fields if it changes "
-            "nothing."
+            f"library cannot express; use a checkpoint without it{ignore}."
         )
 
     def refuse_rest(self) -> None:
         """Raise for the first field that nobody has read and that says something."""
         for name, value in self._config.items():
             if name not in self._seen and not name.startswith("_") and value not in (None, False, 0, [], {}, ""):
-                raise self.refusal(name, value)
+                raise self.refusal(name, value, is_unread=True)

@@ -2,10 +2,13 @@
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
+from torchtune._lazy import packages_in
 from torchtune.models._description import Description, ModelError
 from torchtune.models._parallel_plan import decoder_plan
 from torchtune.models._weight_map import WeightMap
@@ -28,7 +31,9 @@ class ModelSpec:
         model_types: names that ``model_type:`` in YAML may give for it.
         parallel_plan: how its layers are split over devices: ``plan(model) -> {module name pattern: style}``; by
             default as those of the one builder are.
-        capabilities: what may be done with it, for example ``"kv_cache"``.
+        meshes: which modules have their parameters sharded over a mesh of their own: module name pattern (as in
+            ``parallel_plan``) -> dimension of the device mesh, for example ``{"layers.*.mlp.experts": "dp_shard"}``.
+            Every other parameter is sharded over the data mesh.
     """
 
     name: str
@@ -38,7 +43,7 @@ class ModelSpec:
     weight_maps: Mapping[str, WeightMap]
     model_types: tuple[str, ...] = ()
     parallel_plan: Callable[..., Mapping[str, Any]] = decoder_plan
-    capabilities: frozenset[str] = field(default_factory=frozenset)
+    meshes: Mapping[str, str] = field(default_factory=dict)
 
     def weight_map(self, kind: str = "hf") -> WeightMap:
         """The map of one format. Raises :class:`ModelError` if the family has none for it."""
@@ -46,6 +51,18 @@ class ModelSpec:
             known = ", ".join(sorted(self.weight_maps))
             raise ModelError(f"The model family '{self.name}' has no weight names for '{kind}', only for: {known}.")
         return self.weight_maps[kind]
+
+    def as_part(self, prefixes: Mapping[str, str]) -> "ModelSpec":
+        """The family as the text decoder of a model with several parts.
+
+        Args:
+            prefixes: prefix of a name in Hugging Face's checkpoint of the text decoder -> prefix of that name in the
+                checkpoint of the whole, for example from :func:`torchtune.models.text_prefixes`.
+
+        Returns:
+            this spec with the weight names of the whole, in Hugging Face's format alone.
+        """
+        return replace(self, weight_maps={"hf": self.weight_map("hf").prefixed(prefixes)})
 
     def check_adapters(self, paths: Collection[str], description: Description) -> None:
         """Refuse now, and not when it is saved, an adapter that has no place in PEFT's files.
@@ -69,35 +86,22 @@ class ModelSpec:
                 )
 
 
-# The families of this library: name -> (module that holds SPEC, architectures that it answers for).
-_BUILTIN: dict[str, tuple[str, tuple[str, ...]]] = {
-    "code_llama2": ("torchtune.models.code_llama2", ()),
-    "gemma": ("torchtune.models.gemma", ("GemmaForCausalLM",)),
-    "gemma2": ("torchtune.models.gemma2", ("Gemma2ForCausalLM",)),
-    "gemma3": ("torchtune.models.gemma3", ("Gemma3ForCausalLM", "Gemma3TextForCausalLM")),
-    "glm4": ("torchtune.models.glm4", ("Glm4ForCausalLM",)),
-    "gpt_oss": ("torchtune.models.gpt_oss", ("GptOssForCausalLM",)),
-    "granite": ("torchtune.models.granite", ("GraniteForCausalLM",)),
-    "llama2": ("torchtune.models.llama2", ()),
-    "llama3": ("torchtune.models.llama3", ("LlamaForCausalLM",)),
-    "llama3_1": ("torchtune.models.llama3_1", ()),
-    "llama3_2": ("torchtune.models.llama3_2", ()),
-    "mistral": ("torchtune.models.mistral", ("MistralForCausalLM",)),
-    "mixtral": ("torchtune.models.mixtral", ("MixtralForCausalLM",)),
-    "olmo2": ("torchtune.models.olmo2", ("Olmo2ForCausalLM",)),
-    "olmo3": ("torchtune.models.olmo3", ("Olmo3ForCausalLM",)),
-    "phi3": ("torchtune.models.phi3", ("Phi3ForCausalLM",)),
-    "phi4": ("torchtune.models.phi4", ()),
-    "qwen2": ("torchtune.models.qwen2", ("Qwen2ForCausalLM",)),
-    "qwen2_5": ("torchtune.models.qwen2_5", ()),
-    "qwen3": ("torchtune.models.qwen3", ("Qwen3ForCausalLM",)),
-    "qwen3_moe": ("torchtune.models.qwen3_moe", ("Qwen3MoeForCausalLM",)),
-    "seed_oss": ("torchtune.models.seed_oss", ("SeedOssForCausalLM",)),
-    "smol": ("torchtune.models.smol", ()),
-    "smol3": ("torchtune.models.smol3", ("SmolLM3ForCausalLM",)),
-}
+# Architectures that several families of this library write -> the one that reads them. Every other architecture belongs
+# to the one family whose ``SPEC`` lists it.
+_READERS = {"LlamaForCausalLM": "llama3", "Phi3ForCausalLM": "phi3", "Qwen2ForCausalLM": "qwen2"}
 
 _registered: dict[str, ModelSpec] = {}
+
+
+@cache
+def _builtin() -> Mapping[str, ModelSpec]:
+    """The families of this library by name: every folder beside this file whose ``SPEC`` bears the folder's name."""
+    specs = {}
+    for name in packages_in([str(Path(__file__).parent)]):
+        spec = importlib.import_module(f"torchtune.models.{name}").SPEC
+        if spec.name == name:  # a folder may only give new names to sizes of another family
+            specs[name] = spec
+    return specs
 
 
 def register(spec: ModelSpec) -> ModelSpec:
@@ -109,7 +113,7 @@ def register(spec: ModelSpec) -> ModelSpec:
         ModelError: the name is taken by another family.
     """
     taken = _registered.get(spec.name)
-    if spec.name in _BUILTIN or (taken is not None and taken is not spec):
+    if spec.name in _builtin() or (taken is not None and taken is not spec):
         raise ModelError(f"A model family called '{spec.name}' is registered already: choose another name.")
     _registered[spec.name] = spec
     return spec
@@ -117,7 +121,7 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 def list_specs() -> list[str]:
     """Names of all families: the library's, registered ones, and those of installed packages."""
-    return sorted({*_BUILTIN, *_registered, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
+    return sorted({*_builtin(), *_registered, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def get_spec(name: str) -> ModelSpec:
@@ -128,8 +132,8 @@ def get_spec(name: str) -> ModelSpec:
     """
     if name in _registered:
         return _registered[name]
-    if name in _BUILTIN:
-        return importlib.import_module(_BUILTIN[name][0]).SPEC
+    if name in _builtin():
+        return _builtin()[name]
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return _checked(entry.load(), f"entry point '{name}'")
     if "." in name:
@@ -151,14 +155,16 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
         if architecture in spec.architectures:
             return spec
     language_model = architecture.replace("ForSequenceClassification", "ForCausalLM")  # every family has classifiers
-    for name, (_, architectures) in _BUILTIN.items():
-        if language_model in architectures:
-            return get_spec(name)
+    if language_model in _READERS:
+        return get_spec(_READERS[language_model])
+    for spec in _builtin().values():
+        if language_model in spec.architectures:
+            return spec
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         spec = get_spec(entry.name)
         if architecture in spec.architectures:
             return spec
-    known = sorted({name for _, names in _BUILTIN.values() for name in names})
+    known = sorted({name for spec in _builtin().values() for name in spec.architectures})
     raise ModelError(f"No model family reads the architecture '{architecture}'; there are: {', '.join(known)}.")
 
 

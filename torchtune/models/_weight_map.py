@@ -21,8 +21,8 @@ Writing is the same with ``to_external``. Adapters: ``weight_map.peft()`` is the
 PEFT's, derived from the same rows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from torchtune.models._description import Description
+from torchtune.models._parts import rename_prefix
 from torchtune.models._weight_ops import Box, FusedAdapter, Identity, Op, Piece, Split, Stack
 from torchtune.utils import UserError
 
@@ -121,25 +122,46 @@ class WeightMap:
     tied: tuple[Tied, ...] = ()
     ignore: tuple[str, ...] = ()
 
+    def prefixed(self, prefixes: Mapping[str, str]) -> "WeightMap":
+        """The map of a checkpoint that holds this model as one of several parts.
+
+        Args:
+            prefixes: prefix of an external name here -> prefix of that name in the checkpoint of the whole;
+                ``{"": "language_model."}`` puts a prefix before every name. The longest that fits counts.
+        """
+        return _prefixed(self, tuple(sorted(prefixes.items())))
+
     def groups(self, description: Description) -> tuple[Group, ...]:
         """Every group of the model, in the order of the rows and then of the layers."""
         return _expand(self, description).groups
 
-    def select(self, external_names: Iterable[str], description: Description) -> list[Group]:
-        """The groups to read from a checkpoint that holds ``external_names``, checked to be exactly the model.
+    def select(
+        self,
+        external_names: Iterable[str],
+        description: Description,
+        owns: Callable[[str], bool] = lambda name: True,
+    ) -> list[Group]:
+        """The groups to read from a checkpoint that holds ``external_names``, in the order of these names.
+
+        Args:
+            external_names: of all tensors of the checkpoint, which may be more than are selected.
+            description: of the whole model.
+            owns: whether a parameter (our name) is wanted; by default all are. A pipeline stage owns some of the
+                layers. A group is selected if one of its parameters is wanted.
 
         Raises:
-            WeightMapError: a name that the model has no place for, or a parameter that the checkpoint lacks.
+            WeightMapError: a name that the model has no place for, or a wanted parameter that the checkpoint lacks.
         """
         table, names = _expand(self, description), list(external_names)
         present = set(names)
         for name in names:
             self._group_of_external(name, description)
-        lacking = [name for name in table.by_external if name not in present]
+        selected = [group for group in table.groups if any(map(owns, group.tune))]
+        lacking = [name for group in selected for name in group.external if name not in present]
         if lacking:
             raise self._missing(lacking, description)
         order = {name: index for index, name in enumerate(names)}
-        return sorted(table.groups, key=lambda group: min(order[name] for name in group.external))
+        return sorted(selected, key=lambda group: min(order[name] for name in group.external))
 
     def to_tune(
         self, tensors: Iterable[tuple[str, Tensor]], description: Description, *, partial: bool = False
@@ -334,6 +356,19 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
     tied = tuple(tie for tie in weight_map.tied if getattr(description, tie.when))
     ignored = frozenset(name for template in weight_map.ignore for name in _fill(template, description))
     return _Table(tuple(groups), by_external, by_tune, tied, ignored)
+
+
+@lru_cache(maxsize=32)
+def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...]) -> WeightMap:
+    def rename(external: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        names = tuple(rename_prefix(name, dict(prefixes)) for name in _templates(external))
+        return names[0] if isinstance(external, str) else names
+
+    return WeightMap(
+        tuple(replace(row, external=rename(row.external)) for row in weight_map.rows),
+        tuple(replace(tie, external=rename(tie.external)) for tie in weight_map.tied),
+        tuple(rename_prefix(name, dict(prefixes)) for name in weight_map.ignore),
+    )
 
 
 @lru_cache(maxsize=32)

@@ -59,16 +59,29 @@ def _rows(column: int, qk: Op) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def hf_names(qk: Op, norms: Mapping[str, str] | None = None, *, fused: tuple[str, ...] = ()) -> WeightMap:
+def hf_names(
+    qk: Op,
+    norms: Mapping[str, str] | None = None,
+    *,
+    qk_norms: Mapping[str, str] | None = None,
+    fused: tuple[str, ...] = (),
+) -> WeightMap:
     """The map of a Hugging Face decoder of the Llama shape.
 
     Args:
-        qk: what happens to the rows of queries and keys.
-        norms: the layers' norms, ours (``sa_norm``, ``sa_scale``, ``mlp_norm``, ``mlp_scale``) -> theirs; by default
-            Llama's two.
-        fused: which projections they keep in one matrix: ``"qkv"``, ``"gate_up"``.
+        qk: how the rows of queries and keys are reordered: ``InterleaveRope()`` if the checkpoint keeps the two
+            channels of a rotation half a head apart and this library side by side, ``Identity()`` if both keep the
+            same order.
+        norms: names of the norms of a layer, ours (``sa_norm``, ``sa_scale``, ``mlp_norm``, ``mlp_scale``) -> theirs;
+            by default Llama's two.
+        qk_norms: names of the norms of queries and keys, ours (``attn.q_norm``, ``attn.k_norm``) -> theirs; by
+            default ``self_attn.q_norm`` and ``self_attn.k_norm``.
+        fused: which projections the checkpoint keeps in one matrix: ``"qkv"``, ``"gate_up"``.
     """
     rows = [*_rows(_HF, qk), Row("score.weight", "output.weight", when="is_classifier")]
+    for ours, theirs in (qk_norms or {}).items():
+        tune = f"layers.{{layer}}.{ours}.scale"
+        rows = [replace(row, external=f"{_LAYER[_HF]}{theirs}.weight") if row.tune == tune else row for row in rows]
     if norms is not None:
         rows = [row for row in rows if not str(row.tune).endswith(("sa_norm.scale", "mlp_norm.scale"))]
         rows += [

@@ -1,4 +1,4 @@
-"""Whole state dicts renamed at once, for code written against these functions.
+"""Compatibility: whole state dicts renamed at once, for code written against these functions.
 
 Everything here is a thin face of the weight maps (:class:`torchtune.models.WeightMap`), which convert tensor by tensor
 and know the model from its description; new code uses those.

@@ -2,14 +2,16 @@
 
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import attention, create_block_causal_mask, packed_block_causal_mask
+from torchtune.modules.classifier import classifier_model
 from torchtune.modules.common_utils import delete_kv_caches, disable_kv_cache, local_kv_cache
 from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import RMSNorm, rms_norm
+from torchtune.modules.stored_linear import StoredLinear
 from torchtune.modules.tied_linear import TiedLinear
-from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
 
 __all__ = [
     "FeedForward",
@@ -17,11 +19,13 @@ __all__ = [
     "MultiHeadAttention",
     "RMSNorm",
     "RotaryPositionalEmbeddings",
+    "StoredLinear",
     "TiedLinear",
     "TransformerDecoder",
     "TransformerSelfAttentionLayer",
     "apply_rope",
     "attention",
+    "classifier_model",
     "create_block_causal_mask",
     "delete_kv_caches",
     "disable_kv_cache",
@@ -30,4 +34,5 @@ __all__ = [
     "resize_token_embeddings",
     "rms_norm",
     "swiglu",
+    "text_decoder",
 ]

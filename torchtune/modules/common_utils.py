@@ -6,6 +6,9 @@ from collections.abc import Generator
 import torch
 from torch import nn
 
+# Compatibility: LoRA recipes copied from earlier releases set it; state dicts of this library need no such switch.
+_use_low_cpu_ram = False
+
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "kv_cache") and hasattr(module, "cache_enabled")]

@@ -1,26 +1,33 @@
 """Conversions: everything that is done to a described model before its weights exist.
 
-A conversion takes a model whose parameters may lie on the meta device, replaces modules in place and says what it
-did. LoRA is one, quantised bases, fake quantisation and kernel swaps are others; a class from outside the library
-needs nothing but ``phase`` and ``convert``.
+A conversion takes a model whose parameters may be on the meta device, replaces modules in place and reports what it
+did. LoRA is one; quantised base weights, fake quantisation and kernel swaps are others. A conversion from outside the
+library subclasses :class:`Conversion` and overrides what it needs; ``phase`` and ``convert`` are enough.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchtune.utils import UserError, get_logger, log_rank_zero
+
+if TYPE_CHECKING:  # DTensor takes its time to import
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = [
     "Conversion",
     "ConversionError",
     "ConversionReport",
     "Phase",
+    "StoredWeight",
     "apply_conversions",
+    "complete_conversions",
     "get_conversions",
     "nearest_module_names",
     "run_post_optimizer_hooks",
@@ -75,23 +82,181 @@ class ConversionReport:
         return text + (f"; {self.note}" if self.note else "")
 
 
-@runtime_checkable
-class Conversion(Protocol):
-    """What ``apply_conversions`` asks of a conversion.
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight that a conversion keeps in another form than checkpoints do.
 
-    It may also have ``pre_optimizer_hook(model)`` and ``post_optimizer_hook(model)``, called around every optimizer
-    step, and, if it adds parameters that are saved apart from the model, ``is_own_key(key) -> bool``,
-    ``merged(name, weight, model) -> Tensor`` and ``peft_config(model) -> dict``. With ``revert(model)``, which undoes
-    ``convert`` as long as the parameters are on the meta device, it may be applied before conversions of an earlier
-    phase, as builders do (see :class:`torchtune.modules.peft.LoRA`). If its hooks change parameters that require no
-    gradient, ``moves(key) -> bool`` says which, so that no save loses them.
+    Attributes:
+        shape: shape of the full weight, as checkpoints hold it.
+        dtype: dtype of the full weight when it is saved.
+        names: parameters that store it. Their names may include that of the full weight.
+        by_rows: whether row i of every stored tensor depends on row i of the full weight alone. A rank then converts
+            only the rows of its shard; otherwise it converts the full weight and keeps its shard.
     """
 
-    phase: Phase
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    by_rows: bool = False
+
+
+class Conversion(ABC):
+    """Base class of conversions. Every method but :meth:`convert` has a default that does nothing.
+
+    Names of parameters are those of ``model.named_parameters()``. Methods that take a model find their modules by type,
+    so that one conversion may be applied to several models.
+
+    An object that is no subclass but has ``phase`` and ``convert`` is a conversion too, also for ``isinstance``; where
+    it lacks a method, the default holds. Of such objects ``is_own_key(name) -> bool`` and ``moves(name) -> bool`` stand
+    for :meth:`owned_parameters` and :meth:`moved_parameters`.
+
+    Attributes:
+        phase: when it is applied.
+    """
+
+    phase: ClassVar[Phase]
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        if cls is not Conversion:
+            return NotImplemented
+        found = {name for base in other.__mro__ for name in vars(base)}
+        return True if {"phase", "convert"} <= found else NotImplemented
+
+    @abstractmethod
+    def convert(self, model: nn.Module) -> ConversionReport:
+        """Rewrite ``model`` in place; its parameters may be on the meta device."""
+
+    def revert(self, model: nn.Module) -> None:
+        """Undo :meth:`convert` while the parameters are on the meta device.
+
+        A conversion that can be undone may be applied before conversions of an earlier phase, as builders do.
+
+        Raises:
+            NotImplementedError: it cannot be undone, which is the default.
+        """
+        raise NotImplementedError
+
+    def owned_parameters(self, model: nn.Module) -> set[str]:
+        """Names of the parameters that are saved apart from the base weights, as an adapter's are."""
+        return set()
+
+    def moved_parameters(self, model: nn.Module) -> set[str]:
+        """Names of the parameters that the optimizer hooks change without a gradient, so that every save has them."""
+        return set()
+
+    def stored_weights(self, model: nn.Module) -> Mapping[str, StoredWeight]:
+        """The weights that this conversion keeps in another form, by the name of the full weight."""
+        return {}
+
+    def from_full(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Turn a full weight into the stored tensors, while a checkpoint is read.
+
+        Args:
+            name: of the full weight, a key of :meth:`stored_weights`.
+            tensor: the full weight, or some of its rows if it is stored ``by_rows``.
+
+        Returns:
+            stored tensors by the names of their parameters.
+        """
+        return {name: tensor}
+
+    def to_full(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Turn stored tensors into the full weight, while a checkpoint is written: inverse of :meth:`from_full`.
+
+        Args:
+            name: of the full weight.
+            tensors: stored tensors by the names of their parameters, or some rows of them.
+
+        Returns:
+            the full weight, or these rows of it, in any floating dtype.
+        """
+        return tensors[name]
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether :meth:`merged` adds the owned parameters to the base weights; False unless it is overridden."""
+        return getattr(self.merged, "__func__", self.merged) is not Conversion.merged
+
+    def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
+        """The weight called ``name`` with the owned parameters merged in; other weights are returned as they are.
+
+        Args:
+            name: of the full base weight.
+            weight: its value, whole. The result has the same shape and dtype.
+            model: the converted model, its parameters whole.
+        """
+        return weight
+
+    def peft_config(self, model: nn.Module) -> dict[str, Any]:
+        """Fields of ``adapter_config.json`` for the owned parameters."""
+        return {}
+
+    def new_rows(self, model: nn.Module) -> dict[str, tuple[str, list[int]]]:
+        """Trained rows of frozen weights (PEFT's ``trainable_token_indices``).
+
+        Returns:
+            name of the weight -> name of the parameter with the rows, and their token ids.
+        """
+        return {}
+
+    def pre_optimizer_hook(self, model: nn.Module) -> None:  # noqa: B027 - the default does nothing
+        """Called before every optimizer step, also before one that turns out to be skipped."""
+
+    def post_optimizer_hook(self, model: nn.Module) -> None:  # noqa: B027 - the default does nothing
+        """Called after every optimizer step that was not skipped."""
+
+    def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
+        """How a module that this conversion made or changed is sharded over a tensor-parallel group.
+
+        Under data parallelism all parameters of a module are sharded alike, so that there is nothing to say.
+
+        Args:
+            module: any module that the plan of the model names.
+            style: style for the module that it was before.
+        """
+        return style
+
+
+# Older names of methods -> those of `Conversion` that they stand for.
+_OLDER_NAMES = {"is_own_key": "owned_parameters", "moves": "moved_parameters"}
+
+
+class _CompletedConversion(Conversion):
+    """A conversion from outside with the defaults for whatever it lacks."""
+
+    def __init__(self, conversion: Any) -> None:
+        self._conversion = conversion
+        for name in ["phase", *(name for name in vars(Conversion) if not name.startswith("_"))]:
+            if hasattr(conversion, name) and name not in ("can_merge", *_OLDER_NAMES.values()):
+                setattr(self, name, getattr(conversion, name))
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Rewrite ``model`` in place; its parameters may lie on the meta device."""
-        ...
+        raise NotImplementedError  # replaced by the conversion's own
+
+    def owned_parameters(self, model: nn.Module) -> set[str]:
+        return self._chosen("owned_parameters", "is_own_key", model)
+
+    def moved_parameters(self, model: nn.Module) -> set[str]:
+        return self._chosen("moved_parameters", "moves", model)
+
+    def _chosen(self, method: str, older: str, model: nn.Module) -> set[str]:
+        if _has_own(self._conversion, method):
+            return getattr(self._conversion, method)(model)
+        test = getattr(self._conversion, older, lambda name: False)
+        return {name for name, _ in model.named_parameters() if test(name)}
+
+
+def _has_own(conversion: Any, method: str) -> bool:
+    """Whether a conversion has a method other than the default."""
+    found = getattr(conversion, method, None)
+    return found is not None and getattr(found, "__func__", found) is not getattr(Conversion, method)
+
+
+def _complete(conversion: Any) -> Conversion:
+    older = any(hasattr(conversion, old) and not _has_own(conversion, new) for old, new in _OLDER_NAMES.items())
+    is_subclass = Conversion in type(conversion).__mro__
+    return conversion if is_subclass and not older else _CompletedConversion(conversion)
 
 
 def _name(conversion: object) -> str:
@@ -127,12 +292,13 @@ def _undo_later(done: Sequence[Conversion], conversions: Sequence[Conversion], m
     later = [conversion for conversion in done if conversion.phase > earliest]
     first = next((conversion for conversion in conversions if conversion.phase == earliest), None)
     for conversion in reversed(later):
-        if not callable(getattr(conversion, "revert", None)):
+        try:
+            _complete(conversion).revert(model)
+        except NotImplementedError as error:
             raise ConversionError(
                 f"model_converters: {_name(first)} must come before {_name(conversion)}, which the model already has "
                 "and which cannot be undone: apply both in one call, or list both in model_converters."
-            )
-        conversion.revert(model)
+            ) from error
     model.conversions = [conversion for conversion in done if conversion not in later]
     return later
 
@@ -176,28 +342,28 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
 
 
 def get_conversions(model: nn.Module) -> list[Conversion]:
-    """The conversions that were applied to ``model``, in order."""
+    """The conversions that were applied to ``model``, in order, as they were given."""
     return list(getattr(model, "conversions", ()))
 
 
-def _run_hooks(model: nn.Module, hook: str) -> None:
-    for conversion in get_conversions(model):
-        function = getattr(conversion, hook, None)
-        if function is not None:
-            function(model)
+def complete_conversions(model: nn.Module) -> list[Conversion]:
+    """The conversions that were applied to ``model``, in order, each with all methods of :class:`Conversion`."""
+    return [_complete(conversion) for conversion in get_conversions(model)]
 
 
 def run_pre_optimizer_hooks(model: nn.Module) -> None:
-    """Call ``pre_optimizer_hook(model)`` of every conversion that has one, in order of application.
+    """Call ``pre_optimizer_hook(model)`` of every conversion, in order of application.
 
     It is called for every step, also for one that turns out to be skipped, for which no post hook follows.
     """
-    _run_hooks(model, "pre_optimizer_hook")
+    for conversion in complete_conversions(model):
+        conversion.pre_optimizer_hook(model)
 
 
 def run_post_optimizer_hooks(model: nn.Module) -> None:
-    """Call ``post_optimizer_hook(model)`` of every conversion that has one, in order of application."""
-    _run_hooks(model, "post_optimizer_hook")
+    """Call ``post_optimizer_hook(model)`` of every conversion, in order of application."""
+    for conversion in complete_conversions(model):
+        conversion.post_optimizer_hook(model)
 
 
 def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> list[str]:

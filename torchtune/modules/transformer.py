@@ -73,9 +73,13 @@ class TransformerSelfAttentionLayer(nn.Module):
         input_pos: Tensor | None = None,
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-        **kwargs: object,
+        encoder_input: Tensor | None = None,
+        encoder_mask: Tensor | None = None,
     ) -> Tensor:
-        """``[b, s, d]`` to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the rest."""
+        """``[b, s, d]`` to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments.
+
+        ``encoder_input`` and ``encoder_mask`` are for layers with cross-attention, and not used here.
+        """
         if self.mask_mod is not None:
             b, s, _ = x.shape
             mask = self.mask_mod(mask, b, s, s)
@@ -169,6 +173,11 @@ class TransformerDecoder(nn.Module):
         self.decoder_max_cache_seq_len: int | None = None
         self.description = None
         self.spec = None
+
+    @property
+    def text(self) -> "TransformerDecoder":
+        """The text decoder of the model: itself. A model with several parts names the one that reads text."""
+        return self
 
     def setup_caches(
         self,
@@ -274,7 +283,8 @@ class TransformerDecoder(nn.Module):
             h = h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
-            input_pos = self._positions(h, documents)
+            # Of the tokens: with sequence parallelism the hidden states are a shard of the sequence.
+            input_pos = self._positions(h if tokens is None else tokens, documents)
         tables = self._rope_tables(input_pos, documents)
         boundaries = self._boundaries(h, documents, mask)
         hidden = []
@@ -341,10 +351,10 @@ class TransformerDecoder(nn.Module):
                 )
 
     @staticmethod
-    def _positions(h: Tensor, documents: Documents | None) -> Tensor:
+    def _positions(x: Tensor, documents: Documents | None) -> Tensor:
         if documents is None:
-            return torch.arange(h.shape[1], device=h.device)
-        return documents.positions().view(h.shape[0], h.shape[1]).to(h.device)
+            return torch.arange(x.shape[1], device=x.device)
+        return documents.positions().view(x.shape[0], x.shape[1]).to(x.device)
 
     @staticmethod
     def _pos_embeddings(layer: nn.Module) -> nn.Module | None:
@@ -364,3 +374,13 @@ class TransformerDecoder(nn.Module):
             return None
         lengths = documents.cu_seqlens.diff().to(input_pos.device)
         return lengths.repeat_interleave(lengths, output_size=documents.num_tokens).view(input_pos.shape)
+
+
+def text_decoder(model: nn.Module) -> nn.Module:
+    """The text decoder of a model, which has ``layers``, ``tok_embeddings`` and ``output``.
+
+    Args:
+        model: a :class:`TransformerDecoder`, a model with parts that names its decoder in ``text``, or a module without
+            that attribute, which is taken as it is.
+    """
+    return getattr(model, "text", model)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from torchtune.modules.transformer import text_decoder
 from torchtune.utils import UserError
 
 _Packed = torch.Tensor | int
@@ -155,8 +156,7 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     manager = OffloadActivations(use_streams=use_streams)
-    for owner in (model, getattr(model, "decoder", None)):
-        output = getattr(owner, "output", None)
-        if isinstance(output, torch.nn.Module):
-            _keep_on_device(output)
+    output = getattr(text_decoder(model), "output", None)
+    if isinstance(output, torch.nn.Module):
+        _keep_on_device(output)
     return manager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from torchtune.training._overlap import write_overlap
+from torchtune.training.measure._overlap import write_overlap
 from torchtune.utils import UserError, get_logger, get_world_size_and_rank, verbose_profiling
 
 PROFILER_KEY = "profiler"

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from torchtune.modules.transformer import text_decoder
 from torchtune.utils import UserError, get_logger
 
 
@@ -20,7 +21,7 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
         ConversionError: new rows of a frozen embedding cannot be trained here.
         UserError: the tokenizer has more tokens than the embedding and ``resize`` is False.
     """
-    decoder = getattr(model, "decoder", model)
+    decoder = text_decoder(model)
     rows, needed = decoder.tok_embeddings.weight.shape[0], tokenizer.vocab_size
     if needed <= rows:
         return

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from torchtune.modules.transformer import text_decoder
 from torchtune.training.memory import checkpoint_module
 from torchtune.utils import UserError, reduce_scatter_op
 
@@ -73,7 +74,7 @@ def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | st
 def apply_selective_activation_checkpointing(
     model: torch.nn.Module, ac_mode: str | None, ac_option: int | str | None
 ) -> None:
-    """Checkpoint the layers (``model.layers``) in place.
+    """Checkpoint the layers of the text decoder in place.
 
     Args:
         model: a decoder.
@@ -92,6 +93,6 @@ def apply_selective_activation_checkpointing(
     if every < 1:
         raise ActivationCheckpointingError(f"ac_option={ac_option!r} must be at least 1.")
     wrap = partial(checkpoint_wrapper, ac_mode=ac_mode, ac_style=ac_option)
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(text_decoder(model).layers):
         if (index + 1) % every == 0:
             wrap(layer)

@@ -16,7 +16,7 @@ from torchtune.utils import AppendedFile, atomic_write, get_logger, get_world_si
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from torchtune.training._parallel_dims import ParallelDims
+    from torchtune.training.parallel._parallel_dims import ParallelDims
 
 Scalar: TypeAlias = torch.Tensor | np.ndarray | int | float
 

@@ -1,6 +1,7 @@
 """Devices, by name."""
 
 import os
+from collections.abc import MutableMapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -131,10 +132,14 @@ def get_world_size_and_rank() -> tuple[int, int]:
     return 1, 0
 
 
-def batch_to_device(batch: dict[str, Any], device: "torch.device") -> None:
-    """Move everything in ``batch`` that can be moved (``.to(device)``) in place; nested dicts too.
+def batch_to_device(batch: MutableMapping[str, Any], device: "torch.device") -> None:
+    """Move all values of ``batch`` that have ``.to(device)``, in place and in nested dicts.
 
-    Other values (numbers, strings, lists) stay as they are.
+    Other values (numbers, strings, lists) are left unchanged.
+
+    Args:
+        batch: a dict or a :class:`torchtune.data.Batch`.
+        device: to move to.
     """
     for key, value in batch.items():
         if isinstance(value, dict):

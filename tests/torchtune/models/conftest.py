@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
@@ -173,7 +174,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Rows that are also compared as classifiers: one for each architecture that transformers has them for.
 CLASSIFIERS = list(
-    {architecture: name for name, (architecture, _) in FAMILIES.items() if architecture != "Granite"}.values()
+    {
+        architecture: name
+        for name, (architecture, _) in FAMILIES.items()
+        if f"{architecture}ForSequenceClassification" in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+    }.values()
 )
 
 

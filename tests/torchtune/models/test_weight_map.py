@@ -1,6 +1,7 @@
 """Weight maps: every parameter exactly once, both ways, whatever the format."""
 
 import dataclasses
+import importlib
 import random
 from collections.abc import Iterator
 
@@ -8,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtune.models import Description, WeightMap, WeightMapError, build, get_spec, list_specs
+from torchtune.models import (
+    Description,
+    WeightMap,
+    WeightMapError,
+    build,
+    get_spec,
+    list_specs,
+    rename_prefix,
+    text_prefixes,
+)
 from torchtune.models._weight_map import Row, Tied
 from torchtune.models._weight_ops import Identity, InterleaveRope, Split, Stack
 
@@ -32,7 +42,8 @@ _MAPS = [(name, kind) for name in list_specs() for kind in get_spec(name).weight
 @pytest.mark.parametrize(("name", "kind"), _MAPS)
 def test_every_parameter_is_mapped_exactly_once_both_ways(name: str, kind: str, changes: dict[str, object]) -> None:
     weight_map = get_spec(name).weight_map(kind)
-    order = {"olmo2": "post", "olmo3": "post", "gemma2": "both", "gemma3": "both", "glm4": "both"}.get(name, "pre")
+    sizes = importlib.import_module(f"torchtune.models.{name}._model_builders").SIZES
+    order = next(iter(sizes.values())).norm_order
     description = _description(**changes, norm_order=order)
     torch.manual_seed(0)
     state = build(description).state_dict()
@@ -181,3 +192,85 @@ def test_rows_of_no_whole_heads_are_refused() -> None:
         InterleaveRope().to_tune([torch.zeros(6, 2)], _description(head_dim=4))
     with pytest.raises(ValueError, match="more than once"):
         WeightMap((Row("a", "x"), Row("a", "y"))).groups(_description())
+
+
+@pytest.mark.parametrize("name", ["llama3", "phi3"])
+def test_two_stages_load_and_save_together_what_the_whole_does(name: str) -> None:
+    weight_map, description = get_spec(name).weight_map("hf"), _description(num_layers=3)
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        key: torch.randn(value.shape, generator=generator) for key, value in build(description).state_dict().items()
+    }
+    checkpoint = dict(weight_map.to_external(state.items(), description))
+
+    def is_first(key: str) -> bool:
+        return key.startswith(("tok_embeddings.", "layers.0.", "layers.1."))
+
+    loaded, saved = [], []
+    for owns in (is_first, lambda key: not is_first(key)):
+        groups = weight_map.select(checkpoint, description, owns)
+        stage = {
+            key: tensor
+            for group in groups
+            for key, tensor in zip(group.tune, group.to_tune([checkpoint[e] for e in group.external]), strict=True)
+        }
+        assert stage.keys() == {key for key in state if owns(key)}
+        loaded.append(stage)
+        saved.append(dict(weight_map.to_external(stage.items(), description, partial=True)))
+    for union, whole in ((loaded[0] | loaded[1], state), (saved[0] | saved[1], checkpoint)):
+        assert union.keys() == whole.keys()
+        assert all(torch.equal(union[key], whole[key]) for key in whole)
+    assert not saved[0].keys() & saved[1].keys()
+
+    last = [key for key in checkpoint if ".layers.2." in key][-1]
+    lacking = checkpoint.keys() - {last}
+    assert weight_map.select(lacking, description, is_first)  # not a tensor of this stage
+    with pytest.raises(WeightMapError, match=last):
+        weight_map.select(lacking, description, lambda key: not is_first(key))
+    with pytest.raises(WeightMapError, match=r"'model\.stranger' has no place in this model"):
+        weight_map.select([*checkpoint, "model.stranger"], description, is_first)
+
+
+def test_a_part_of_a_whole_checkpoint_has_other_prefixes() -> None:
+    llama, description = get_spec("llama3"), _description(tie_word_embeddings=True)
+    alone = llama.weight_map("hf")
+    for prefixes in (
+        {"": "language_model."},
+        {"model.": "model.language_model."},
+        {"model.": "model.text_model.", "lm_head.": "text_head."},
+    ):
+        part = llama.as_part(prefixes)
+        assert part.name == "llama3"
+        names = [name for group in part.weight_map("hf").groups(description) for name in group.external]
+        expected = [name for group in alone.groups(description) for name in group.external]
+        assert names == [rename_prefix(name, prefixes) for name in expected]
+        head = rename_prefix("lm_head.weight", prefixes)  # a tied copy is known under its own name too
+        assert len(part.weight_map("hf").select([*names, head], description)) == len(names)
+        query = rename_prefix("model.layers.1.self_attn.q_proj", prefixes)
+        assert part.weight_map("hf").external_module("layers.1.attn.q_proj", description) == query
+        assert part.weight_map("hf").peft().tune_name(f"base_model.model.{query}.lora_A.weight", description) == (
+            "layers.1.attn.q_proj.lora_a.weight"
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["model.layers.0.mlp.up_proj.weight", "lm_head.weight"], {}),
+        (
+            ["model.language_model.norm.weight", "lm_head.weight"],
+            {"model.": "model.language_model.", "lm_head.": "lm_head."},
+        ),
+        (
+            ["language_model.model.norm.weight", "vision_tower.x"],
+            {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+        ),
+        (
+            ["language_model.model.norm.weight", "lm_head.weight"],
+            {"model.": "language_model.model.", "lm_head.": "lm_head."},
+        ),
+        (["model.text_model.norm.weight"], {"model.": "model.text_model.", "lm_head.": "lm_head."}),
+    ],
+)
+def test_the_text_part_of_a_checkpoint_is_found_by_its_names(names: list[str], expected: dict[str, str]) -> None:
+    assert text_prefixes(names) == expected

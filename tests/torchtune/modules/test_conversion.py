@@ -14,12 +14,13 @@ from torchtune.modules.conversion import (
     ConversionReport,
     Phase,
     apply_conversions,
+    complete_conversions,
     get_conversions,
     nearest_module_names,
     run_post_optimizer_hooks,
     run_pre_optimizer_hooks,
 )
-from torchtune.modules.peft import DoRALinear, LoRA, LoRALinear
+from torchtune.modules.peft import DoRALinear, LoRA, LoRALinear, get_adapter_state_dict
 from torchtune.utils import UserError
 
 
@@ -192,3 +193,78 @@ def test_nearest_names_hide_layer_numbers() -> None:
     assert nearest_module_names("q_prj", paths)[0] == "layers.*.attn.q_proj"
     assert nearest_module_names("otput", paths) == ["output"]
     assert len(nearest_module_names("zzz", paths)) == 3
+
+
+class Older(Kernel):
+    """A third party's converter with the optional methods of earlier releases."""
+
+    def is_own_key(self, key: str) -> bool:
+        return key.endswith(".gain")
+
+    def moves(self, key: str) -> bool:
+        return key.endswith(".bias")
+
+    def merged(self, name: str, weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
+        return 2 * weight
+
+    def peft_config(self, model: nn.Module) -> dict[str, int]:
+        return {"r": 1}
+
+
+def with_gain() -> Recorder:
+    model = Recorder()
+    model.attn["q_proj"].gain = nn.Parameter(torch.ones(4))
+    return model
+
+
+class OlderSubclass(Older, Conversion):
+    """The same, by somebody who subclassed the protocol of earlier releases."""
+
+
+@pytest.mark.parametrize("kind", [Older, OlderSubclass])
+def test_optional_methods_of_earlier_releases(kind: type[Older]) -> None:
+    model = with_gain()
+    apply_conversions(model, [kind()])
+    (conversion,) = complete_conversions(model)
+    assert conversion.phase is Phase.KERNEL
+    assert conversion.owned_parameters(model) == {"attn.q_proj.gain"}
+    assert conversion.moved_parameters(model) == {"attn.q_proj.bias"}
+    assert conversion.can_merge
+    assert conversion.merged("x", torch.ones(1), model).item() == 2
+    assert conversion.peft_config(model) == {"r": 1}
+
+
+def test_defaults_for_a_conversion_that_lacks_everything() -> None:
+    class Mine(Conversion):
+        phase = Phase.KERNEL
+
+        def convert(self, model: nn.Module) -> ConversionReport:
+            return ConversionReport("mine")
+
+    for given in (Mine(), Kernel()):
+        model = with_gain()
+        apply_conversions(model, [given])
+        assert get_conversions(model) == [given]
+        (conversion,) = complete_conversions(model)
+        assert conversion.owned_parameters(model) == conversion.moved_parameters(model) == set()
+        assert conversion.stored_weights(model) == conversion.peft_config(model) == conversion.new_rows(model) == {}
+        weight = torch.ones(2)
+        assert conversion.from_full("a", weight)["a"] is conversion.to_full("a", {"a": weight}) is weight
+        assert conversion.merged("a", weight, model) is weight
+        assert not conversion.can_merge
+        style = object()
+        assert conversion.parallel_style(model, style) is style
+        with pytest.raises(NotImplementedError):
+            conversion.revert(model)
+
+
+def test_parameters_belong_to_an_adapter_by_their_module() -> None:
+    model = Recorder()
+    model.exploration = nn.Linear(4, 4)
+    model.magnitudes = nn.Linear(4, 4)
+    apply_conversions(model, [LoRA(2, 4, attn_modules=["q_proj"], use_dora=True)])
+    (conversion,) = complete_conversions(model)
+    own = {f"attn.q_proj.{name}" for name in ("lora_a.weight", "lora_b.weight", "magnitude")}
+    assert conversion.owned_parameters(model) == own
+    # Where there is a state dict alone, names are read part by part.
+    assert get_adapter_state_dict(model.state_dict()).keys() == own

@@ -1,6 +1,7 @@
 """The decoder: what it takes and refuses, caches, compilation."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torchtune.modules import (
     delete_kv_caches,
     disable_kv_cache,
     local_kv_cache,
+    text_decoder,
 )
 from torchtune.modules.common_utils import slice_str_to_array
 
@@ -181,3 +183,36 @@ def test_slices_in_words(text: str, chosen: list[int]) -> None:
 def test_words_that_are_no_slice(text: str) -> None:
     with pytest.raises(ValueError, match=r"neither an index nor a slice|outside a list"):
         slice_str_to_array(text, 5)
+
+
+class _Composed(torch.nn.Module):
+    """A model with two parts, one of which reads text."""
+
+    def __init__(self, text: TransformerDecoder) -> None:
+        super().__init__()
+        self.vision = torch.nn.Linear(4, 16)
+        self.text = text
+
+
+def test_a_model_names_its_text_decoder(model: TransformerDecoder) -> None:
+    from torchtune.training import fit_vocabulary
+    from torchtune.training.activations import apply_selective_activation_checkpointing
+    from torchtune.training.measure._flops import count_flops
+
+    assert model.text is model
+    composed = _Composed(model)
+    assert text_decoder(composed) is text_decoder(model) is model
+    assert text_decoder(composed.vision) is composed.vision
+    assert count_flops(composed) == count_flops(model)
+    fit_vocabulary(composed, SimpleNamespace(vocab_size=25), resize=True)
+    assert model.tok_embeddings.weight.shape[0] == 25
+    tokens = _tokens(2, 6)
+    expected = model(tokens)
+    apply_selective_activation_checkpointing(composed, "full", None)
+    assert torch.equal(model(tokens), expected)
+    assert all(type(layer.forward).__name__ == "CheckpointedForward" for layer in model.layers)
+
+
+def test_layers_take_named_arguments_alone(model: TransformerDecoder) -> None:
+    with pytest.raises(TypeError, match="input_poss"):
+        model.layers[0](torch.zeros(1, 2, 16), input_poss=torch.arange(2))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torchtune import training
-from torchtune.training._overlap import overlap_of, write_overlap
+from torchtune.training.measure._overlap import overlap_of, write_overlap
 from torchtune.utils import UserError
 
 

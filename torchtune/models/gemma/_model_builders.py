@@ -41,7 +41,6 @@ SPEC = ModelSpec(
     to_hf_config=FORMAT.write,
     weight_maps={"hf": HF_INTERLEAVED},
     model_types=("GEMMA",),
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 gemma_description = partial(

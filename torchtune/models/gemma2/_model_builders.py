@@ -73,7 +73,6 @@ SPEC = ModelSpec(
     to_hf_config=FORMAT.write,
     weight_maps={"hf": hf_names(InterleaveRope(), NORMS)},
     model_types=("GEMMA2",),
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 

@@ -55,11 +55,10 @@ FORMAT = HFFormat(
 )
 SPEC = ModelSpec(
     name="gemma3",
-    architectures=("Gemma3ForCausalLM",),
+    architectures=("Gemma3ForCausalLM", "Gemma3TextForCausalLM"),
     from_hf_config=FORMAT.read,
     to_hf_config=FORMAT.write,
     weight_maps={"hf": hf_names(Identity(), NORMS)},
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _gemma3 = partial(

@@ -40,7 +40,6 @@ SPEC = ModelSpec(
     from_hf_config=FORMAT.read,
     to_hf_config=FORMAT.write,
     weight_maps={"hf": hf_names(Identity(), NORMS, fused=("gate_up",))},
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _glm4 = partial(

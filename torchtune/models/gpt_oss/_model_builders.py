@@ -65,7 +65,6 @@ SPEC = ModelSpec(
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
     weight_maps={"hf": replace(HF_HALF, rows=(*HF_HALF.rows, *_ROWS))},
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _20B = Description(

@@ -46,7 +46,6 @@ SPEC = ModelSpec(
     from_hf_config=FORMAT.read,
     to_hf_config=FORMAT.write,
     weight_maps={"hf": hf_names(Identity())},
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _granite = partial(

@@ -2,6 +2,7 @@
 
 from torchtune.models._build import build
 from torchtune.models._builders import from_numbers, lora_builder, scale_hidden_dim_for_mlp
+from torchtune.models._classifiers import classifier_builder
 from torchtune.models._description import Description
 from torchtune.models.llama2._model_builders import SPEC
 from torchtune.modules.transformer import TransformerDecoder
@@ -37,3 +38,5 @@ def llama2(
 
 
 lora_llama2 = lora_builder(llama2, "lora_llama2", __name__, "a Llama 2 decoder with LoRA adapters from its numbers")
+llama2_classifier = classifier_builder(llama2, "llama2_classifier", __name__)
+lora_llama2_classifier = classifier_builder(lora_llama2, "lora_llama2_classifier", __name__)

@@ -16,7 +16,6 @@ SPEC = ModelSpec(
     to_hf_config=LLAMA.write,
     weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
     model_types=("LLAMA2", "REWARD"),
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _llama2 = partial(Description, vocab_size=32_000, max_seq_len=4096)

@@ -15,7 +15,6 @@ SPEC = ModelSpec(
     to_hf_config=LLAMA.write,
     weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
     model_types=("LLAMA3", "LLAMA2", "LLAMA3_2"),  # also reads any Llama by its config.json,
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _llama3 = partial(Description, vocab_size=128_256, max_seq_len=8192, num_kv_heads=8, rope_base=500_000.0)

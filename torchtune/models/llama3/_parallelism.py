@@ -1,4 +1,4 @@
-"""The tensor-parallel plan under the name that configs give it."""
+"""Compatibility: the tensor-parallel plan under the name that configs give it."""
 
 from typing import TYPE_CHECKING
 

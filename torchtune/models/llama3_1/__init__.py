@@ -3,7 +3,6 @@
 from torchtune._lazy import attach
 from torchtune.models.llama3_1._model_builders import BUILDERS, SPEC
 
-globals().update(BUILDERS)
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {

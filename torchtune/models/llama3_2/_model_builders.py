@@ -16,7 +16,6 @@ SPEC = ModelSpec(
     to_hf_config=LLAMA.write,
     weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
     model_types=("LLAMA3_2",),
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _llama3_2 = partial(

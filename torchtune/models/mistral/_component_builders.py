@@ -2,6 +2,7 @@
 
 from torchtune.models._build import build
 from torchtune.models._builders import from_numbers, lora_builder
+from torchtune.models._classifiers import classifier_builder
 from torchtune.models._description import Description
 from torchtune.models.mistral._model_builders import SPEC
 from torchtune.modules.transformer import TransformerDecoder
@@ -37,3 +38,5 @@ def mistral(
 
 
 lora_mistral = lora_builder(mistral, "lora_mistral", __name__, "a Mistral decoder with LoRA adapters from its numbers")
+mistral_classifier = classifier_builder(mistral, "mistral_classifier", __name__)
+lora_mistral_classifier = classifier_builder(lora_mistral, "lora_mistral_classifier", __name__)

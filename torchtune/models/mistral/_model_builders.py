@@ -15,7 +15,6 @@ SPEC = ModelSpec(
     to_hf_config=MISTRAL.write,
     weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
     model_types=("MISTRAL", "REWARD"),
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _7B = Description(

@@ -33,7 +33,6 @@ SPEC = ModelSpec(
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
     weight_maps={"hf": experts(HF_INTERLEAVED, "block_sparse_moe", "w1", "w3", "w2")},
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _8X7B = Description(

@@ -27,7 +27,6 @@ SPEC = ModelSpec(
     from_hf_config=FORMAT.read,
     to_hf_config=FORMAT.write,
     weight_maps={"hf": hf_names(Identity(), NORMS)},
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _olmo2 = partial(

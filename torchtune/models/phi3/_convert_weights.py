@@ -1,4 +1,4 @@
-"""Whole Phi-3 state dicts renamed at once; see :mod:`torchtune.models.convert_weights`."""
+"""Compatibility: whole Phi-3 state dicts renamed at once; see :mod:`torchtune.models.convert_weights`."""
 
 from torch import Tensor
 

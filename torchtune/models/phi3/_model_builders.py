@@ -30,7 +30,6 @@ SPEC = ModelSpec(
     to_hf_config=FORMAT.write,
     weight_maps={"hf": hf_names(Identity(), fused=("qkv", "gate_up"))},
     model_types=("PHI3_MINI", "PHI4"),
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 phi3_description = partial(Description, rope_layout="half")

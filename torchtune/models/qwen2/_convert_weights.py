@@ -1,4 +1,4 @@
-"""Whole Qwen state dicts renamed at once; see :mod:`torchtune.models.convert_weights`."""
+"""Compatibility: whole Qwen state dicts renamed at once; see :mod:`torchtune.models.convert_weights`."""
 
 from torch import Tensor
 

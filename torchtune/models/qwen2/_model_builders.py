@@ -15,7 +15,6 @@ SPEC = ModelSpec(
     to_hf_config=QWEN2.write,
     weight_maps={"hf": HF_HALF, "gguf": GGUF},
     model_types=("QWEN2",),
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 qwen2_size = partial(

@@ -1,4 +1,4 @@
-"""Rotary positions of the Qwen families, by their public name."""
+"""Compatibility: rotary positions of the Qwen families, by their public name."""
 
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
 

@@ -32,4 +32,6 @@ SIZES = {
     "qwen2_5_72b_instruct": _72B,
 }
 BUILDERS = model_builders(__name__, "Qwen2.5", SPEC, SIZES, qlora=False)
+# A config of earlier releases names it.
+BUILDERS["lora_qwen2_5_7b"] = BUILDERS["lora_qwen2_5_7b_instruct"]
 globals().update(BUILDERS)

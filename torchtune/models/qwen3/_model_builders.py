@@ -15,7 +15,6 @@ SPEC = ModelSpec(
     to_hf_config=QWEN3.write,
     weight_maps={"hf": HF_HALF, "gguf": GGUF},
     model_types=("QWEN3",),
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _0_6B = Description(

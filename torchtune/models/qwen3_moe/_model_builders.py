@@ -48,7 +48,6 @@ SPEC = ModelSpec(
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
     weight_maps={"hf": experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")},
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _30B = Description(

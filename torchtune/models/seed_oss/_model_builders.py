@@ -38,7 +38,6 @@ SPEC = ModelSpec(
     from_hf_config=FORMAT.read,
     to_hf_config=FORMAT.write,
     weight_maps={"hf": HF_HALF},
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 SIZES = {

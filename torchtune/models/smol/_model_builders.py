@@ -15,7 +15,6 @@ SPEC = ModelSpec(
     to_hf_config=LLAMA.write,
     weight_maps={"hf": HF_INTERLEAVED, "meta": META, "gguf": GGUF},
     model_types=("SMOLLM2", "LLAMA3", "LLAMA3_2", "LLAMA2"),
-    capabilities=frozenset({"documents", "kv_cache", "lora"}),
 )
 
 _smollm2 = partial(

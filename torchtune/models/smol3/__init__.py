@@ -3,6 +3,5 @@
 from torchtune._lazy import attach
 from torchtune.models.smol3._model_builders import BUILDERS, SPEC
 
-globals().update(BUILDERS)
 __getattr__, __dir__, __all__ = attach(__name__, dict.fromkeys(BUILDERS, "_model_builders"))
 __all__ += ["SPEC"]

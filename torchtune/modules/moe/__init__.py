@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = attach(
         "ClampedExperts": "experts",
         "ExpertLoad": "balance",
         "GroupedExperts": "experts",
-        "LoRAGroupedExperts": "lora_experts",
+        "LoRAGroupedExperts": "experts",
         "LossFreeBalancing": "balance",
         "MoE": "moe",
         "TokenChoiceTopKRouter": "moe",

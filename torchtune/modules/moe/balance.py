@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtune.modules._outside_graphs import outside_graphs
-from torchtune.modules.conversion import ConversionError, ConversionReport, Phase
+from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
 from torchtune.modules.moe.moe import TokenChoiceTopKRouter, in_backward_pass
 
 
@@ -113,7 +113,7 @@ def _routers(model: nn.Module, name: str) -> dict[str, TokenChoiceTopKRouter]:
     return found
 
 
-class BalancingLoss:
+class BalancingLoss(Conversion):
     """Conversion that adds :func:`load_balancing_loss` to the loss of supervised fine-tuning.
 
     Padding counts as tokens do; batches of documents have none. In a step of several batches each one's balancing loss
@@ -156,7 +156,7 @@ def balance_of(model: nn.Module) -> Balance | None:
     return next(found, None)
 
 
-class LossFreeBalancing:
+class LossFreeBalancing(Conversion):
     """Conversion that moves routers' selection biases after every step, towards experts that had too little to do.
 
     ``bias += rate · sign(mean tokens - tokens)`` over the tokens of the step on all processes (Wang et al. 2024,
@@ -188,9 +188,9 @@ class LossFreeBalancing:
             )
         return ConversionReport("LossFreeBalancing", list(routers), note=f"rate {self.rate:g}")
 
-    def moves(self, key: str) -> bool:
-        """Whether a parameter is one of those that change without a gradient."""
-        return key.rpartition(".")[2] == "selection_bias"
+    def moved_parameters(self, model: nn.Module) -> set[str]:
+        """The selection biases of the routers."""
+        return {f"{path}.selection_bias" for path in _routers(model, "LossFreeBalancing")}
 
     def pre_optimizer_hook(self, model: nn.Module) -> None:
         """Count the tokens of this step, in the place of those of a step before that was skipped."""

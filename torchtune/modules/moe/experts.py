@@ -1,6 +1,7 @@
 """The experts of a mixture: feed-forward layers of one shape, their weights stacked."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,3 +102,12 @@ class ClampedExperts(GroupedExperts):
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         hidden = gate * torch.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
         return self.project("down_proj", hidden, num_tokens_per_expert)
+
+
+def __getattr__(name: str) -> Any:
+    """``LoRAGroupedExperts``, which older code imports from here."""
+    if name != "LoRAGroupedExperts":
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from torchtune.modules.peft.lora_experts import LoRAGroupedExperts  # which imports this module
+
+    return LoRAGroupedExperts

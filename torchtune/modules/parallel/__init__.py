@@ -6,9 +6,13 @@ from torchtune.modules.parallel._styles import (
     ByColumns,
     ByRows,
     ByVocabulary,
+    ColwiseParallel,
     GatherInput,
     ReplicatedNorm,
+    RowwiseParallel,
+    ShardedNorm,
     SplitNorm,
+    VocabParallel,
     vocabulary_parallel_linear,
 )
 
@@ -16,10 +20,14 @@ __all__ = [
     "ByColumns",
     "ByRows",
     "ByVocabulary",
+    "ColwiseParallel",
     "ContextParallelAttention",
     "GatherInput",
     "ReplicatedNorm",
+    "RowwiseParallel",
+    "ShardedNorm",
     "SplitNorm",
+    "VocabParallel",
     "sum_gradients",
     "vocabulary_parallel_linear",
 ]

@@ -1,12 +1,13 @@
-"""How a module is split over a tensor-parallel group.
+"""How a module is sharded over a tensor-parallel group.
 
-Parameters become DTensors; what a module computes with is its own shard, in plain tensors. Between the blocks of a
-layer each rank holds a part of the sequence (Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", arXiv:2205.05198): a block joins the sequence, works with its share of heads or channels, and
-what it yields is summed and split again. A parameter that all ranks hold whole sums its gradients over them.
+Parameters become DTensors; modules compute with their local shards, as plain tensors. Between the blocks of a layer
+activations are sharded along the sequence (sequence parallelism; Korthikanti et al., "Reducing Activation Recomputation
+in Large Transformer Models", arXiv:2205.05198): a block all-gathers the sequence, computes with its heads or channels,
+and reduce-scatters its output. Gradients of replicated parameters are all-reduced.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,19 +24,22 @@ from torchtune.modules.parallel._collectives import (
     sum_gradients,
     sum_over_ranks,
 )
-from torchtune.modules.peft import DoRALinear, LoRALinear
-from torchtune.modules.peft._functional import lora_projection
 from torchtune.modules.rms_norm import RMSNorm
+from torchtune.modules.stored_linear import StoredLinear
 from torchtune.modules.tied_linear import CappedLinear, soft_cap
 from torchtune.utils import UserError
 
+# Parameter -> the dimension that belongs to the outputs of its layer, and the one that belongs to the inputs.
+Dims = Mapping[str, tuple[int | None, int | None]]
+_LINEAR_DIMS: Dims = {"weight": (0, 1), "bias": (0, None)}
+
 
 class ParallelError(UserError, ValueError):
-    """A model that cannot be split as it was asked for."""
+    """A model that cannot be sharded as requested."""
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, places: dict[str, Placement]) -> None:
-    """Make the named parameters of ``module`` DTensors; all others are held whole by every rank."""
+    """Make the parameters of ``module`` DTensors; those without a place are replicated."""
     for name, parameter in list(module.named_parameters()):
         path, _, leaf = name.rpartition(".")
         placement = places.get(name, Replicate())
@@ -49,94 +53,131 @@ def _place(module: nn.Module, mesh: DeviceMesh, places: dict[str, Placement]) ->
         owner.register_parameter(leaf, nn.Parameter(data, requires_grad=parameter.requires_grad))
 
 
-def _own(parameter: Tensor | None) -> Tensor | None:
+def local_shard(parameter: Tensor | None) -> Tensor | None:
     """This rank's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _shared(parameter: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
-    """A parameter that every rank holds whole; its gradient is summed over them."""
+def replicated(parameter: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
+    """A replicated parameter; its gradient is all-reduced."""
     if parameter is None:
         return None
-    own = _own(parameter)
+    own = local_shard(parameter)
     return sum_gradients(own, group) if own.requires_grad else own
 
 
-def check_linear(module: nn.Module) -> None:
-    """Raises :class:`ParallelError` unless it is known how a projection is split."""
-    if isinstance(module, DoRALinear):
-        raise ParallelError(
-            "tensor_parallel_dim: the row norms of DoRA need whole rows: use LoRA (use_dora=False), or shard with "
-            "data_parallel_shard_dim instead."
-        )
-    if not isinstance(module, nn.Linear | LoRALinear):
-        raise ParallelError(
-            f"tensor_parallel_dim: it is not known how {type(module).__name__} is split: set it to 1 for this model."
-        )
-    if isinstance(module, LoRALinear) and module.dropout.p > 0.0:
-        raise ParallelError(
-            "tensor_parallel_dim: dropout of adapters would differ from that of one device: set lora_dropout to 0."
-        )
+class _LinearStyle(ParallelStyle):
+    """A linear layer of which each rank has some outputs or some inputs."""
+
+    # Which of the two dimensions of a parameter is sharded: that of the outputs, or that of the inputs.
+    side: ClassVar[int]
+
+    def dims(self, module: nn.Module) -> Dims:
+        """Dimensions of the module's parameters."""
+        return module.parallel_dims if isinstance(module, StoredLinear) else _LINEAR_DIMS
+
+    def supports(self, module: nn.Module) -> bool:
+        """Whether the style knows how the module computes."""
+        return type(module).forward is nn.Linear.forward or isinstance(module, StoredLinear)
+
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Check that ``ranks`` ranks can share the module.
+
+        Raises:
+            ParallelError: it is no linear layer, or has a size that ``ranks`` does not divide.
+        """
+        if not self.supports(module):
+            raise ParallelError(
+                f"tensor_parallel_dim: it is not known how {type(module).__name__} is split: set it to 1 for this "
+                "model."
+            )
+        for parameter, dims in self.dims(module).items():
+            dim, tensor = dims[self.side], _parameter(module, parameter)
+            if dim is not None and tensor is not None and tensor.shape[dim] % ranks:
+                raise ParallelError(
+                    f"tensor_parallel_dim: {ranks} does not divide the size {tensor.shape[dim]} of {name}: choose one "
+                    "that does."
+                )
+
+    def project(self, module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """This rank's output for its input."""
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(type(module).__name__, module, device_mesh.size())
+        dims = {name: dims[self.side] for name, dims in self.dims(module).items()}
+        _place(module, device_mesh, {name: Shard(dim) for name, dim in dims.items() if dim is not None})
+        group = device_mesh.get_group()
+        module.forward = lambda x: self.project(module, x, group)
+        return module
 
 
-class ByColumns(ParallelStyle):
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), leaf)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """This rank's shard of the weight of a linear layer."""
+    return local_shard(module.weight if type(module) is nn.Linear else module.full_weight())
+
+
+class ColwiseParallel(_LinearStyle):
     """A projection of which each rank has some outputs: input ``[b, s, in]`` whole, output ``[b, s, out / ranks]``.
 
-    The gradient of the input is this rank's summand. Of an adapter, B is split like the weight and A is held whole.
+    The gradient of the input is this rank's summand.
     """
 
+    side = 0
+
+    def project(self, module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """``[b, s, in]`` to ``[b, s, out / ranks]``."""
+        return F.linear(x, _weight(module), local_shard(module.bias))
+
+
+class RowwiseParallel(_LinearStyle):
+    """A projection of which each rank has some inputs: input ``[b, s, in / ranks]``, output ``[b, s / ranks, out]``."""
+
+    side = 1
+
+    def project(self, module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """``[b, s, in / ranks]`` to ``[b, s / ranks, out]``, reduce-scattered along the sequence, without the bias."""
+        return sum_and_split_sequence(F.linear(x, _weight(module)), group)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_linear(module)
-        _place(module, device_mesh, {"weight": Shard(0), "bias": Shard(0), "lora_b.weight": Shard(0)})
-        group = device_mesh.get_group()
-
-        def forward(x: Tensor) -> Tensor:
-            if not isinstance(module, LoRALinear) or module.disabled:
-                return F.linear(x, _own(module.weight), _own(module.bias))
-            a, b = _shared(module.lora_a.weight, group), _own(module.lora_b.weight)
-            return lora_projection(x, _own(module.weight), _own(module.bias), a, b, scale=module.scaling)
-
-        module.forward = forward
+        module = super()._apply(module, device_mesh)
+        if module.bias is not None:
+            group, project = device_mesh.get_group(), module.forward
+            module.forward = lambda x: project(x) + replicated(module.bias, group)
         return module
 
 
-class ByRows(ParallelStyle):
-    """A projection of which each rank has some inputs: input ``[b, s, in / ranks]``, output ``[b, s / ranks, out]``.
-
-    Of an adapter, A is split like the weight and B is held whole.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_linear(module)
-        _place(module, device_mesh, {"weight": Shard(1), "lora_a.weight": Shard(1)})
-        group = device_mesh.get_group()
-
-        def forward(x: Tensor) -> Tensor:
-            if not isinstance(module, LoRALinear) or module.disabled:
-                y = F.linear(x, _own(module.weight))
-            else:
-                a, b = _own(module.lora_a.weight), _shared(module.lora_b.weight, group)
-                y = lora_projection(x, _own(module.weight), None, a, b, scale=module.scaling)
-            y = sum_and_split_sequence(y, group)
-            return y if module.bias is None else y + _shared(module.bias, group)
-
-        module.forward = forward
-        return module
-
-
-class ByVocabulary(ParallelStyle):
-    """An embedding or an output projection of which each rank has the rows of some tokens.
+class VocabParallel(ParallelStyle):
+    """An embedding or an output projection, sharded along the vocabulary.
 
     The embedding turns tokens ``[b, s]`` into ``[b, s / ranks, d]``. An output projection, tied or not, all-gathers
     its logits ``[b, s, v]``; losses of hidden states read its weight instead.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Check that ``ranks`` ranks can share the module.
+
+        Raises:
+            ParallelError: it is no plain embedding or output projection, or its size is not a multiple of ``ranks``.
+        """
         if type(module) not in (nn.Embedding, nn.Linear, CappedLinear) or getattr(module, "bias", None) is not None:
             raise ParallelError(
                 f"tensor_parallel_dim: it is not known how {type(module).__name__} is split over its vocabulary: "
                 "set it to 1, or leave the output without adapter (apply_lora_to_output=False)."
             )
+        if module.weight.shape[0] % ranks:
+            raise ParallelError(
+                f"tensor_parallel_dim: {ranks} does not divide the size {module.weight.shape[0]} of {name}: choose one "
+                "that does."
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(type(module).__name__, module, device_mesh.size())
         _place(module, device_mesh, {"weight": Shard(0)})
         if isinstance(module, nn.Embedding):
             module.forward = _split_embedding(module, device_mesh.get_group())
@@ -155,7 +196,7 @@ def vocabulary_parallel_linear(x: Tensor, weight: DTensor) -> Tensor:
 
 def _split_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     def forward(tokens: Tensor) -> Tensor:
-        weight = _own(module.weight)
+        weight = local_shard(module.weight)
         rows = tokens - group.rank() * weight.shape[0]
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
@@ -170,10 +211,10 @@ def _check_norm(module: nn.Module) -> None:
 
 
 class ReplicatedNorm(ParallelStyle):
-    """A norm that every rank applies to its own positions or heads.
+    """A norm with replicated parameters, which every rank applies to its own positions or heads.
 
     Args:
-        gather: join the sequence afterwards; the gradient of the result is this rank's summand.
+        gather: all-gather the sequence afterwards; the gradient of the result is this rank's summand.
     """
 
     def __init__(self, gather: bool = False) -> None:
@@ -186,17 +227,17 @@ class ReplicatedNorm(ParallelStyle):
         group = device_mesh.get_group()
 
         def forward(x: Tensor) -> Tensor:
-            normed = module.scaled_by(_shared(module.scale, group), x)
+            normed = module.scaled_by(replicated(module.scale, group), x)
             return gather_sequence(normed, group) if self.gather else normed
 
         module.forward = forward
         return module
 
 
-class SplitNorm(ParallelStyle):
-    """A norm over all heads of queries or keys at once, of which each rank has some: ``[b, s, n * h / ranks]``.
+class ShardedNorm(ParallelStyle):
+    """A norm over all heads of queries or keys at once, sharded along the heads: ``[b, s, n * h / ranks]``.
 
-    One number for each position is summed over the ranks.
+    One number for each position is all-reduced.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -205,7 +246,7 @@ class SplitNorm(ParallelStyle):
         group, width = device_mesh.get_group(), module.normalized_shape[0]
 
         def forward(x: Tensor) -> Tensor:
-            wide, scale = x.float(), _own(module.scale)
+            wide, scale = x.float(), local_shard(module.scale)
             squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), group)
             normed = wide * torch.rsqrt(squares / width + module.eps)
             if module.unit_offset:
@@ -217,13 +258,17 @@ class SplitNorm(ParallelStyle):
 
 
 class GatherInput(ParallelStyle):
-    """A block whose projections are split: its input ``[b, s / ranks, d]`` is joined once for all of them."""
+    """A block of column-wise projections: its input ``[b, s / ranks, d]`` is all-gathered once for all of them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
 
-        def join(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        def gather(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return gather_sequence(args[0], group), *args[1:]
 
-        module.register_forward_pre_hook(join)
+        module.register_forward_pre_hook(gather)
         return module
+
+
+# Older names.
+ByColumns, ByRows, ByVocabulary, SplitNorm = ColwiseParallel, RowwiseParallel, VocabParallel, ShardedNorm

@@ -2,13 +2,18 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from torch import Tensor, nn
 
-from torchtune.modules.conversion import ConversionError, ConversionReport, Phase, nearest_module_names
+from torchtune.modules.conversion import (
+    Conversion,
+    ConversionError,
+    ConversionReport,
+    Phase,
+    nearest_module_names,
+)
 from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.moe.lora_experts import LoRAGroupedExperts
 from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
     MLP_MODULES,
@@ -18,6 +23,11 @@ from torchtune.modules.peft._utils import (
 )
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import LoRALinear, check_adapter_numbers, refuse_quantized_base
+from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
+from torchtune.modules.stored_linear import StoredLinear
+
+if TYPE_CHECKING:  # DTensor takes its time to import
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 _TIED = (
     "LoRA: the projection '{}' is tied to the token embedding of this model and cannot have an adapter of its own, "
@@ -25,7 +35,7 @@ _TIED = (
 )
 
 
-class LoRA:
+class LoRA(Conversion):
     """Conversion that freezes a model and gives chosen linear layers a low-rank adapter.
 
     Which layers: ``attn_modules``, ``apply_to_mlp`` and ``apply_to_output``, or, instead of these, name patterns.
@@ -110,6 +120,11 @@ class LoRA:
                 self._check_experts(path, layer)
             elif id(layer.weight) in embeddings:
                 raise ConversionError(_TIED.format(path))
+            elif type(layer).forward not in (nn.Linear.forward, StoredLinear.forward):
+                raise ConversionError(
+                    f"LoRA: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and cannot "
+                    "have an adapter: leave it out (apply_to_output or apply_lora_to_output: False)."
+                )
         return {path: module for path, module in linears.items() if path in chosen}
 
     def _check_experts(self, path: str, experts: GroupedExperts) -> None:
@@ -177,9 +192,21 @@ class LoRA:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, model.get_submodule(path).without_adapter())
 
+    def owned_parameters(self, model: nn.Module) -> set[str]:
+        """Names of the adapters' parameters, as their modules know them."""
+        return set(get_adapter_params(model))
+
     def is_own_key(self, key: str) -> bool:
-        """Whether a state-dict key belongs to the adapter and not to the base."""
+        """Whether a state-dict key belongs to an adapter, by its name alone; kept for code that has no model."""
         return is_adapter_key(key)
+
+    def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
+        """Shard an adapter like its base weight."""
+        if not isinstance(module, LoRALinear):
+            return style
+        from torchtune.modules.peft._parallel import adapted_style
+
+        return adapted_style(style)
 
     def adapted_paths(self, model: nn.Module) -> list[str]:
         """Paths of the layers that carry an adapter."""

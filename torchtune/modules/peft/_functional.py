@@ -118,3 +118,20 @@ def lora_projection(
         mask, keep = draw_mask(x, dropout)
         scale = scale / keep
     return LoRAProjection.apply(x, weight, bias, lora_a, lora_b, mask, scale)
+
+
+def updated_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """``weight`` [out, in] + scale · B A, in float32 at least, on the device of ``weight``."""
+    compute = torch.promote_types(weight.dtype, torch.float32)
+    a, b = lora_a.to(weight.device, compute), lora_b.to(weight.device, compute)
+    return torch.addmm(weight.to(compute), b, a, alpha=scale)
+
+
+def merged_weight(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, magnitude: Tensor | None = None
+) -> Tensor:
+    """:func:`updated_weight`, its rows scaled to ``magnitude`` [out] if given (DoRA), in the dtype of ``weight``."""
+    merged = updated_weight(weight, lora_a, lora_b, scale)
+    if magnitude is not None:
+        merged = merged.mul_((magnitude.to(merged.device, merged.dtype) / merged.norm(dim=1)).unsqueeze(1))
+    return merged.to(weight.dtype)

@@ -1,12 +1,12 @@
 """Rows of new tokens, trained beside an adapter of a frozen model."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.modules.conversion import ConversionError, ConversionReport, Phase
+from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
 from torchtune.modules.tied_linear import TiedLinear, soft_cap
 
 NEW_ROWS = "new_rows"
@@ -68,7 +68,7 @@ def _grown_product(x: Tensor, grown: nn.Module) -> Tensor:
     return torch.cat([old, F.linear(x, grown.new_rows)], dim=-1)
 
 
-class NewTokens:
+class NewTokens(Conversion):
     """Conversion that trains the last rows of a frozen embedding and output projection.
 
     What ``peft`` calls ``trainable_token_indices``, and what an adapter's file calls it.
@@ -116,9 +116,9 @@ class NewTokens:
         number = sum(model.get_parameter(f"{path}.{NEW_ROWS}").numel() for path in paths)
         return ConversionReport("New tokens", paths, number, f"their {self.num_new} rows are trained")
 
-    def is_own_key(self, key: str) -> bool:
-        """Whether a state-dict key is of the trained rows."""
-        return key.rpartition(".")[2] == NEW_ROWS
+    def owned_parameters(self, model: nn.Module) -> set[str]:
+        """Names of the trained rows."""
+        return {rows for rows, _ in self.new_rows(model).values()}
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
         """The weight called ``name`` with the trained rows in it; other tensors come back as they are."""
@@ -129,7 +129,7 @@ class NewTokens:
         rows = module.new_rows.detach().to(weight.device, weight.dtype)
         return torch.cat([weight[: -len(rows)], rows])
 
-    def new_rows(self, model: nn.Module) -> dict[str, Any]:
+    def new_rows(self, model: nn.Module) -> dict[str, tuple[str, list[int]]]:
         """Name of the weight -> (name of its trained rows, their token ids)."""
         paths = [path for path, module in model.named_modules() if isinstance(module, GrownEmbedding | GrownLinear)]
         size = model.tok_embeddings.num_embeddings

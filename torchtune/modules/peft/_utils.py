@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.peft._functional import merged_weight
 from torchtune.utils import deprecate_parameter
 
 LORA_ATTN_MODULES = Literal["q_proj", "k_proj", "v_proj", "output_proj"]
@@ -63,8 +64,11 @@ def set_trainable_params(model: nn.Module, adapter_params: dict[str, Any] | set[
 
 
 def is_adapter_key(key: str) -> bool:
-    """Whether a state-dict key belongs to an adapter."""
-    return "lora" in key or "magnitude" in key
+    """Whether a state-dict key belongs to an adapter, by its name: ``….lora_….…`` or ``….magnitude``.
+
+    For code that has no model; with one, :func:`get_adapter_params` asks its modules.
+    """
+    return any(part.startswith("lora_") or part == "magnitude" for part in key.split("."))
 
 
 def get_adapter_state_dict(state_dict: dict[str, Any], device: str | None = "cpu") -> dict[str, Any]:
@@ -100,16 +104,6 @@ def disable_adapter(model: nn.Module) -> Generator[None, None, None]:
             module.disabled = False
 
 
-def _merge_one(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
-    """W + scale · B A, its rows scaled to ``magnitude`` if that is given (DoRA): [out, in], dtype of ``weight``."""
-    compute = torch.promote_types(weight.dtype, torch.float32)
-    a, b = a.to(weight.device, compute), b.to(weight.device, compute)
-    merged = torch.addmm(weight.to(compute), b, a, alpha=scale)
-    if magnitude is not None:
-        merged *= (magnitude.to(weight.device, compute) / merged.norm(dim=1)).unsqueeze(1)
-    return merged.to(weight.dtype)
-
-
 @torch.no_grad()
 def get_merged_lora_ckpt(
     state_dict: dict[str, Any], rank: int, alpha: float, use_distributed_barriers: bool = False
@@ -136,8 +130,8 @@ def get_merged_lora_ckpt(
             raise ConversionError(f"{path}: the adapter cannot be merged, the state dict lacks {', '.join(missing)}.")
         b = state_dict.pop(f"{path}.lora_b.weight")
         magnitude = state_dict.pop(f"{path}.magnitude", None)
-        state_dict[f"{path}.weight"] = _merge_one(
-            state_dict[f"{path}.weight"], state_dict.pop(key), b, magnitude, alpha / rank
+        state_dict[f"{path}.weight"] = merged_weight(
+            state_dict[f"{path}.weight"], state_dict.pop(key), b, alpha / rank, magnitude
         )
         if use_distributed_barriers:
             torch.distributed.barrier()
@@ -145,7 +139,7 @@ def get_merged_lora_ckpt(
 
 
 def _adapted(key: str, names: Iterable[str]) -> bool:
-    path = key.rpartition(".lora")[0] or key.rpartition(".magnitude")[0]
+    path = key.rpartition(".lora_")[0] or key.removesuffix(".magnitude")
     return is_adapter_key(key) and path.rpartition(".")[2] in names
 
 

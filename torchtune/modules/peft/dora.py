@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.modules.peft._functional import lora_projection
+from torchtune.modules.peft._functional import lora_projection, merged_weight, updated_weight
 from torchtune.modules.peft.lora import LoRALinear
 
 
@@ -35,6 +35,10 @@ class DoRALinear(LoRALinear):
     """
 
     initialize_reads_base: ClassVar[bool] = True
+    adapter_parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {
+        **LoRALinear.adapter_parallel_dims,
+        "magnitude": (0, None),
+    }
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
         dtype = torch.promote_types(dtype, torch.float32)
@@ -50,7 +54,7 @@ class DoRALinear(LoRALinear):
     def initialize_dora_magnitude(self) -> None:
         """Set ``magnitude`` to the row norms of the weight as it is. No-op on meta."""
         if not self.magnitude.is_meta:
-            self.magnitude.copy_(self._norm(self.weight))
+            self.magnitude.copy_(self._norm(self.full_weight()))
 
     def adapter_params(self) -> list[str]:
         """Names of the adapter's parameters, relative to this module."""
@@ -59,27 +63,30 @@ class DoRALinear(LoRALinear):
     @torch.no_grad()
     def _norm(self, weight: Tensor) -> Tensor:
         """Row norms of W + s B A, in float32 at least: [out]."""
-        return self._updated(weight).norm(dim=1)
+        return updated_weight(weight, self.lora_a.weight, self.lora_b.weight, self.scaling).norm(dim=1)
 
     @torch.no_grad()
     def merged_weight(self, weight: Tensor) -> Tensor:
         """``weight`` [out, in] with the adapter merged in: computed in float32 at least, its dtype kept."""
-        merged = self._updated(weight)
-        magnitude = self.magnitude.to(merged.device, merged.dtype)
-        return merged.mul_((magnitude / merged.norm(dim=1)).unsqueeze(1)).to(weight.dtype)
+        return merged_weight(weight, self.lora_a.weight, self.lora_b.weight, self.scaling, self.magnitude)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim], in the dtype of ``x``."""
+        weight = self.full_weight()
         if self.disabled:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, weight, self.bias)
         a, b = self.lora_a.weight.to(x.dtype), self.lora_b.weight.to(x.dtype)
-        length = self.magnitude / self._norm(self.weight)
+        length = self.magnitude / self._norm(weight)
         if not self.training or self.dropout.p == 0.0:
-            y = lora_projection(x, self.weight, self.bias, a, b, scale=self.scaling)
-            # In float32; without biases y · length. With one, exactly y as long as the length is 1.
-            y = y * length if self.bias is None else y + (length - 1) * (y - self.bias)
-            return y.to(x.dtype)
+            y = lora_projection(x, weight, self.bias, a, b, scale=self.scaling)
+            return scale_rows(y, length, self.bias).to(x.dtype)
         dropped = self.dropout(x)
-        scaled = (lora_projection(dropped, self.weight, None, a, b, scale=self.scaling) * length).to(x.dtype)
+        scaled = (lora_projection(dropped, weight, None, a, b, scale=self.scaling) * length).to(x.dtype)
         # The difference first: it is exactly 0 as long as the adapter changes nothing.
-        return F.linear(x, self.weight, self.bias) + (scaled - F.linear(dropped, self.weight))
+        return F.linear(x, weight, self.bias) + (scaled - F.linear(dropped, weight))
+
+
+def scale_rows(y: Tensor, length: Tensor, bias: Tensor | None) -> Tensor:
+    """Outputs ``[..., out]`` that include ``bias``, with the rest scaled by ``length`` [out]; in the dtype of both."""
+    # With a bias this is exactly y as long as the length is 1.
+    return y * length if bias is None else y + (length - 1) * (y - bias)

@@ -1,7 +1,9 @@
 """Linear layers with a low-rank adapter."""
 
+import copy
 import math
 from enum import Enum
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.conversion import ConversionError
-from torchtune.modules.peft._functional import lora_projection
+from torchtune.modules.peft._functional import lora_projection, merged_weight
+from torchtune.modules.stored_linear import StoredLinear
 
 
 class TrainableParams(Enum):
@@ -71,8 +74,14 @@ class LoRALinear(nn.Module):
         ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or a quantised base.
     """
 
-    # Whether initialize_parameters() looks at the base weight, which then must be there whole.
+    # Whether initialize_parameters() reads the base weight, which then must be whole.
     initialize_reads_base: ClassVar[bool] = False
+    # As in StoredLinear.
+    parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {"weight": (0, 1), "bias": (0, None)}
+    adapter_parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {
+        "lora_a.weight": (None, 1),
+        "lora_b.weight": (0, None),
+    }
 
     def __init__(
         self,
@@ -88,19 +97,22 @@ class LoRALinear(nn.Module):
         super().__init__()
         refuse_quantized_base(quantize_base, **quantization_kwargs)
         check_adapter_numbers(rank, dropout)
+        self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
+        self._set_up(in_dim, out_dim, rank, alpha, dropout)
+        self._make_adapter(self.weight.device, self.weight.dtype)
+        self._initialize_base()
+        self.initialize_parameters()
+
+    def _set_up(self, in_dim: int, out_dim: int, rank: int, alpha: float, dropout: float) -> None:
         self.in_dim = in_dim
         self.out_dim = out_dim
         self.rank = rank
         self.alpha = alpha
         self.scaling = alpha / rank
-        self.use_bias = use_bias
+        self.use_bias = self.bias is not None
         self.disabled = False
-        self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
         self.dropout = nn.Dropout(p=dropout)
-        self._make_adapter(self.weight.device, self.weight.dtype)
-        self._initialize_base()
-        self.initialize_parameters()
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
         """Create the adapter's parameters, unfilled."""
@@ -119,21 +131,34 @@ class LoRALinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, dropout: float = 0.0) -> "LoRALinear":
-        """Wrap ``linear``: the new layer holds the very same weight and bias, frozen; device and dtype are kept."""
-        with torch.device("meta"):
-            new = cls(linear.in_features, linear.out_features, rank, alpha, dropout)
-        new.use_bias = linear.bias is not None
-        new.weight = linear.weight.requires_grad_(False)
-        new.bias = None if linear.bias is None else linear.bias.requires_grad_(False)
-        new._make_adapter(linear.weight.device, linear.weight.dtype)
+        """Wrap ``linear``: the new layer has the very same base parameters, frozen; device and dtype are kept.
+
+        Args:
+            linear: a plain layer, or a :class:`~torchtune.modules.stored_linear.StoredLinear`, of which the new one
+                is an instance too.
+            rank: width of the bottleneck.
+            alpha: the update is scaled by alpha / rank.
+            dropout: dropout on the adapter's input, in training.
+        """
+        kind = _on_stored(cls, type(linear)) if isinstance(linear, StoredLinear) else cls
+        new = _recast(linear, kind).requires_grad_(False)
+        new._set_up(linear.in_features, linear.out_features, rank, alpha, dropout)
+        new._make_adapter(linear.weight.device, new.full_weight().dtype)
         new.initialize_parameters()
         return new.train(linear.training)
 
     def without_adapter(self) -> nn.Linear:
-        """A plain layer with the very same weight and bias, frozen."""
-        linear = nn.Linear(self.in_dim, self.out_dim, bias=False, device="meta", dtype=self.weight.dtype)
-        linear.weight, linear.bias = self.weight, self.bias
-        return linear.train(self.training)
+        """The layer as it was before, with the very same base parameters, frozen."""
+        linear = _recast(self, getattr(self, "stored_kind", nn.Linear))
+        for name in dict.fromkeys(name.partition(".")[0] for name in self.adapter_params()):
+            delattr(linear, name)
+        del linear.dropout
+        linear.in_features, linear.out_features = self.in_dim, self.out_dim
+        return linear
+
+    def full_weight(self) -> Tensor:
+        """The base weight ``[out, in]``, in the dtype in which the layer computes."""
+        return self.weight
 
     def initialize_parameters(self) -> None:
         """Fill the adapter so that it changes nothing yet: A random (Kaiming uniform), B zero. No-op on meta."""
@@ -146,27 +171,38 @@ class LoRALinear(nn.Module):
         """Names of the adapter's parameters, relative to this module."""
         return ["lora_a.weight", "lora_b.weight"]
 
-    def _updated(self, weight: Tensor) -> Tensor:
-        """``weight`` + scaling · B A, in float32 at least: [out, in]."""
-        compute = torch.promote_types(weight.dtype, torch.float32)
-        a, b = self.lora_a.weight.to(weight.device, compute), self.lora_b.weight.to(weight.device, compute)
-        return torch.addmm(weight.to(compute), b, a, alpha=self.scaling)
-
     @torch.no_grad()
     def merged_weight(self, weight: Tensor) -> Tensor:
         """``weight`` [out, in] with the adapter merged in: computed in float32 at least, its dtype kept."""
-        return self._updated(weight).to(weight.dtype)
+        return merged_weight(weight, self.lora_a.weight, self.lora_b.weight, self.scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim], in the dtype of ``x``."""
+        weight = self.full_weight()
         if self.disabled:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, weight, self.bias)
         dropout = self.dropout.p if self.training else 0.0
         a, b = self.lora_a.weight, self.lora_b.weight
-        return lora_projection(x, self.weight, self.bias, a, b, scale=self.scaling, dropout=dropout)
+        return lora_projection(x, weight, self.bias, a, b, scale=self.scaling, dropout=dropout)
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""
         return (
             f"in_dim={self.in_dim}, out_dim={self.out_dim}, rank={self.rank}, alpha={self.alpha}, bias={self.use_bias}"
         )
+
+
+def _recast(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """A module of another class with the same parameters and attributes."""
+    new = kind.__new__(kind)
+    new.__dict__.update(
+        (key, copy.copy(item) if isinstance(item, dict) else item) for key, item in vars(module).items()
+    )
+    return new
+
+
+@cache
+def _on_stored(adapted: type[LoRALinear], stored: type[StoredLinear]) -> type[LoRALinear]:
+    """The class of an adapted layer that stores its weight as ``stored`` does."""
+    members = {name: getattr(stored, name) for name in ("full_weight", "parallel_dims")}
+    return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), {**members, "stored_kind": stored})

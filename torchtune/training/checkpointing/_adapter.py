@@ -11,7 +11,9 @@ from torch import nn
 from torchtune.models import Description, FusedAdapter, Group, ModelError, WeightMap, WeightMapError
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_part
-from torchtune.training.checkpointing._load import identity, is_adapter_key, parameter_at, put
+from torchtune.training.checkpointing._full_weights import FullWeights, owned_names, parameter_at
+from torchtune.training.checkpointing._load import identity, put
+from torchtune.training.checkpointing._open_source import open_source
 from torchtune.training.checkpointing._peft_settings import (
     check_settings,
     peft_settings,
@@ -19,11 +21,13 @@ from torchtune.training.checkpointing._peft_settings import (
     token_indices,
     token_tensors,
 )
-from torchtune.training.checkpointing._ranks import Held, Ranks, local_part
+from torchtune.training.checkpointing._ranks import Held, Ranks
 from torchtune.training.checkpointing._safetensors_file import Block, Part
-from torchtune.training.checkpointing._sources import Source, must_exist, open_source
+from torchtune.training.checkpointing._sources import Source, must_exist
 from torchtune.utils import get_logger
 
+# Folder of the adapter in a checkpoint of merged weights.
+ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 # In a folder that holds several, the first: older checkpoints have the adapter under this library's names in .pt,
@@ -87,8 +91,7 @@ def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torc
         CheckpointError: the adapter is of other layers, another rank, or another scale.
     """
     source = open_source([file])
-    own = is_adapter_key(model)
-    wanted = {name for name, _ in model.named_parameters() if own(name)}
+    wanted = owned_names(model)
     if not wanted:
         raise CheckpointError(f"{file}: the model has no adapter to put it into: use a lora_* builder or a converter.")
     spec, description = identity(model)
@@ -155,10 +158,9 @@ def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -
     external, weight_map = name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", "."), spec.weight_map("hf")
     if not any(external in group.external for group in weight_map.groups(description)):
         return external in {tie.external for tie in weight_map.tied}
+    weights = FullWeights(model)
     for ours, value in weight_map.to_tune([(external, tensor)], description, partial=True):
-        parameter = parameter_at(model, ours)
-        box, local = local_part(parameter)
-        if value.shape != parameter.shape or not torch.equal(value[box].to(local), local):
+        if value.shape != weights.outline(ours).shape or not weights.equals(ours, value):
             raise CheckpointError(
                 f"{file}: it brings '{name}', which differs from the model's: it was trained together with a changed "
                 "base, so merge it into that base with peft and start from the merged model."
@@ -193,8 +195,8 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
         CheckpointError: there is no adapter, or a layer has no name of its own in Hugging Face's format.
     """
     spec, description = identity(model)
-    weight_map, own = spec.weight_map("hf"), is_adapter_key(model)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if own(name)}
+    weight_map, weights = spec.weight_map("hf"), FullWeights(model)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights.owned}
     if not parameters:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
     groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
@@ -206,7 +208,7 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
         )
     external = dict.fromkeys(module for name in parameters for module in map(_adapted, groups[name].external))
     chosen = dict.fromkeys(groups[name] for name in parameters)
-    parts = [group_part(group, parameters, ranks, turn) for turn, group in enumerate(chosen)]
+    parts = [group_part(group, weights, ranks, turn) for turn, group in enumerate(chosen)]
     for turn, (name, parameter) in enumerate(tokens.items()):
         held = Held.of(parameter, ranks, turn)
         parts.append(({rows[name]: held.outline}, partial(_rows, rows[name], held)))

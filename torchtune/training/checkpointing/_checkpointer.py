@@ -13,6 +13,7 @@ from torch import nn
 from torchtune.models import ModelError, get_spec
 from torchtune.training.checkpointing._adapter import (
     ADAPTER_CONFIG_FILE,
+    ADAPTER_DIR,
     ADAPTER_FILE,
     adapter_beside_base,
     adapter_parts,
@@ -32,13 +33,8 @@ from torchtune.training.checkpointing._directories import (
     resume_point,
 )
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import (
-    MAX_SHARD_BYTES,
-    carry_files,
-    config_of_model,
-    model_parts,
-    shards,
-)
+from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, carry_files, config_of_model, model_parts, shards
+from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.training.checkpointing._legacy import LegacyInterface
@@ -46,28 +42,20 @@ from torchtune.training.checkpointing._load import (
     check_base,
     check_config,
     check_description,
+    identity,
     initialize_rest,
-    is_adapter_key,
     load_base,
     read_json,
 )
 from torchtune.training.checkpointing._model_type import ModelType
+from torchtune.training.checkpointing._open_source import TextPart, open_source
 from torchtune.training.checkpointing._ranks import Ranks, reshard
 from torchtune.training.checkpointing._resumed_settings import check_resumed_settings
 from torchtune.training.checkpointing._safetensors_file import tensor_file
 from torchtune.training.checkpointing._saving import Job, Saver
-from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source, find_files, open_source, resolve_files
-from torchtune.training.checkpointing._state import (
-    STATE_DIR,
-    STRUCTURE,
-    load_state,
-    optimizers_of,
-    state_parts,
-)
+from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX, Source, find_files, resolve_files
+from torchtune.training.checkpointing._state import STATE_DIR, STRUCTURE, load_state, optimizers_of, state_parts
 from torchtune.utils import FolderLock, UserError, doing, get_logger, refuse_foreign, write_json
-
-# Folder of the adapter inside a checkpoint that also holds the merged model; loaders would take it for theirs else.
-ADAPTER_DIR = "adapter"
 
 
 class FullModelHFCheckpointer(LegacyInterface):
@@ -90,6 +78,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         keep_last_n_checkpoints: older ones are removed after each save. By default those of epochs are all kept, and
             the last three of those by steps.
         enable_dcp: accepted for older configs; reading and writing stream anyway.
+        text_only: of a checkpoint with several parts (vision, audio, text) write the text decoder as a model of its
+            own. By default the other parts are written with it, unchanged.
 
     Raises:
         CheckpointError: ``model_type`` or ``keep_last_n_checkpoints`` is no such thing.
@@ -109,6 +99,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         *,
         keep_last_n_checkpoints: int | None = None,
         enable_dcp: bool = False,
+        text_only: bool = False,
     ) -> None:
         if keep_last_n_checkpoints is not None and keep_last_n_checkpoints < 1:
             raise CheckpointError(f"keep_last_n_checkpoints is {keep_last_n_checkpoints}: it must be at least 1.")
@@ -122,6 +113,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         self.adapter_checkpoint = adapter_checkpoint
         self.should_load_recipe_state = should_load_recipe_state
         self.keep_last_n_checkpoints = keep_last_n_checkpoints
+        self.text_only = text_only
         # Of a GGUF file: what a save writes besides the weights, by name, and what it adds to config.json.
         self._made_files: dict[str, Any] = {}
         self._made_ids: dict[str, int] = {}
@@ -133,6 +125,15 @@ class FullModelHFCheckpointer(LegacyInterface):
     @cached_property
     def _lock(self) -> FolderLock:
         return FolderLock(self._output_dir())
+
+    @cached_property
+    def _whole(self) -> TextPart | None:
+        """The checkpoint that the text decoder is a part of, if its other parts are to be written too."""
+        config = self.checkpoint_dir / "config.json"
+        if self.text_only or not config.is_file() or "text_config" not in read_json(config):
+            return None
+        source = self.source()
+        return source if isinstance(source, TextPart) else None
 
     @cached_property
     def _saver(self) -> Saver:
@@ -163,9 +164,9 @@ class FullModelHFCheckpointer(LegacyInterface):
         """
         self._check_model_type(model)
         reshard(model)
-        device, own, adapter = torch.device(device), is_adapter_key(model), None
+        device, own, adapter = torch.device(device), owned_names(model), None
         with self._ranks.together():
-            source = self.source()
+            source, _ = self.source(), self._whole  # the latter now, while its folder is there
             if isinstance(source, GGUFFile):
                 check_description(model, source.description, source.path)
                 if not (self.checkpoint_dir / "tokenizer.json").exists():
@@ -174,10 +175,10 @@ class FullModelHFCheckpointer(LegacyInterface):
                 check_config(model, self.checkpoint_dir / "config.json")
             load_base(model, source, device, dtype)
             model.adapter_init = None
-            adapter = self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
+            adapter = self._adapter_file(wanted=bool(own))
             if adapter is not None:
                 load_adapter(model, adapter, device, dtype)
-        loaded = {name for name, _ in model.named_parameters() if adapter is not None or not own(name)}
+        loaded = {name for name, _ in model.named_parameters() if adapter is not None or name not in own}
         with self._ranks.same_randomness():
             initialize_rest(model, loaded, device, dtype)
 
@@ -197,8 +198,8 @@ class FullModelHFCheckpointer(LegacyInterface):
         else:
             check_config(model, self.checkpoint_dir / "config.json")
         check_base(model, source)
-        own = is_adapter_key(model)
-        self._adapter_file(wanted=any(own(name) for name, _ in model.named_parameters()))
+        own = owned_names(model)
+        self._adapter_file(wanted=bool(own))
 
     def _adapter_file(self, *, wanted: bool) -> Path | None:
         if self.adapter_checkpoint is None:
@@ -303,9 +304,9 @@ class FullModelHFCheckpointer(LegacyInterface):
             CheckpointError: the checkpoint is of another model or kind of run.
         """
         device = next(model.parameters()).device
-        own = is_adapter_key(model)
+        own = owned_names(model)
         adapters = [folder for folder in (point.path, point.path / ADAPTER_DIR) if (folder / ADAPTER_FILE).is_file()]
-        has_adapter = any(own(name) for name, _ in model.named_parameters())
+        has_adapter = bool(own)
         if has_adapter != bool(adapters):
             theirs, ours = ("an adapter", "has none") if adapters else ("a whole model", "has an adapter")
             raise CheckpointError(
@@ -365,15 +366,16 @@ class FullModelHFCheckpointer(LegacyInterface):
         # A resume reads the adapter alone, also where the merged model stands beside it.
         check_contents(model, adapter_only=adapter_only or (merge and state is not None), merge=merge)
         files, contents = [], {}
+        whole = None if adapter_only or identity(model)[1].is_classifier else self._whole
         if not adapter_only:
-            files, index = shards(model_parts(model, self._ranks, merge=merge), max_shard_bytes)
+            files, index = shards(model_parts(model, self._ranks, merge=merge, whole=whole), max_shard_bytes)
             contents |= {} if index is None else {SAFETENSORS_INDEX: index}
         if adapter_only or merge:
             parts, settings = adapter_parts(model, self._ranks, self._base_name())
             folder = "" if adapter_only else f"{ADAPTER_DIR}/"
             files.append(tensor_file(folder + ADAPTER_FILE, parts))
             contents[folder + ADAPTER_CONFIG_FILE] = settings
-        contents["config.json"] = config_of_model(model, self.checkpoint_dir)
+        contents["config.json"] = config_of_model(model, self.checkpoint_dir, is_part=whole is not None)
         saved = None if state is None else state_parts(state, model, self._ranks)
 
         def small(folder: Path) -> None:
@@ -391,7 +393,9 @@ class FullModelHFCheckpointer(LegacyInterface):
         output_dir = self._output_dir()
         own, agreed = (None, b"") if saved is None else (saved.file, saved.agreed)
         job = Job(output_dir, name, files, own, agreed, small, self.keep_last_n_checkpoints, optional)
-        optimizers = [] if merge else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
+        # What is made of a weight by all ranks together is made now, and not while training goes on.
+        now = merge or FullWeights(model).stored
+        optimizers = [] if now else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
         self._saver.save(job, behind=async_save, optimizers=optimizers)
         return output_dir / name
 

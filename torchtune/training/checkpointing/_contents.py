@@ -2,9 +2,10 @@
 
 from torch import nn
 
-from torchtune.modules.conversion import get_conversions
+from torchtune.modules.conversion import complete_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._load import identity, is_adapter_key
+from torchtune.training.checkpointing._full_weights import FullWeights
+from torchtune.training.checkpointing._load import identity
 from torchtune.training.checkpointing._peft_settings import trained_rows
 
 
@@ -20,27 +21,23 @@ def written_names(model: nn.Module, *, adapter_only: bool = False, merge: bool =
         CheckpointError: the model does not say what it is.
     """
     spec, description = identity(model)
-    weight_map, own = spec.weight_map("hf"), is_adapter_key(model)
-    names, written = {name for name, _ in model.named_parameters()}, set()
+    weight_map, weights = spec.weight_map("hf"), FullWeights(model)
+    written: set[str] = set()
     if not adapter_only:
         base = {name for group in weight_map.groups(description) for name in group.tune}
-        written |= {name for name in names & base if not own(name)}
+        written |= {part for name in weights.base & base for part in weights.parameters(name)}
     if adapter_only or merge:
         adapter = {name for group in weight_map.peft().groups(description) for name in group.tune}
         adapter |= {rows for rows, _ in trained_rows(model).values()}
-        written |= {name for name in names & adapter if own(name) and not (merge and _cannot_merge(model, name))}
+        kept = [c.owned_parameters(model) for c in complete_conversions(model) if c.can_merge or not merge]
+        written |= adapter & set().union(*kept)
     return written
-
-
-def _cannot_merge(model: nn.Module, name: str) -> bool:
-    owners = [c for c in get_conversions(model) if hasattr(c, "is_own_key") and c.is_own_key(name)]
-    return not any(hasattr(owner, "merged") for owner in owners)
 
 
 def check_contents(model: nn.Module, *, adapter_only: bool = False, merge: bool = False) -> None:
     """Compare the trained parameters with those that a save of these contents writes.
 
-    Trained is what requires a gradient, and what a conversion ``moves``.
+    Trained is what requires a gradient, and what hooks of a conversion change (``moved_parameters``).
 
     Args:
         model: before training, or when it is saved.
@@ -50,12 +47,8 @@ def check_contents(model: nn.Module, *, adapter_only: bool = False, merge: bool 
     Raises:
         CheckpointError: a trained parameter would not be written.
     """
-    movers = [conversion.moves for conversion in get_conversions(model) if hasattr(conversion, "moves")]
-    trained = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or any(moves(name) for moves in movers)
-    ]
+    moved = set().union(*(conversion.moved_parameters(model) for conversion in complete_conversions(model)))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad or name in moved]
     if (init := getattr(model, "adapter_init", None)) and not (adapter_only or merge):
         raise CheckpointError(
             f"model: its base lacks what the adapter started with (init_lora_weights = '{init}'), so it is not saved "

@@ -1,25 +1,19 @@
 """Writing weights as folders that other tools load."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from torchtune.models import Description, Group, ModelError, ModelSpec, text_config
-from torchtune.modules.conversion import get_conversions
+from torchtune.models import Description, Group, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._load import (
-    identity,
-    is_adapter_key,
-    parameter_at,
-    read_json,
-    whole_parameters,
-)
-from torchtune.training.checkpointing._ranks import Held, Ranks, full
+from torchtune.training.checkpointing._full_weights import FullWeights
+from torchtune.training.checkpointing._load import identity, read_json
+from torchtune.training.checkpointing._open_source import TextPart
+from torchtune.training.checkpointing._ranks import Ranks
 from torchtune.training.checkpointing._safetensors_file import Block, Part, TensorFile, num_bytes, write_file
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX
 from torchtune.utils import write_json
@@ -42,7 +36,7 @@ _TOKENIZER_FILES = (
 _MAX_CARRIED_BYTES = 100 * 2**20
 
 
-def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool) -> list[Part]:
+def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextPart | None = None) -> list[Part]:
     """The base weights under Hugging Face names, as parts of files.
 
     Making them needs no memory beyond one tensor. With ``merge`` and a sharded model all ranks make theirs together.
@@ -51,61 +45,46 @@ def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool) -> list[Part]:
         model: its adapters are left out, or with ``merge`` added to the weights (in float32, then rounded).
         ranks: each makes what it holds.
         merge: see above.
+        whole: the checkpoint whose text decoder the model is: its names are used, its other parts are written as they
+            are.
 
     Raises:
         CheckpointError: the model has parameters that its weight map does not know, or misses some.
     """
     spec, description = identity(model)
-    own = is_adapter_key(model)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if not own(name)}
+    spec = spec if whole is None else spec.as_part(whole.prefixes)
+    weights = FullWeights(model)
     groups = spec.weight_map("hf").groups(description)
-    if unknown := parameters.keys() - {name for group in groups for name in group.tune}:
+    if unknown := weights.base - {name for group in groups for name in group.tune}:
         raise CheckpointError(
             f"The parameter '{min(unknown)}' has no name in Hugging Face's format: it cannot be saved."
         )
-    return [group_part(group, parameters, ranks, turn, model if merge else None) for turn, group in enumerate(groups)]
+    parts = [group_part(group, weights, ranks, turn, merge=merge) for turn, group in enumerate(groups)]
+    return parts if whole is None else [*parts, *whole.other_parts(ranks)]
 
 
-def group_part(
-    group: Group, parameters: Mapping[str, nn.Parameter], ranks: Ranks, turn: int, merged: nn.Module | None = None
-) -> Part:
+def group_part(group: Group, weights: FullWeights, ranks: Ranks, turn: int, *, merge: bool = False) -> Part:
     """The tensors of one group, under their external names.
 
     Args:
         group: of a weight map.
-        parameters: ours, by name.
+        weights: of the model.
         ranks: each makes what it holds.
         turn: which of them makes what several hold, see :class:`Held`.
-        merged: the model whose adapters are to be merged into the weights.
+        merge: merge adapters into the weights.
     """
-    meta = [torch.empty(parameters[name].shape, dtype=parameters[name].dtype, device="meta") for name in group.tune]
-    outline = dict(zip(group.external, group.to_external(meta), strict=True))
+    meta = group.to_external([weights.outline(name) for name in group.tune])
+    outline = dict(zip(group.external, meta, strict=True))
     shapes = [tensor.shape for tensor in outline.values()]
 
     def make() -> Iterator[Block]:
         for name in group.tune:
-            held = Held.of(parameters[name], ranks, turn)
-            data = held.data if merged is None else _merged(merged, name, held)
+            held = (weights.merged if merge else weights.held)(name, ranks, turn)
             for piece in group.pieces(name, held.box, shapes) if held.writes else ():
                 start = tuple(part.start for part in piece.box)
-                yield Block(group.external[piece.external], start, piece.of(data))
+                yield Block(group.external[piece.external], start, piece.of(held.data))
 
     return outline, make
-
-
-def _merged(model: nn.Module, name: str, held: Held) -> torch.Tensor:
-    """What this rank holds of a weight with its adapter; the whole weight is put together for that."""
-    path, own = name.rpartition(".")[0], is_adapter_key(model)
-    inside = [f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters()]
-    if not any(map(own, inside)):
-        return held.data
-    sharded = [key for key in inside if isinstance(parameter_at(model, key), DTensor)]
-    with whole_parameters(model, {key: full(parameter_at(model, key)) for key in sharded}):
-        weight = parameter_at(model, name).detach()
-        for conversion in get_conversions(model):
-            if hasattr(conversion, "merged"):
-                weight = conversion.merged(name, weight, model)
-    return weight[held.box].clone() if sharded else weight[held.box]  # a view would keep the whole weight
 
 
 def shards(parts: Iterable[Part], max_shard_bytes: int) -> tuple[list[TensorFile], dict | None]:
@@ -144,16 +123,18 @@ def write_parts(parts: Iterable[Part], folder: Path, max_shard_bytes: int) -> No
         write_json(folder / SAFETENSORS_INDEX, index)
 
 
-def config_of_model(model: nn.Module, source_dir: Path | None) -> dict:
+def config_of_model(model: nn.Module, source_dir: Path | None, *, is_part: bool = False) -> dict:
     """The contents of ``config.json``: the source's, with what the model has otherwise, or one made by the spec.
 
     Args:
         model: its description, its dtype and the rows of its embedding are what the file will say.
         source_dir: where the weights came from.
+        is_part: whether the model is the text decoder of the source, all of whose parts the file will describe.
     """
     spec, description = identity(model)
-    embedding = model.tok_embeddings.weight
-    return config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
+    embedding = FullWeights(model).outline("tok_embeddings.weight")
+    config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
+    return with_text_config(read_json(source_dir / "config.json"), config) if is_part else config
 
 
 def config_of(

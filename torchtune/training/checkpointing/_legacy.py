@@ -9,15 +9,22 @@ import torch
 
 from torchtune.models import Description, FusedAdapter, ModelSpec, get_spec, spec_for_architecture, text_config
 from torchtune.models.convert_weights import meta_to_tune, tune_to_meta, tune_to_peft_adapter_config
-from torchtune.training.checkpointing._adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_settings
+from torchtune.training.checkpointing._adapter import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_DIR,
+    ADAPTER_FILE,
+    adapter_settings,
+)
 from torchtune.training.checkpointing._directories import complete_directories, new_directory, prune
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import carry_files, write_parts
 from torchtune.training.checkpointing._load import read_json, recognise
 from torchtune.training.checkpointing._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, ModelType
+from torchtune.training.checkpointing._open_source import open_source
 from torchtune.training.checkpointing._safetensors_file import save_tensors, whole_part
-from torchtune.training.checkpointing._sources import open_source, resolve_files, safe_torch_load, stream
-from torchtune.utils import atomic_write, write_json
+from torchtune.training.checkpointing._sources import resolve_files, safe_torch_load, stream
+from torchtune.training.checkpointing._state import STATE_DIR
+from torchtune.utils import atomic_write, get_logger, write_json
 
 _RECIPE_STATE = "recipe_state.pt"
 _ADAPTER_PT = "adapter_model.pt"
@@ -109,7 +116,7 @@ class LegacyInterface:
             if not adapter_only:
                 self._write_model(state_dict[MODEL_KEY], folder, limit)
             if ADAPTER_KEY in state_dict:
-                self._write_adapter(state_dict, folder)
+                self._write_adapter(state_dict, folder, beside_model=not adapter_only)
             if (self.checkpoint_dir / "config.json").is_file():
                 write_json(folder / "config.json", text_config(read_json(self.checkpoint_dir / "config.json")))
             carry_files(self.checkpoint_dir, folder)
@@ -130,8 +137,12 @@ class LegacyInterface:
             tensors = spec.weight_map("hf").to_external(model.items(), description)
             write_parts([whole_part(*item) for item in tensors], folder, limit)
 
-    def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path) -> None:
-        """The adapter under our names, and, where the folder says what the model is, in PEFT's layout."""
+    def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path, *, beside_model: bool) -> None:
+        """The adapter under our names, and, where the folder says what the model is, in PEFT's layout.
+
+        Beside a merged model PEFT's files go into ``adapter/``: where transformers finds them next to a model, it adds
+        the adapter to the weights that contain it already.
+        """
         adapter = _on_cpu(state_dict[ADAPTER_KEY].items())
         _torch_save(adapter, folder / _ADAPTER_PT)
         if self._legacy_names != "hf":
@@ -140,18 +151,21 @@ class LegacyInterface:
         weight_map = spec.weight_map("hf").peft()
         fused = {n for g in weight_map.groups(description) if isinstance(g.op, FusedAdapter) for n in g.tune}
         if fused & adapter.keys():
-            raise CheckpointError(
-                f"save_checkpoint: peft's settings of adapters of fused projections ({spec.name}) are not known here, "
-                "use the checkpointer's save()."
+            get_logger().warning(
+                f"{folder.name} holds the adapter as {_ADAPTER_PT} alone: only the checkpointer's save() knows PEFT's "
+                f"settings for adapters of fused projections ({spec.name})."
             )
+            return
+        target = folder / ADAPTER_DIR if beside_model else folder
+        target.mkdir(exist_ok=True)
         save_tensors(
             dict(weight_map.to_external(adapter.items(), description, partial=True)),
-            folder / ADAPTER_FILE,
+            target / ADAPTER_FILE,
         )
         if ADAPTER_CONFIG in state_dict:
             settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
             modules = sorted(settings.pop("target_modules"))
-            write_json(folder / ADAPTER_CONFIG_FILE, adapter_settings(self._base_name(), settings, modules))
+            write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self._base_name(), settings, modules))
 
     def _latest(self) -> Path:
         """The newest directory to go on from; older checkpoints have no marker, there the largest number counts."""
@@ -159,6 +173,11 @@ class LegacyInterface:
         complete = complete_directories(output_dir)
         names = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]
         found = complete or [output_dir / name for name in names if name is not None]
+        if found and (found[-1] / STATE_DIR).is_dir():
+            raise CheckpointError(
+                f"{found[-1]} was saved by the checkpointer's save(), without a {_RECIPE_STATE}: resume it with "
+                "enable_async_checkpointing=True, or delete that folder."
+            )
         with_state = [path for path in found if self._recipe_state(path).is_file()]
         if not with_state:
             raise CheckpointError(f"{output_dir} holds no checkpoint with a {_RECIPE_STATE} to resume from.")

@@ -1,8 +1,8 @@
 """Weights from files straight into the parameters of a model."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtune import utils
 from torchtune.models import (
+    Box,
     Description,
+    Group,
     ModelError,
     ModelSpec,
     WeightMap,
@@ -20,20 +22,14 @@ from torchtune.models import (
     spec_for_architecture,
     text_config,
 )
-from torchtune.modules.conversion import get_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._full_weights import FullWeights, materialize, parameter_at, whole_parameters
 from torchtune.training.checkpointing._ranks import full, local_part
 from torchtune.training.checkpointing._sources import Source
 from torchtune.utils import get_logger, log_once, sign_of_life
 
 # Fields that decide the arithmetic and that no shape of a tensor shows.
 _UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation")
-
-
-def is_adapter_key(model: nn.Module) -> Callable[[str], bool]:
-    """Tells whether a parameter's name belongs to a conversion and not to the base."""
-    tests = [conversion.is_own_key for conversion in get_conversions(model) if hasattr(conversion, "is_own_key")]
-    return lambda name: any(test(name) for test in tests)
 
 
 def identity(model: nn.Module) -> tuple[ModelSpec, Description]:
@@ -80,27 +76,6 @@ def _folder(source: Source) -> Path | str:
     return source.where(names[0]).parent if names else "checkpoint_files"
 
 
-def parameter_at(model: nn.Module, name: str) -> nn.Parameter:
-    """A parameter by its full name."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
-
-
-def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Make a parameter of the meta device real, unfilled; a real one is returned as it is."""
-    parameter = parameter_at(model, name)
-    if not parameter.is_meta:
-        return parameter
-    data = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device=device)
-    return _set_parameter(model, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
-
-
-def _set_parameter(model: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter:
-    path, _, leaf = name.rpartition(".")
-    model.get_submodule(path).register_parameter(leaf, new)
-    return new
-
-
 def put(
     model: nn.Module,
     name: str,
@@ -137,15 +112,24 @@ def _load_external(
     spec, description = identity(model)
     weight_map = spec.weight_map(kind)
     _check_tied(model, weight_map, description, source)
-    for group, shapes in _fitting_groups(model, source, kind):
+    weights = FullWeights(model)
+    for group, shapes in _fitting_groups(model, weights, source, kind):
         for name in group.tune:
-            box, local = local_part(materialize(model, name, device, dtype))
-            for piece in group.pieces(name, box, shapes):
-                piece.fill(local, source.read(group.external[piece.external], piece.box))
+            weights.fill(name, partial(_read_pieces, source, group, shapes, name), device, dtype)
             sign_of_life()
 
 
-def _fitting_groups(model: nn.Module, source: Source, kind: str) -> Iterator[tuple[Any, list[tuple[int, ...]]]]:
+def _read_pieces(
+    source: Source, group: Group, shapes: list[tuple[int, ...]], name: str, box: Box, target: torch.Tensor
+) -> None:
+    """Fill ``target`` with the part of the weight called ``name`` that is in ``box``."""
+    for piece in group.pieces(name, box, shapes):
+        piece.fill(target, source.read(group.external[piece.external], piece.box))
+
+
+def _fitting_groups(
+    model: nn.Module, weights: FullWeights, source: Source, kind: str
+) -> Iterator[tuple[Any, list[tuple[int, ...]]]]:
     """The groups of the weight map and the shapes of their tensors in the source, found to be those of the model."""
     spec, description = identity(model)
     try:
@@ -154,9 +138,7 @@ def _fitting_groups(model: nn.Module, source: Source, kind: str) -> Iterator[tup
         raise CheckpointError(f"{_folder(source)}: {str(error).rstrip('.')}: {_OTHER_MODEL}.") from error
     for group in groups:
         shapes = [source.shape(name) for name in group.external]
-        outline = group.to_external(
-            [torch.empty(parameter_at(model, name).shape, device="meta") for name in group.tune]
-        )
+        outline = group.to_external([weights.outline(name) for name in group.tune])
         for name, shape, like in zip(group.external, shapes, outline, strict=True):
             check_shape(source.where(name), name, shape, like.shape)
         yield group, shapes
@@ -185,30 +167,27 @@ def _check_tied(model: nn.Module, weight_map: WeightMap, description: Descriptio
             )
 
 
-def _own_names(model: nn.Module, source: Source) -> set[str]:
-    """Names of the base parameters, found to be those of a source that bears our names."""
-    own = is_adapter_key(model)
-    wanted = {name for name, _ in model.named_parameters() if not own(name)}
-    names = set(source.names())
+def _own_names(weights: FullWeights, source: Source) -> set[str]:
+    """Names of the base weights, found to be those of a source that bears our names."""
+    wanted, names = weights.base, set(source.names())
     for name in sorted(wanted - names):
         raise CheckpointError(f"{_folder(source)} lacks the tensor '{name}', which the model needs: {_OTHER_MODEL}.")
     for name in sorted(names - wanted):
-        if not own(name):
+        if name not in weights.owned:
             raise CheckpointError(
                 f"{source.where(name)}: the tensor '{name}' has no place in the model: {_OTHER_MODEL}."
             )
     for name in wanted:
-        check_shape(source.where(name), name, source.shape(name), parameter_at(model, name).shape)
+        check_shape(source.where(name), name, source.shape(name), weights.outline(name).shape)
     return wanted
 
 
 def _load_own(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None) -> None:
-    wanted = _own_names(model, source)
+    weights = FullWeights(model)
+    wanted = _own_names(weights, source)
     for name in source.names():
         if name in wanted:
-            box, local = local_part(materialize(model, name, device, dtype))
-            if local.numel():
-                local.copy_(source.read(name, box))
+            weights.fill(name, lambda box, target, name=name: target.copy_(source.read(name, box)), device, dtype)
 
 
 def load_base(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -244,9 +223,9 @@ def check_base(model: nn.Module, source: Source) -> None:
     spec, description = identity(model)
     kind = recognise(source, spec, description)
     if kind == "tune":
-        _own_names(model, source)
+        _own_names(FullWeights(model), source)
     else:
-        for _ in _fitting_groups(model, source, kind):
+        for _ in _fitting_groups(model, FullWeights(model), source, kind):
             pass
 
 
@@ -370,16 +349,3 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]
         if name in whole:
             box, local = local_part(sharded[name])
             local.copy_(whole[name][box])
-
-
-@contextmanager
-def whole_parameters(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A block in which the model has these tensors in the place of its parameters of these names."""
-    kept = {name: parameter_at(model, name) for name in whole}
-    for name, tensor in whole.items():
-        _set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
-    try:
-        yield
-    finally:
-        for name, parameter in kept.items():
-            _set_parameter(model, name, parameter)

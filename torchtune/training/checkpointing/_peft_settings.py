@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtune.models import FusedAdapter
-from torchtune.modules.conversion import get_conversions
+from torchtune.modules.conversion import complete_conversions
+from torchtune.modules.peft import AdapterModule, LoRALinear
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._load import identity, is_adapter_key, parameter_at, read_json
-from torchtune.training.checkpointing._ranks import full, local_part
+from torchtune.training.checkpointing._full_weights import FullWeights
+from torchtune.training.checkpointing._load import identity, read_json
 from torchtune.utils import get_logger
 
 # Settings that are compared with the model, or looked at by their readers.
@@ -80,18 +80,16 @@ def check_settings(model: nn.Module, path: Path, patterns: Mapping[str, Any]) ->
 def peft_settings(model: nn.Module) -> dict[str, Any]:
     """What the conversions of ``model`` say of its adapter."""
     settings: dict[str, Any] = {}
-    for conversion in get_conversions(model):
-        if hasattr(conversion, "peft_config"):
-            settings |= conversion.peft_config(model)
+    for conversion in complete_conversions(model):
+        settings |= conversion.peft_config(model)
     return settings
 
 
 def trained_rows(model: nn.Module) -> dict[str, tuple[str, list[int]]]:
     """Name of a weight -> name of the parameter with its trained rows, and their token ids."""
     found: dict[str, tuple[str, list[int]]] = {}
-    for conversion in get_conversions(model):
-        if hasattr(conversion, "new_rows"):
-            found |= conversion.new_rows(model)
+    for conversion in complete_conversions(model):
+        found |= conversion.new_rows(model)
     return found
 
 
@@ -146,21 +144,21 @@ def take_from_base(model: nn.Module, settings: Mapping[str, Any], path: Path) ->
         raise CheckpointError(f"{path}: the base was changed for an adapter of the kind {done} already: start anew.")
     spec, description = identity(model)
     groups = {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.tune}
-    own = is_adapter_key(model)
-    names = [name for name, _ in model.named_parameters() if own(name) and name.endswith(".lora_a.weight")]
-    others = [name for name, _ in model.named_parameters() if own(name) and name.endswith(("_a", "_b"))]
-    others += [name for name in names if isinstance(groups[name].op, FusedAdapter)]
+    adapted = {path: module for path, module in model.named_modules() if isinstance(module, AdapterModule)}
+    others = [
+        f"{path}.{module.adapter_params()[0]}"
+        for path, module in adapted.items()
+        if not isinstance(module, LoRALinear) or isinstance(groups[f"{path}.lora_a.weight"].op, FusedAdapter)
+    ]
     if others:
         raise CheckpointError(
             f"{path}: init_lora_weights = '{init}' cannot be expressed for '{others[0]}', whose base weight has other "
             "parts here: merge the adapter into its base with peft and start from the merged model."
         )
-    for name in names:
-        weight = parameter_at(model, name.removesuffix(".lora_a.weight") + ".weight")
-        box, local = local_part(weight)
-        whole = full(weight) if isinstance(weight, DTensor) else weight.detach()
-        scale = settings["lora_alpha"] / settings["r"]
-        local.copy_(_without_start(whole.float(), init, settings["r"], scale)[box])
+    weights, scale = FullWeights(model), settings["lora_alpha"] / settings["r"]
+    for path in adapted:
+        name = f"{path}.weight"
+        weights.put(name, _without_start(weights.full(name).float(), init, settings["r"], scale))
     model.adapter_init = init
 
 

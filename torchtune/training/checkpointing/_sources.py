@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import re
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +13,12 @@ from safetensors import SafetensorError, safe_open
 
 from torchtune.models import Box
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.utils import read_json
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 _REOPEN_BYTES = 16 * 2**20
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # What a folder without an index may hold, the first that is there.
 _WEIGHT_FILES = (
     "model*.safetensors",
@@ -314,73 +312,6 @@ def resolve_files(checkpoint_dir: Path, checkpoint_files: Sequence[str] | Mappin
     if len(checkpoint_files) == 0:
         raise CheckpointError("checkpoint_files: the list is empty: name the files, or leave the key out.")
     return [checkpoint_dir / name for name in sorted(checkpoint_files)]
-
-
-class _TextTower:
-    """The tensors of text in a model that also sees or hears, under the names that the text model alone has.
-
-    Args:
-        source: of the whole model.
-    """
-
-    kind = None
-    _NAMES = re.compile(r"(?:(?:model\.language_model|language_model\.model)\.(.+)|(?:language_model\.)?(lm_head\..+))")
-
-    def __init__(self, source: _Shards) -> None:
-        self._source = source
-        self._theirs = {}
-        for name in source.names():
-            if match := self._NAMES.fullmatch(name):
-                self._theirs[match[2] or f"model.{match[1]}"] = name
-
-    @classmethod
-    def is_in(cls, source: _Shards) -> bool:
-        """Whether there is one."""
-        return any(name.startswith(("language_model.", "model.language_model.")) for name in source.names())
-
-    def names(self) -> list[str]:
-        """Names of all its tensors, file by file."""
-        return list(self._theirs)
-
-    def where(self, name: str) -> Path:
-        """File that holds a tensor."""
-        return self._source.where(self._theirs[name])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return self._source.shape(self._theirs[name])
-
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor or a part of it, backed by the file: copy it before changing it."""
-        return self._source.read(self._theirs[name], box)
-
-
-def open_source(paths: Sequence[Path]) -> Source:
-    """Open files of weights, all of one format.
-
-    Raises:
-        CheckpointError: formats are mixed or unknown, or see the sources.
-    """
-    suffixes = {path.suffix for path in paths}
-    if suffixes == {".safetensors"}:
-        from torchtune.training.checkpointing._mxfp4 import Mxfp4Files, has_mxfp4  # which builds on this module
-
-        files = SafetensorsFiles(paths)
-        return Mxfp4Files(paths) if has_mxfp4(files.names()) else _text_of(files)
-    if suffixes == {".gguf"}:
-        if len(paths) > 1:
-            raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
-        return GGUFFile(paths[0])
-    if suffixes <= set(_TORCH_SUFFIXES):
-        return _text_of(TorchFiles(paths))
-    raise CheckpointError(
-        f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
-        "GGUF file, or torch files."
-    )
-
-
-def _text_of(source: _Shards) -> Source:
-    return _TextTower(source) if _TextTower.is_in(source) else source
 
 
 def stream(source: Source) -> Iterator[tuple[str, torch.Tensor]]:

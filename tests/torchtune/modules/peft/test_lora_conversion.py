@@ -21,6 +21,7 @@ from torchtune.modules.peft import (
     set_trainable_params,
     validate_missing_and_unexpected_for_lora,
 )
+from torchtune.modules.tied_linear import CappedLinear
 
 TOKENS = torch.arange(20).view(2, 10)
 EVERYTHING = {"apply_to_mlp": True, "apply_to_output": True}
@@ -224,3 +225,10 @@ def test_validate_missing_and_unexpected() -> None:
             validate(state_dict_keys=keys, **mistake)
     with pytest.warns(FutureWarning, match="lora_attn_modules is deprecated"), pytest.raises(ConversionError):
         validate(lora_attn_modules=["v_proj"], base_missing=own)
+
+
+def test_an_output_projection_that_bounds_its_logits_takes_no_adapter() -> None:
+    model = nn.ModuleDict({"output": CappedLinear(4, 8, softcap=3.0)})
+    with pytest.raises(ConversionError, match="LoRA: 'output' is a CappedLinear, which computes more"):
+        apply_conversions(model, [LoRA(target_modules=["output"])])
+    assert type(model["output"]) is CappedLinear

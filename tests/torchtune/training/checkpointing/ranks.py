@@ -5,6 +5,7 @@ Started once for many cases: ``run(number of processes, cases, folder)``.
 
 import os
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from torchtune.training import ParallelDims, parallelize
 TIMEOUT = 120
 
 
-def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folder: Path) -> None:
+def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folder: Path, store: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", f"file://{folder}/store_{size}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", f"file://{folder}/{store}", rank=rank, world_size=size)
     try:
         for case in cases:
             try:
@@ -40,8 +41,10 @@ def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folde
 
 def run(size: int, cases: Sequence[Callable[[Path], Any]], folder: Path) -> None:
     """Run the cases one after another in ``size`` processes; the first failure fails all."""
+    (folder / f"store_{size}").unlink(missing_ok=True)  # of a run before, in the same folder
     context = torch.multiprocessing.get_context("fork")
-    processes = [context.Process(target=_process, args=(rank, size, cases, folder)) for rank in range(size)]
+    store = f"store_{uuid.uuid4().hex}"  # one that was used before says where processes of that time could be reached
+    processes = [context.Process(target=_process, args=(rank, size, cases, folder, store)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:

@@ -1,4 +1,4 @@
-"""The text tower of a model that also sees: read from its files, and saved as a model of text alone."""
+"""The text decoder of a model with several parts: the others are kept, or left out if asked."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from torchtune.models import ModelError, from_hf_config
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
 
 _TEXT = {
@@ -62,7 +64,7 @@ def test_text_tower_comes_out_as_a_model_of_its_own(name: str, prefix: str, tmp_
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with torch.device("meta"):
         model = from_hf_config(folder)
-    checkpointer = FullModelHFCheckpointer(str(folder), output_dir=str(tmp_path / "out"))
+    checkpointer = FullModelHFCheckpointer(str(folder), output_dir=str(tmp_path / "out"), text_only=True)
     checkpointer.load_model(model, device="cpu", dtype=torch.float32)
     with torch.no_grad():
         expected = hf(TOKENS).logits
@@ -86,3 +88,103 @@ def test_a_tower_that_no_family_reads_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="model_type = 'new_text' cannot be read; there are: gemma3_text"):
         from_hf_config(tmp_path)
+
+
+def _folder_of(name: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of several parts, with the vision part in bfloat16, and its tensors."""
+    folder = tmp_path / "whole"
+    _whole(name).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights = {key: value.bfloat16() if "vision" in key else value for key, value in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, weights
+
+
+def _loaded(folder: Path, output: Path, **options: Any) -> tuple[FullModelHFCheckpointer, torch.nn.Module]:
+    with torch.device("meta"):
+        model = from_hf_config(folder)
+    if options.pop("lora", False):
+        apply_conversions(model, [LoRA(rank=2, attn_modules=["q_proj", "v_proj"])])
+    checkpointer = FullModelHFCheckpointer(str(folder), output_dir=str(output), **options)
+    checkpointer.load_model(model, device="cpu", dtype=torch.float32)
+    return checkpointer, model
+
+
+def _saved(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("model*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def _same_other_parts(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    others = [key for key in expected if "language_model" not in key and "text_model" not in key]
+    assert len(others) > 5
+    for key in others:
+        assert found[key].dtype == expected[key].dtype
+        assert torch.equal(found[key], expected[key]), key
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 50_000])
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
+def test_other_parts_are_written_back_bit_by_bit(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
+    folder, source = _folder_of(name, tmp_path)
+    checkpointer, model = _loaded(folder, tmp_path / "out")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)  # exact in float32
+    saved = checkpointer.save("epoch_0", model, max_shard_bytes=max_shard_bytes)
+    found = _saved(saved)
+    _same_other_parts(found, source)
+    for key in source.keys() - {key for key in source if "language_model" not in key}:
+        assert torch.equal(found[key], source[key] * 1.25), key
+    config = json.loads((saved / "config.json").read_text())
+    assert config == json.loads((folder / "config.json").read_text()) | {"text_config": config["text_config"]}
+
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    again, loading = kind.from_pretrained(saved, output_loading_info=True, dtype=torch.float32)
+    assert not any(loading.values()), loading
+    with torch.no_grad():
+        difference = (again.eval()(TOKENS).logits - model.eval()(TOKENS)).abs().max()
+    assert difference <= 1e-3  # of logits scaled up by five quarters a matrix
+
+
+def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path: Path) -> None:
+    folder, source = _folder_of("Gemma3", tmp_path)
+    checkpointer, model = _loaded(folder, tmp_path / "lora", lora=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b.weight"):
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+    merged = checkpointer.save("epoch_0", model, merge=True)
+    found = _saved(merged)
+    _same_other_parts(found, source)
+    changed = {key for key in source if not torch.equal(found[key], source[key])}
+    assert {key.rpartition("self_attn.")[2] for key in changed} == {"q_proj.weight", "v_proj.weight"}
+
+    # The output is itself a checkpoint of all parts: train on from it, resume, and save once more.
+    checkpointer, model = _loaded(merged, tmp_path / "full")
+    checkpointer.save("step_1", model, state={"progress": {"step": 1}})
+    checkpointer, again = _loaded(merged, tmp_path / "full")
+    with torch.no_grad():
+        again.norm.scale.zero_()
+    point = checkpointer.find_resume_point()
+    assert point is not None
+    progress: dict[str, Any] = {"step": 0}
+    checkpointer.resume(point, again, {"progress": progress})
+    assert progress == {"step": 1}
+    for (key, first), second in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(first, second), key
+    last = _saved(checkpointer.save("step_2", again))
+    assert all(torch.equal(last[key], found[key]) for key in found)
+
+
+def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path: Path) -> None:
+    folder, source = _folder_of("Gemma3", tmp_path)
+    source = {key.replace("language_model.model.", "model.text_model."): value for key, value in source.items()}
+    save_file(source, folder / "model.safetensors", metadata={"format": "pt"})
+    checkpointer, model = _loaded(folder, tmp_path / "out")
+    found = _saved(checkpointer.save("epoch_0", model))
+    _same_other_parts(found, source)
+    assert all(torch.equal(found[key], source[key]) for key in source)

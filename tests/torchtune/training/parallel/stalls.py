@@ -18,10 +18,10 @@ NAME = "full_finetune_distributed"
 MINUTES = 0.1
 # name: (ranks, the line before which the last rank stalls)
 RUNS = {
-    "set-up": (2, "        self.loss_fn = config.instantiate(cfg.loss)\n"),
+    "set-up": (2, "        self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)\n"),
     "load": (2, None),
     "close": (2, "            self.metric_logger.close()\n"),
-    "alone": (1, "        self.loss_fn = config.instantiate(cfg.loss)\n"),
+    "alone": (1, "        self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)\n"),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.torchtune.training.parallel.hangs import RUNS, TIMEOUT
 from torchtune import training
-from torchtune.training._heartbeats import Beat, explain, list_ranks
+from torchtune.training.supervise._heartbeats import Beat, explain, list_ranks
 
 
 @pytest.fixture(scope="module")

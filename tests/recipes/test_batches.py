@@ -1,0 +1,50 @@
+"""Recipes take a batch, a dict of a user's own collation, and code that was written for dicts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes.runs import TRAINING, start
+from torchtune.data import DataError, padded_collate_packed
+
+# compute_loss and label count of a recipe that was copied when batches were dicts.
+FOR_DICTS = {
+    "        batch = batch.to(self.device, non_blocking=True)\n": (
+        "        utils.batch_to_device(batch, self.device)\n        labels = batch.pop('labels')\n"
+    ),
+    "self.model(**batch.model_inputs(), output": "self.model(**batch, output",
+    "hidden, batch.labels, self": "hidden, labels, self",
+    "num_labels += batch.num_labels": "num_labels += int((batch['labels'] != -100).sum())",
+}
+
+
+def own_collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = padded_collate_packed([[example] for example in examples])
+    return {**batch, "weights": torch.ones(batch["tokens"].shape), "mask": None}
+
+
+def collate_with_rewards(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**own_collate(examples), "rewards": torch.ones(len(examples))}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_copied_recipe_reads_batches_as_dicts(name: str, tmp_path: Path) -> None:
+    settings = {"max_steps_per_epoch": 3, "run_val_every_n_steps": 3}
+    settings["dataset_val"] = "${dataset}"
+    ours, copied = (start(name, tmp_path, changes=changes, **settings) for changes in (None, FOR_DICTS))
+    assert ours.losses == copied.losses
+    assert [record["val_loss"] for record in ours.records if "val_loss" in record] == [
+        record["val_loss"] for record in copied.records if "val_loss" in record
+    ]
+
+
+def test_a_dict_of_an_own_collation_trains(tmp_path: Path) -> None:
+    name = "full_finetune_single_device"
+    settings = {"max_steps_per_epoch": 3, "batch_size": 4}
+    ours = start(name, tmp_path, **settings)
+    own = start(name, tmp_path, collate_fn=f"{__name__}.own_collate", **settings)
+    assert own.losses == pytest.approx(ours.losses, abs=1e-5)  # padded rows add up in another order
+    with pytest.raises(DataError, match=r"collate_fn: 'rewards' \(shape \(4,\)\) is not per token"):
+        start(name, tmp_path, collate_fn=f"{__name__}.collate_with_rewards", **settings)

@@ -1,0 +1,229 @@
+"""Recipes written against earlier releases train, save and resume unchanged, and others load what they save."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
+
+from tests.recipes.killing import Forker, said
+from tests.recipes.runs import read_log
+from tests.tiny import write_checkpoint, write_conversations
+
+SINGLE, DISTRIBUTED = "../tests/recipes/older/single_device", "../tests/recipes/older/distributed"
+LLAMA = {
+    "vocab_size": 320,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 64,
+    "max_seq_len": 4096,
+    "rope_base": 10_000,
+    "norm_eps": 1e-6,
+}
+LORA = {
+    "lora_attn_modules": ["q_proj", "v_proj"],
+    "apply_lora_to_mlp": True,
+    "apply_lora_to_output": False,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    forker = Forker()
+    yield forker
+    forker.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("older")
+    write_checkpoint(folder / "checkpoint", tied=False)
+    write_conversations(folder / "data.jsonl")
+    return folder
+
+
+def write_yaml(folder: Path, output_dir: Path, *, lora: bool, **settings: Any) -> Path:
+    """A config in the manner of earlier releases."""
+    base = json.loads((folder / "checkpoint" / "config.json").read_text())
+    model = {**LLAMA, "vocab_size": base["vocab_size"]}
+    cfg = {
+        "output_dir": str(output_dir),
+        "model": {"_component_": "torchtune.models.llama3.llama3", **model},
+        "tokenizer": {
+            "_component_": "torchtune.modules.transforms.tokenizers.hf_tokenizer",
+            "path": str(folder / "checkpoint"),
+            "max_seq_len": 128,
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(folder / "checkpoint"),
+            "checkpoint_files": ["model.safetensors"],
+            "recipe_checkpoint": None,
+            "output_dir": "${output_dir}",
+            "model_type": "LLAMA3",
+        },
+        "resume_from_checkpoint": False,
+        "dataset": {
+            "_component_": "torchtune.datasets.chat_dataset",
+            "source": "json",
+            "data_files": str(folder / "data.jsonl"),
+            "conversation_column": "messages",
+            "conversation_style": "openai",
+            "packed": False,
+        },
+        "seed": 7,
+        "shuffle": True,
+        "batch_size": 2,
+        "epochs": 2,
+        "max_steps_per_epoch": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-2},
+        "optimizer_in_bwd": False,
+        "clip_grad_norm": 1.0,
+        "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
+        "compile": False,
+        "device": "cpu",
+        "dtype": "fp32",
+        "enable_activation_checkpointing": False,
+        "log_every_n_steps": 1,
+        "log_peak_memory_stats": True,
+        "log_level": "INFO",
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": "${output_dir}/logs",
+            "filename": "log.jsonl",
+            "output_fmt": "jsonl",
+        },
+        "profiler": {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False},
+    }
+    if lora:
+        cfg["model"] = {"_component_": "torchtune.models.llama3.lora_llama3", **LORA, **model}
+        cfg["save_adapter_weights_only"] = False
+        cfg["lr_scheduler"] = {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 2,
+        }
+    cfg |= settings
+    output_dir.mkdir(parents=True, exist_ok=True)
+    path = output_dir.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(cfg, sort_keys=False))
+    return path
+
+
+def run(forker: Forker, name: str, path: Path, *overrides: str) -> None:
+    ranks = 2 if name == DISTRIBUTED else 1
+    forker.start(name, path, *overrides, ranks=ranks)
+    codes = forker.wait()
+    assert codes == [0] * ranks, said(path)
+
+
+def records(output_dir: Path, key: str = "loss") -> dict[int, float]:
+    return {record["step"]: record[key] for record in read_log(output_dir)}
+
+
+def interrupted(whole: Path, copy: Path, last: str) -> Path:
+    """The output of a run that was stopped after its first checkpoint."""
+    shutil.copytree(whole, copy, ignore=shutil.ignore_patterns(last, "logs"))
+    return copy
+
+
+def check_saved(saved: Path, base: Path, *, lora: bool, like: Path) -> None:
+    """The last checkpoint loads in transformers and peft, is trained, and equals that of another run to the bit."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
+    before = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    row = json.loads((base.parent / "data.jsonl").read_text().splitlines()[0])
+    text = transformers.AutoTokenizer.from_pretrained(saved).apply_chat_template(row["messages"], tokenize=False)
+    tokens = transformers.AutoTokenizer.from_pretrained(saved)(text, return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = model(tokens).logits
+        assert model(tokens, labels=tokens).loss < before(tokens, labels=tokens).loss - 0.01
+        if lora:
+            adapted = peft.PeftModel.from_pretrained(before, saved / "adapter").eval()
+            torch.testing.assert_close(adapted(tokens).logits, logits, atol=1e-4, rtol=1e-4)
+    ours, theirs = load_file(saved / "model.safetensors"), load_file(like / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+CASES = {
+    "full": (SINGLE, False, {}),
+    "full in backward": (
+        SINGLE,
+        False,
+        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None},
+    ),
+    "lora": (SINGLE, True, {}),
+    "full on 2 ranks": (DISTRIBUTED, False, {"custom_sharded_layers": ["tok_embeddings", "output"]}),
+    "full on 2 ranks asynchronously": (
+        DISTRIBUTED,
+        False,
+        {"enable_async_checkpointing": True, "save_every_n_steps": 1, "epochs": 1},
+    ),
+    "full on 2 ranks in backward": (
+        DISTRIBUTED,
+        False,
+        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None},
+    ),
+    "lora on 2 ranks": (DISTRIBUTED, True, {}),
+    "lora on 2 ranks asynchronously": (DISTRIBUTED, True, {"enable_async_checkpointing": True}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("case", CASES)
+def test_an_older_recipe_trains_saves_and_resumes(case: str, forker: Forker, folder: Path) -> None:
+    name, lora, settings = CASES[case]
+    whole = folder / case.replace(" ", "_")
+    run(forker, name, write_yaml(folder, whole, lora=lora, **settings))
+    losses = records(whole)
+    first, last = ("step_1", "step_2") if "save_every_n_steps" in settings else ("epoch_0", "epoch_1")
+    steps_saved = len(losses) // 2
+    assert set(losses) == set(range(1, 2 * steps_saved + 1))
+
+    rest = interrupted(whole, whole.with_name(whole.name + "_resumed"), last)
+    assert (rest / first).is_dir()
+    run(forker, name, write_yaml(folder, rest, lora=lora, **settings), "resume_from_checkpoint=True")
+    assert records(rest) == {step: loss for step, loss in losses.items() if step > steps_saved}
+    check_saved(rest / last, folder / "checkpoint", lora=lora, like=whole / last)
+
+
+SPLITS = {
+    "data": {"batch_size": 2},
+    "sequences": {"context_parallel_dim": 2, "data_parallel_shard_dim": 1},
+    "layers": {
+        "tensor_parallel_dim": 2,
+        "data_parallel_shard_dim": 1,
+        "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def alone(forker: Forker, folder: Path) -> Path:
+    output_dir = folder / "alone"
+    run(forker, SINGLE, write_yaml(folder, output_dir, lora=False, batch_size=4, epochs=1))
+    return output_dir
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_ranks_train_as_one_process(split: str, alone: Path, forker: Forker, folder: Path) -> None:
+    """Losses and gradient norms: gradients are scaled by the recipe, which expects them averaged over ranks."""
+    output_dir = folder / split
+    run(
+        forker,
+        DISTRIBUTED,
+        write_yaml(folder, output_dir, lora=False, **{"batch_size": 4, "epochs": 1, **SPLITS[split]}),
+    )
+    for key in ("loss", "grad_norm"):
+        assert records(output_dir, key) == pytest.approx(records(alone, key), rel=1e-4)

@@ -1,0 +1,270 @@
+"""One batch: tokens, and what belongs to a token or to a document."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn import functional as F
+
+from torchtune.data import (
+    Batch,
+    DataError,
+    Documents,
+    collate_documents,
+    collate_preference,
+    padded_collate_dpo,
+    padded_collate_packed,
+    padded_collate_sft,
+)
+from torchtune.models import Description, build
+from torchtune.utils import batch_to_device
+
+ONE = {"tokens": [1, 2, 3], "labels": [2, 3, -100]}
+TWO = {"tokens": [4], "labels": [5]}
+THREE = {"tokens": [6, 7], "labels": [7, -100]}
+PAIRS = [
+    {
+        "chosen_input_ids": [1, 2, 3, 4],
+        "chosen_labels": [-100, 3, 4, 5],
+        "rejected_input_ids": [1, 2, 6],
+        "rejected_labels": [-100, 6, 7],
+    },
+    {
+        "chosen_input_ids": [8, 9],
+        "chosen_labels": [9, 10],
+        "rejected_input_ids": [8, 11, 12, 13, 14],
+        "rejected_labels": [11, 12, 13, 14, 15],
+    },
+]
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "intermediate_dim": 16}
+    return build(Description(vocab_size=16, max_seq_len=32, **sizes)).double()
+
+
+def document_states(model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:
+    hidden = model(**batch.model_inputs(), output="hidden").flatten(0, 1)
+    return list(hidden.split(list(batch.documents.lengths)))
+
+
+def test_code_for_dicts_takes_a_batch() -> None:
+    batch = collate_documents([ONE, TWO])
+    assert isinstance(batch, Batch)
+    assert (
+        dict(batch).keys() == batch.model_inputs().keys() | {"labels"} == {*"tokens labels input_pos documents".split()}
+    )
+    batch["weights"] = torch.ones(1, 4)
+    assert batch.per_token["weights"] is batch["weights"]
+    batch_to_device(batch, torch.device("meta"))
+    assert {batch[key].device.type for key in ("tokens", "labels", "input_pos", "weights")} == {"meta"}
+    assert batch.documents.cu_seqlens.device.type == "meta"
+    labels = batch.pop("labels")
+    del batch["weights"]
+    assert labels.shape == (1, 4)
+    assert batch.labels is None
+    assert batch.num_labels == 0
+    assert {**batch}.keys() == batch.model_inputs().keys()
+    with pytest.raises(KeyError):
+        batch.pop("labels")
+
+
+def test_a_dict_becomes_a_batch() -> None:
+    weights, states = torch.ones(2, 3), torch.ones(2, 3, 5)
+    found = padded_collate_sft([ONE, TWO]) | {"weights": weights, "states": states, "mask": torch.ones(2, 3, 3) > 0}
+    batch = Batch.from_dict(found)
+    assert Batch.from_dict(batch) is batch
+    assert batch.per_token == {"weights": weights, "states": states}
+    assert batch.model_inputs().keys() == {"tokens", "mask"}
+    assert (batch.num_tokens, batch.num_labels, batch.num_documents) == (6, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"rewards": torch.ones(2)}, r"'rewards' \(shape \(2,\)\) is not per token, the tokens are \(2, 3\): return a"),
+        ({"texts": ["a", "b"]}, r"'texts' \(list\) is not per token"),
+        ({"position_ids": torch.ones(2, 3)}, "returns 'position_ids': return 'input_pos' instead"),
+        ({"attention_mask": torch.ones(2, 3)}, "return 'documents' or 'mask' instead"),
+        ({"labels": torch.ones(2, 4)}, r"tokens \(2, 3\) has 'labels' of shape \(2, 4\)"),
+        ({"documents": Documents.from_lengths([5])}, "6 tokens has documents that cover 5"),
+    ],
+)
+def test_what_is_neither_per_token_nor_known_is_refused(entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Batch.from_dict(padded_collate_sft([ONE, TWO]) | entry)
+
+
+def test_extras_fit_the_batch() -> None:
+    batch = padded_collate_sft([ONE, TWO])
+    with pytest.raises(DataError, match="2 documents has 3 values of 'reward'"):
+        Batch(**batch, per_document={"reward": torch.ones(3)})
+    with pytest.raises(DataError, match="two entries 'reward'"):
+        Batch(**batch, per_document={"reward": torch.ones(2)}, per_token={"reward": torch.ones(2, 3)})
+
+
+@pytest.mark.parametrize("collate", [collate_documents, lambda packs: Batch.from_dict(padded_collate_packed(packs))])
+def test_padding_to_a_multiple_changes_no_document(collate: Callable[..., Batch], model: torch.nn.Module) -> None:
+    batch = collate([[ONE, TWO], [THREE, TWO]])
+    before = document_states(model, batch)
+    padded = batch.pad_to_multiple(16)
+    assert padded.tokens.shape == (1, 16)
+    assert padded.num_labels == batch.num_labels
+    assert padded.num_documents == batch.num_documents
+    for one, other in zip(before, document_states(model, padded), strict=False):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+    assert padded.pad_to_multiple(1) is padded
+    assert Batch.from_dict(padded_collate_sft([ONE, TWO])).pad_to_multiple(4).input_pos.tolist() == [[0, 1, 2, 0]] * 2
+
+
+def test_a_split_batch_is_the_batch_in_parts() -> None:
+    whole = collate_documents([ONE, TWO, THREE])
+    whole = Batch(**whole, per_token={"state": torch.randn(1, 6, 2)}, per_document={"reward": torch.randn(3)})
+    whole = whole.pad_to_multiple(4)
+    parts = [whole.split(rank, 2) for rank in range(2)]
+    for name in ("tokens", "labels", "input_pos", "state"):
+        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
+    assert sum(part.num_labels for part in parts) == whole.num_labels == 4
+    assert {part.documents for part in parts} == {whole.documents}
+    assert all(part["reward"] is whole["reward"] for part in parts)
+    with pytest.raises(DataError, match="8 positions in 1 part"):
+        whole.split(0, 3)
+    with pytest.raises(DataError, match="in 2 part"):
+        parts[0].split(0, 2)
+
+
+def test_images_are_not_split() -> None:
+    batch = Batch.from_dict(padded_collate_sft([ONE]) | {"encoder_input": {"images": torch.ones(1, 3)}})
+    assert batch.to("meta").inputs["encoder_input"]["images"].device.type == "meta"
+    for change in (lambda: batch.pad_to_multiple(2), lambda: batch.split(0, 3)):
+        with pytest.raises(DataError, match="not known how to split 'encoder_input'"):
+            change()
+
+
+def sums_by_loop(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    rows, sums = values.flatten().tolist(), []
+    for length in lengths:
+        sums.append(sum(rows[:length]))
+        rows = rows[length:]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_sums_per_document(dtype: torch.dtype) -> None:
+    lengths = (3, 1, 7, 2, 40)
+    tokens = torch.zeros(1, sum(lengths), dtype=torch.int64)
+    batch = Batch(tokens, documents=Documents.from_lengths(lengths)).pad_to_multiple(4)
+    values = (torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    found, expected = batch.sum_per_document(values), sums_by_loop(values, lengths)
+    assert found.dtype == (torch.int64 if dtype == torch.bool else dtype)
+    tolerance = {torch.bfloat16: 2**-8, torch.float32: 1e-6}.get(dtype, 1e-12)  # of the result alone
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    parts = [batch.split(rank, 4).sum_per_document(part) for rank, part in enumerate(values.double().chunk(4, dim=1))]
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_are_documents_where_none_are_given() -> None:
+    batch = Batch.from_dict(padded_collate_sft([ONE, TWO]))
+    assert batch.sum_per_document(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [6, 15]
+    with pytest.raises(DataError, match=r"\(2, 4\) are not per token, the tokens are \(2, 3\)"):
+        batch.sum_per_document(torch.ones(2, 4))
+
+
+def test_sums_have_gradients() -> None:
+    batch = collate_documents([ONE, TWO, THREE])
+    values = torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: batch.sum_per_document(x) ** 2, (values,))
+
+
+def test_sums_and_pairs_read_nothing_from_the_device() -> None:
+    """Fake tensors have no values: reading one on the host raises."""
+    with FakeTensorMode():
+        batch = collate_preference(PAIRS).pad_to_multiple(8)
+        values = torch.randn(batch.tokens.shape, requires_grad=True)
+        chosen, rejected = batch.chosen_and_rejected(batch.sum_per_document(values))
+        (chosen - rejected).sum().backward()
+        assert chosen.shape == rejected.shape == (2,)
+        with pytest.raises(DataDependentOutputException):
+            batch.num_labels  # noqa: B018 - recipes count before the batch moves
+
+
+def test_preference_pairs_without_padding() -> None:
+    batch = collate_preference(PAIRS)
+    assert batch.documents.lengths == (4, 2, 3, 5)
+    assert batch.tokens.shape == (1, 14)
+    assert batch.per_document["pair"].tolist() == [0, 1, 0, 1]
+    assert batch.per_document["is_chosen"].tolist() == [True, True, False, False]
+    chosen, rejected = batch.pad_to_multiple(8).chosen_and_rejected(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert (chosen.tolist(), rejected.tolist()) == ([1, 2], [3, 4])
+    batch.per_document = {"pair": torch.tensor([1, 1, 0, 0]), "is_chosen": torch.tensor([False, True, True, False])}
+    chosen, rejected = batch.chosen_and_rejected(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert (chosen.tolist(), rejected.tolist()) == ([3, 2], [4, 1])
+    with pytest.raises(DataError, match="no 'rejected_labels', it has chosen_input_ids"):
+        collate_preference([{key: [1] for key in ("chosen_input_ids", "chosen_labels", "rejected_input_ids")}])
+    with pytest.raises(DataError, match="no pairs"):
+        collate_documents([ONE]).chosen_and_rejected(torch.ones(1))
+
+
+def log_probs(model: torch.nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+    """[b, s], zero without a label."""
+    found = model.output(model(**inputs, output="hidden")).log_softmax(-1)
+    return found.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
+
+
+def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def test_preference_loss_equals_that_of_padded_pairs(model: torch.nn.Module) -> None:
+    tokens, labels = padded_collate_dpo(PAIRS)
+    preference_loss(*log_probs(model, {"tokens": tokens}, labels).sum(1).chunk(2)).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    batch = collate_preference(PAIRS).pad_to_multiple(8)
+    sums = batch.sum_per_document(log_probs(model, batch.model_inputs(), batch.labels))
+    preference_loss(*batch.chosen_and_rejected(sums)).backward()
+    for name, parameter in model.named_parameters():
+        # Norms and rotary embeddings compute in float32.
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-8, rtol=1e-5)
+
+
+def test_rollouts_carry_advantages_and_old_log_probs(model: torch.nn.Module) -> None:
+    """A clipped policy loss over a padding-free batch of answers equals a loop over the answers."""
+    answers = [ONE, TWO, THREE]
+    old = [torch.randn(len(answer["tokens"])).double() for answer in answers]
+    advantages = [1.5, -0.5, 0.25]
+    per_token = {
+        "advantages": torch.cat([torch.full_like(row, a) for row, a in zip(old, advantages, strict=True)])[None],
+        "old_log_probs": torch.cat(old)[None],
+    }
+    batch = Batch(**collate_documents(answers), per_token=per_token).pad_to_multiple(4).to("cpu")
+
+    def policy_loss(new: torch.Tensor, before: torch.Tensor, gain: Any, labels: torch.Tensor) -> torch.Tensor:
+        ratio = (new - before).exp()
+        return -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) * (labels >= 0)
+
+    new = log_probs(model, batch.model_inputs(), batch.labels)
+    found = batch.sum_per_document(policy_loss(new, batch["old_log_probs"], batch["advantages"], batch.labels))
+    for index, answer in enumerate(answers):
+        labels = torch.tensor([answer["labels"]])
+        alone = log_probs(model, {"tokens": torch.tensor([answer["tokens"]])}, labels)
+        expected = policy_loss(alone, old[index], advantages[index], labels).sum()
+        torch.testing.assert_close(found[index], expected, atol=1e-12, rtol=1e-9)
+    halves = [batch.split(rank, 2).per_token["advantages"] for rank in range(2)]
+    assert torch.equal(torch.cat(halves, dim=1), batch.per_token["advantages"])
+
+
+def test_only_cuda_takes_pinned_memory() -> None:
+    batch = collate_preference(PAIRS)
+    moved = batch.to("meta", non_blocking=True)
+    assert moved.per_document["pair"].device.type == moved.documents.cu_seqlens.device.type == "meta"
+    assert batch.tokens.device.type == "cpu"
+    if not torch.cuda.is_available():
+        return
+    moved = batch.to("cuda", non_blocking=True)
+    assert torch.equal(moved.tokens.cpu(), batch.tokens)
+    assert batch.pin_memory().tokens.is_pinned()

@@ -1,0 +1,80 @@
+"""A family is found by its folder; what else has to name it is listed here, with the file to edit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomllib
+import yaml
+
+import torchtune.models
+from tests.torchtune.models.conftest import FAMILIES
+from tests.torchtune.models.test_left_out_fields import _FILES
+from tests.torchtune.models.test_sizes import SIZES
+from tests.torchtune.training.parallel.test_families import SPLIT, WITH_EXPERTS
+from torchtune._lazy import packages_in
+from torchtune.models import get_spec, list_specs, spec_for_architecture
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = packages_in(torchtune.models.__path__)
+
+
+def missing_entries(family: str, reader: str, architecture: str) -> Iterator[str]:
+    """One line for every file that lacks an entry for ``family``; ``reader`` is the family of its architecture."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    independent = next(contract for contract in contracts if contract["type"] == "independence")["modules"]
+    configs = yaml.safe_load((ROOT / "tools/configs/models.yaml").read_text())["models"]
+    entries = {
+        f'pyproject.toml: add "torchtune.models.{family}" to the contract of independent families': (
+            f"torchtune.models.{family}" in independent
+        ),
+        f"docs/api/models.rst: add a section with '.. public-face:: torchtune.models.{family}'": (
+            f".. public-face:: torchtune.models.{family}\n" in (ROOT / "docs/api/models.rst").read_text() + "\n"
+        ),
+        f"tests/torchtune/models/conftest.py: add a row '{family}' to FAMILIES": (
+            family in FAMILIES or reader in FAMILIES
+        ),
+        "tests/torchtune/models/test_sizes.py: add its sizes to SIZES": (
+            any(row[0] == family for row in SIZES) or family == "llama3_3"  # which only renames sizes
+        ),
+        "tests/torchtune/models/test_left_out_fields.py: add a row of its architecture to _FILES": (
+            architecture in {name for name, _ in _FILES.values()}
+        ),
+        "tests/torchtune/training/parallel/test_families.py: add its architecture to SPLIT or WITH_EXPERTS": (
+            architecture in {*SPLIT, *WITH_EXPERTS}
+        ),
+        f"tools/configs/models.yaml: add a row '{family}/SIZE' to models, then run make configs": any(
+            name.partition("/")[0] == family for name in configs
+        ),
+    }
+    yield from (entry for entry, there in entries.items() if not there)
+
+
+@pytest.mark.parametrize("family", FOLDERS)
+def test_a_family_is_listed_everywhere(family: str) -> None:
+    assert getattr(torchtune.models, family).__name__ == f"torchtune.models.{family}"
+    spec = getattr(torchtune.models, family).SPEC
+    assert spec is get_spec(spec.name), f"torchtune/models/{family}: SPEC.name is '{spec.name}', not '{family}'"
+    for architecture in spec.architectures:
+        others = [name for name in list_specs() if architecture in get_spec(name).architectures]
+        reader = spec_for_architecture(architecture)
+        assert architecture in reader.architectures
+        assert len(others) == 1 or torchtune.models._spec._READERS.get(architecture) == reader.name, (
+            f"torchtune/models/_spec.py: say in _READERS which of {', '.join(others)} reads '{architecture}'"
+        )
+    written = spec.architectures[0]
+    missing = list(missing_entries(family, spec_for_architecture(written).name, written.removesuffix("ForCausalLM")))
+    assert not missing, "\n".join(["", *missing])
+
+
+def test_the_missing_entries_of_a_new_family_are_named() -> None:
+    files = [line.partition(":")[0] for line in missing_entries("new_family", "new_family", "NewFamily")]
+    assert files == [
+        "pyproject.toml",
+        "docs/api/models.rst",
+        "tests/torchtune/models/conftest.py",
+        "tests/torchtune/models/test_sizes.py",
+        "tests/torchtune/models/test_left_out_fields.py",
+        "tests/torchtune/training/parallel/test_families.py",
+        "tools/configs/models.yaml",
+    ]

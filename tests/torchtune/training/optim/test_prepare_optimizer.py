@@ -1,0 +1,363 @@
+"""Optimizers over bfloat16 weights: right in the mean, bounded in memory, exact on resume."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune.training import OptimizerInBackwardWrapper, get_cosine_schedule_with_warmup, prepare_optimizer
+from torchtune.training.optim._low_precision_optimizer import (
+    MasterWeightsOptimizer,
+    OptimizerStateError,
+    StochasticRoundingOptimizer,
+)
+from torchtune.utils import UserError
+
+assert OptimizerInBackwardWrapper  # the face exports it
+
+EVERY_OPTIMIZER = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD Adafactor Muon".split()
+HALF_PRECISIONS = ("stochastic_rounding", "fp32_master")
+
+
+def make_model(dtype: torch.dtype, *, bias: bool = True, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(96, 64, bias=bias), nn.Linear(64, 96, bias=bias)).bfloat16()
+    return model.to(dtype)
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            grad = torch.randn(parameter.shape, generator=generator) + 0.5
+            parameter.grad = grad.bfloat16().to(parameter.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
+
+
+@torch.no_grad()
+def start_at_masters(reference: nn.Module, half: nn.Module, optimizer: MasterWeightsOptimizer) -> None:
+    for mine, theirs in zip(reference.parameters(), half.parameters(), strict=True):
+        mine.copy_(optimizer._masters[theirs])
+
+
+@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
+def test_master_weights_take_the_steps_of_float32(name):
+    cls = getattr(torch.optim, name)
+    reference, half = make_model(torch.float32, bias=name != "Muon"), make_model(torch.bfloat16, bias=name != "Muon")
+    ours = prepare_optimizer(cls(half.parameters(), lr=1e-3), half, "fp32_master")
+    assert isinstance(ours, MasterWeightsOptimizer)
+    start_at_masters(reference, half, ours)
+    plain = cls(reference.parameters(), lr=1e-3)
+    take_steps(reference, plain, range(6))
+    take_steps(half, ours, range(6))
+    masters = torch.cat([ours._masters[p].double().flatten() for p in half.parameters()])
+    assert (masters - weights(reference)).abs().max() < 1e-6
+    assert torch.equal(weights(half), masters.bfloat16().double())
+
+
+@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
+def test_stochastic_rounding_is_float32_in_the_mean(name):
+    """Over many roundings the distance to the float32 run shrinks as that of an unbiased estimate does."""
+    cls = getattr(torch.optim, name)
+    reference = make_model(torch.float32, bias=name != "Muon")
+    start = weights(reference)
+    take_steps(reference, cls(reference.parameters(), lr=2e-4), range(8))
+    moved = weights(reference) - start
+
+    def run(seed: int) -> torch.Tensor:
+        half = make_model(torch.bfloat16, bias=name != "Muon")
+        optimizer = prepare_optimizer(cls(half.parameters(), lr=2e-4), half, "stochastic_rounding", seed=seed)
+        assert isinstance(optimizer, StochasticRoundingOptimizer)
+        take_steps(half, optimizer, range(8))
+        return weights(half) - start
+
+    runs = torch.stack([run(seed) for seed in range(12)])
+    error = runs.mean(0) - moved
+    spread = runs.std(0).clamp(min=1e-9) / 12**0.5
+    # A t statistic of 11 degrees of freedom has a variance of 11/9; nonlinear states may add a little bias
+    assert (error / spread)[runs.std(0) > 1e-6].pow(2).mean() < 1.6
+    assert error.mean().abs() < 0.03 * moved.abs().mean() + 4 * spread.mean() / len(moved) ** 0.5
+
+
+def test_small_updates_are_lost_in_bfloat16_and_kept_by_us():
+    def drift(precision: str) -> float:
+        model = nn.Linear(64, 64, bias=False).bfloat16()
+        nn.init.constant_(model.weight, 1.0)
+        optimizer = prepare_optimizer(
+            torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.0), model, precision, seed=0
+        )
+        for _ in range(50):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+        return 1.0 - model.weight.detach().double().mean().item()
+
+    assert drift("param_dtype") == 0.0
+    assert drift("stochastic_rounding") == pytest.approx(50 * 2e-5, rel=0.15)
+    assert drift("fp32_master") == pytest.approx(50 * 2e-5, rel=0.15)
+
+
+def test_master_weights_start_where_they_round_to_the_weights_and_nowhere_in_particular():
+    model = nn.Linear(300, 300, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.view(-1)[:4] = torch.tensor([0.0, -0.0, 1.0, float("inf")])
+    before = model.weight.detach().clone()
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, "fp32_master", seed=0)
+    (master,) = optimizer._masters.values()
+    assert torch.equal(master.bfloat16(), before)
+    low = master.view(torch.int32).bitwise_and(0xFFFF).view(-1)[4:].double()
+    assert low.mean().item() == pytest.approx(2**15, rel=0.02)
+    assert low.std().item() == pytest.approx(2**16 / 12**0.5, rel=0.02)
+    assert (master.double() - before.double()).view(-1)[4:].mean().abs() < 1e-6
+
+
+def test_second_moment_with_a_long_memory_does_not_stall():
+    """exp_avg_sq grows by 0.1 % of what is missing a step: to nearest, bfloat16 stops long before the end."""
+
+    def second_moment(precision: str) -> float:
+        model = nn.Linear(64, 64, bias=False).bfloat16()
+        optimizer = prepare_optimizer(torch.optim.Adam(model.parameters(), lr=0.0), model, precision, seed=0)
+        for _ in range(1500):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+        return next(iter(optimizer.state.values()))["exp_avg_sq"].double().mean().item()
+
+    exact = 1 - 0.999**1500
+    assert second_moment("stochastic_rounding") == pytest.approx(exact, rel=0.01)
+    assert second_moment("param_dtype") == 0.5 < 0.65 * exact
+
+
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_fused_and_plain_kernels_agree(fused):
+    reference, half = make_model(torch.float32), make_model(torch.bfloat16)
+    optimizer = prepare_optimizer(torch.optim.AdamW(half.parameters(), lr=1e-3, fused=fused), half, "fp32_master")
+    start_at_masters(reference, half, optimizer)
+    take_steps(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=False), range(4))
+    take_steps(half, optimizer, range(4))
+    assert optimizer.param_groups[0]["fused"] is fused
+    masters = torch.cat([optimizer._masters[p].double().flatten() for p in half.parameters()])
+    assert (masters - weights(reference)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "SGD"])
+@pytest.mark.parametrize("precision", HALF_PRECISIONS)
+def test_pieces_of_a_large_parameter_do_what_the_whole_does(name, precision, monkeypatch):
+    """A parameter that is cut into pieces takes the same float32 step; only the draws differ."""
+    from torchtune.training.optim import _low_precision_optimizer
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(0)
+        model = make_model(torch.bfloat16)
+        kwargs = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = prepare_optimizer(
+            getattr(torch.optim, name)(model.parameters(), lr=1e-3, **kwargs), model, precision
+        )
+        take_steps(model, optimizer, range(3))
+        steps = {float(state["step"]) for state in optimizer.state.values() if "step" in state}
+        assert steps in ({3.0}, set())
+        if precision == "fp32_master":
+            return torch.cat([optimizer._masters[p].flatten() for p in model.parameters()])
+        return weights(model)
+
+    whole = run()
+    monkeypatch.setattr(_low_precision_optimizer, "chunk_size", lambda device: 1000)
+    tolerance = 1e-7 if precision == "fp32_master" else 5e-3
+    assert (run() - whole).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor", "Adagrad"])
+@pytest.mark.parametrize("precision", [*HALF_PRECISIONS, "param_dtype"])
+def test_a_resumed_run_is_bit_equal(name, precision):
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        torch.manual_seed(5)
+        model = make_model(torch.bfloat16)
+        optimizer = prepare_optimizer(getattr(torch.optim, name)(model.parameters(), lr=1e-2), model, precision)
+        return model, optimizer, get_cosine_schedule_with_warmup(optimizer, 2, 12)
+
+    def run(model, optimizer, schedule, steps):
+        for step in steps:
+            take_steps(model, optimizer, range(step, step + 1))
+            schedule.step()
+
+    model, optimizer, schedule = build()
+    run(model, optimizer, schedule, range(5))
+    saved = copy.deepcopy([thing.state_dict() for thing in (model, optimizer, schedule)])
+    run(model, optimizer, schedule, range(5, 10))
+    resumed = build()
+    for thing, state in zip(resumed, saved, strict=True):
+        thing.load_state_dict(state)
+    run(*resumed, range(5, 10))
+    assert torch.equal(weights(model), weights(resumed[0]))
+
+
+def test_state_dict_is_keyed_by_name_and_kept_small():
+    model = make_model(torch.bfloat16)
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, "stochastic_rounding", seed=9)
+    take_steps(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    assert list(state["state"]) == [name for name, _ in model.named_parameters()]
+    assert state["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
+    assert state["precision"] == {"mode": "stochastic_rounding", "seed": 9, "step": 2}
+    for name, parameter in model.named_parameters():
+        assert {key: value.dtype for key, value in state["state"][name].items()} == {
+            "step": torch.float32,
+            "exp_avg": torch.bfloat16,
+            "exp_avg_sq": torch.bfloat16,
+        }
+        assert state["state"][name]["exp_avg"].shape == parameter.shape
+
+
+# torch says that no process group was found, though no_dist=True asks for none
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+def test_state_goes_through_a_distributed_checkpoint(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    model = make_model(torch.bfloat16)
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, "fp32_master")
+    take_steps(model, optimizer, range(2))
+    state = {"optimizer": optimizer.state_dict()}
+    dcp.state_dict_saver.save(state, checkpoint_id=tmp_path, no_dist=True)
+    loaded = copy.deepcopy(state)
+    for entry in loaded["optimizer"]["state"].values():
+        entry["master"].zero_()
+    dcp.state_dict_loader.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    for name, entry in state["optimizer"]["state"].items():
+        assert torch.equal(entry["master"], loaded["optimizer"]["state"][name]["master"])
+
+
+def test_state_of_plain_torch_is_taken_over(caplog):
+    model = make_model(torch.bfloat16)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    take_steps(model, plain, range(2))
+    for precision in HALF_PRECISIONS:
+        optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=9.0), model, precision)
+        with caplog.at_level("WARNING", logger="torchtune"):
+            optimizer.load_state_dict(plain.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        assert "param_dtype" in caplog.text
+        for parameter in model.parameters():
+            assert torch.equal(
+                optimizer.state[parameter]["exp_avg_sq"].float(), plain.state[parameter]["exp_avg_sq"].float()
+            )
+        take_steps(model, optimizer, range(1))
+
+
+def test_state_that_does_not_fit_is_refused():
+    model, other = make_model(torch.bfloat16), nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    with pytest.raises(OptimizerStateError, match=r"groups of \[2\] parameters and this optimizer of \[4\]"):
+        optimizer.load_state_dict(prepare_optimizer(torch.optim.SGD(other.parameters(), lr=1.0), other).state_dict())
+    renamed = optimizer.state_dict()
+    renamed["param_groups"][0]["params"][0] = "elsewhere.weight"
+    with pytest.raises(OptimizerStateError, match=r"about elsewhere\.weight"):
+        optimizer.load_state_dict(renamed)
+
+
+def test_float32_weights_and_param_dtype_need_nothing():
+    model = make_model(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert all(prepare_optimizer(optimizer, model, p) is optimizer for p in (*HALF_PRECISIONS, "param_dtype"))
+    half = make_model(torch.bfloat16)
+    optimizer = torch.optim.SGD(half.parameters(), lr=1.0)
+    assert prepare_optimizer(optimizer, half, "param_dtype") is optimizer
+
+
+@pytest.mark.parametrize("precision", HALF_PRECISIONS)
+def test_float32_weights_beside_bfloat16_ones_step_as_they_are(precision):
+    model, reference = make_model(torch.bfloat16), make_model(torch.float32)
+    model[1].float()
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, precision)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    take_steps(model, optimizer, range(3))
+    # the same gradients reach both
+    take_steps(reference, plain, range(3))
+    assert optimizer.state[model[1].weight]["exp_avg"].dtype == torch.float32
+    assert (model[1].weight - reference[1].weight).abs().max() < 2e-5
+
+
+def test_groups_clipping_and_unused_parameters():
+    model = make_model(torch.bfloat16)
+    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[1].parameters(), "lr": 0.0}]
+    optimizer = prepare_optimizer(torch.optim.AdamW(groups, weight_decay=0.0), model, seed=0)
+    before = weights(model)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    model[1].weight.grad = torch.ones_like(model[1].weight)
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1.0
+    optimizer.step()
+    moved = weights(model) != before
+    sizes = [p.numel() for p in model.parameters()]
+    parts = [part.any().item() for part in moved.split(sizes)]
+    assert parts == [True, False, False, False]
+    assert model[0].bias not in optimizer.state
+
+
+def test_closure_hooks_and_added_groups():
+    model = make_model(torch.bfloat16)
+    plain = torch.optim.SGD([model[0].weight], lr=1e-2)
+    calls = []
+    plain.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer = prepare_optimizer(plain, model, "fp32_master")
+    optimizer.add_param_group({"params": [model[1].weight]})
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 96, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        return loss
+
+    before = model[1].weight.clone()
+    losses = [optimizer.step(closure).item() for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert calls == ["post"] * 5
+    assert not torch.equal(before, model[1].weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "message"),
+    [
+        (lambda p: torch.optim.LBFGS(p), "stochastic_rounding", "LBFGS evaluates the loss many times"),
+        (lambda p: torch.optim.SGD(p, lr=1.0), "bfloat", "'bfloat' is not known: use one of stochastic_rounding"),
+    ],
+)
+def test_what_cannot_be_is_said(make, precision, message):
+    model = make_model(torch.bfloat16)
+    with pytest.raises(UserError, match=message):
+        prepare_optimizer(make(model.parameters()), model, precision)
+
+
+def test_float16_sparse_and_foreign_parameters_are_refused():
+    half = make_model(torch.float16)
+    with pytest.raises(UserError, match="use fp32_master with fp16"):
+        prepare_optimizer(torch.optim.SGD(half.parameters(), lr=1.0), half)
+    with pytest.raises(ValueError, match="parameters that the model lacks"):
+        prepare_optimizer(torch.optim.SGD(make_model(torch.bfloat16).parameters(), lr=1.0), make_model(torch.bfloat16))
+    model = nn.Sequential(nn.Embedding(4, 4, sparse=True, dtype=torch.bfloat16))
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(UserError, match=r"gradient of 0\.weight is sparse"):
+        optimizer.step()
+
+
+def test_an_optimizer_with_a_counter_in_its_group():
+    """Some keep what they count in the group: every batch of parameters starts from it, and it moves once a step."""
+
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1, "k": 0})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad * group["lr"] * (group["k"] + 1))
+                group["k"] += 1
+
+    model = make_model(torch.bfloat16)
+    optimizer = prepare_optimizer(Counting(model.parameters()), model)
+    take_steps(model, optimizer, range(3))
+    assert optimizer.param_groups[0]["k"] == 3

@@ -1,0 +1,138 @@
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtune.training import plan_run
+from torchtune.training.plan._plan import estimate_memory, optimizer_bytes_per_element
+
+TINY = {
+    "_component_": "torchtune.models.llama3_2.llama3_2",
+    "vocab_size": 1000,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "intermediate_dim": 128,
+    "max_seq_len": 256,
+}
+ADAMW = {"_component_": "torch.optim.AdamW", "lr": 1e-4}
+
+
+def settings(**changes) -> SimpleNamespace:
+    base = {
+        "model": TINY,
+        "tokenizer": {"max_seq_len": 128},
+        "dtype": "bf16",
+        "device": "cpu",
+        "batch_size": 2,
+        "optimizer": ADAMW,
+        "optimizer_precision": "stochastic_rounding",
+        "enable_activation_checkpointing": True,
+        "loss": {"num_output_chunks": 4},
+    }
+    return SimpleNamespace(**{**base, **changes})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "precision", "expected"),
+    [
+        (ADAMW, torch.bfloat16, "stochastic_rounding", 4),
+        (ADAMW, torch.bfloat16, "param_dtype", 4),
+        (ADAMW, torch.bfloat16, "fp32_master", 12),
+        (ADAMW, torch.float32, "stochastic_rounding", 8),
+        ({"_component_": "torch.optim.SGD", "lr": 1.0}, torch.bfloat16, "stochastic_rounding", 0),
+        ({"_component_": "torch.optim.SGD", "lr": 1.0, "momentum": 0.9}, torch.bfloat16, "fp32_master", 8),
+        ({"_component_": "torch.optim.Adafactor", "lr": 1.0}, torch.bfloat16, "stochastic_rounding", 1 / 16),
+    ],
+)
+def test_state_of_an_optimizer_by_element(optimizer, dtype, precision, expected):
+    assert optimizer_bytes_per_element(optimizer, dtype, precision) == pytest.approx(expected, rel=0.05)
+
+
+def test_the_text():
+    text = plan_run(settings())
+    assert "parameters  " in text
+    assert "bfloat16" in text
+    assert "mesh        1 process, device cpu" in text
+    assert "micro-batch 2 x 128 = 256 tokens at most" in text
+    assert "2 x 256 = 512 tokens (tokenizer.max_seq_len is not set" in plan_run(settings(tokenizer={}))
+    assert "AdamW, stochastic_rounding, 4.0 bytes each" in text
+    assert "recomputed in the backward pass" in text
+    assert "all kept" in plan_run(settings(enable_activation_checkpointing=False))
+
+
+def test_converters_and_what_they_leave_to_train():
+    lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "attn_modules": ["q_proj", "v_proj"]}
+    text = plan_run(settings(model_converters=[lora]))
+    trained = 2 * (4 * (64 + 64) + 4 * (64 + 32))  # layers, q and v, A and B
+    assert f"of which {trained:,} are trained" in text
+    assert "converted   LoRA: 4 modules converted" in text
+
+
+def test_a_recipe_that_does_not_train():
+    text = plan_run(SimpleNamespace(model=TINY, dtype="fp32"))
+    assert "of weights" in text
+    assert "optimizer" not in text
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_gradients_of_a_backward_step_are_those_of_the_largest_parameter(in_backward):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 32))
+    estimate = estimate_memory(
+        model, num_tokens=0, state_bytes=8, checkpointing=False, in_backward=in_backward, num_output_chunks=1
+    )
+    assert estimate.gradients == 4 * (8 * 32 if in_backward else 8 * 8 + 8 + 8 * 32 + 32)
+    assert estimate.total == estimate.weights + estimate.gradients + estimate.optimizer
+
+
+MEASURE = """
+import torch
+from torchtune import training
+from torchtune.training.plan._plan import estimate_memory, optimizer_bytes_per_element
+
+def resident():
+    with open("/proc/self/status") as file:
+        return [int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS:")][0]
+
+adamw = {{"_component_": "torch.optim.AdamW", "lr": 1e-4, "fused": True}}
+dtype, precision = torch.{dtype}, "{precision}"
+state_bytes = optimizer_bytes_per_element(adamw, dtype, precision)
+
+def train(layers, width):
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, dtype=dtype) for _ in range(layers)))
+    optimizer = training.setup_optimizer(
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True), model, precision=precision
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+small = train(1, 1100)
+before = resident()
+model, optimizer = train(8, 1500)
+estimate = estimate_memory(
+    model, num_tokens=0, state_bytes=state_bytes, checkpointing=False, in_backward=False, num_output_chunks=1
+)
+print(resident() - before, estimate.total)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("bfloat16", "stochastic_rounding"), ("bfloat16", "fp32_master"), ("float32", "param_dtype")],
+)
+def test_weights_gradients_and_states_grow_as_measured(dtype, precision):
+    """After a small model, which has paid for what the framework and the scratch memory of a step take."""
+    script = MEASURE.format(dtype=dtype, precision=precision)
+    # Freed memory goes back to the system at once, so that what is resident is what is in use
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    measured, estimated = map(int, done.stdout.split())
+    assert measured == pytest.approx(estimated, rel=0.08)

@@ -1,0 +1,150 @@
+"""A copied recipe with a renamed setting works, or is told so in a sentence; the setting is never read as unset."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.recipes.runs import load_recipe, write_config
+from torchtune import training
+from torchtune._cli import tune
+from torchtune.config import load_and_check
+from torchtune.training import RecipeSettings, RecipeSettingsError, RunReport, check_run, plan_run, watch_run
+from torchtune.training._recipe_settings import GROUPS, MeshSettings
+from torchtune.training.plan._check_run import find_problems
+
+SINGLE, DISTRIBUTED = "full_finetune_single_device", "full_finetune_distributed"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("settings")
+
+
+def copied(name: str, folder: Path, renamed: dict[str, str], added: str = "", **settings: Any) -> tuple[Path, Path]:
+    """A copy of a recipe with settings renamed everywhere in its text and in its config; (file, config)."""
+    text = Path(load_recipe(name, folder).__file__).read_text()
+    for old, new in renamed.items():
+        assert old in text
+        text = text.replace(f"    {old}:", f"    {new}:").replace(f"cfg.{old}", f"cfg.{new}")
+    text = text.replace("    def check(self)", f"{added}    def check(self)")
+    path = folder / f"mine_{len(list(folder.iterdir()))}.py"
+    path.write_text(text)
+    settings = {renamed.get(key, key): value for key, value in settings.items()}
+    return path, write_config(name, folder, folder / "new_run", **settings)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["tune", "run", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        tune.main()
+    return ended.value.code, capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "value"),
+    [
+        (DISTRIBUTED, "tensor_parallel_dim", "tp_dim", 2),
+        (DISTRIBUTED, "data_parallel_shard_dim", "shards", 2),
+        (SINGLE, "optimizer_in_bwd", "step_in_backward", True),
+        (SINGLE, "enable_activation_checkpointing", "recompute", True),
+    ],
+)
+def test_a_renamed_setting_is_named_with_file_and_line(
+    name: str,
+    old: str,
+    new: str,
+    value: Any,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    recipe, config = copied(name, folder, {old: new}, **{old: value})
+    code, said = typed(monkeypatch, capfd, recipe, "--config", config, "--dry-run")
+    assert code == 2
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert f"Settings has no '{old}'" in line
+    assert f"'{old}: ClassVar[" in line
+    where = next(i for i, text in enumerate(recipe.read_text().splitlines(), 1) if text.startswith(f"    {new}:"))
+    assert line.startswith(f"error: {recipe}:{where}: ")
+    assert f"if '{new}' is its new name" in line
+    assert "Traceback" not in said
+
+
+def test_a_renamed_setting_with_a_property_works(folder: Path) -> None:
+    added = "    @property\n    def tensor_parallel_dim(self) -> int:\n        return self.tp_dim\n\n"
+    recipe, config = copied(DISTRIBUTED, folder, {"tensor_parallel_dim": "tp_dim"}, added, tensor_parallel_dim=2)
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("mine_with_property", recipe)
+    module = sys.modules["mine_with_property"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cfg = load_and_check(config, [], module.recipe_main)
+    assert RecipeSettings.of(cfg).tensor_parallel_dim == 2
+    assert not RecipeSettings.of(cfg).can_set("tensor_parallel_dim"), "advice names what a user can type"
+    assert training.ParallelDims(dp_shard=2, tp=2, world_size=4).__str__() in plan_run(cfg, 4)
+
+
+def test_a_deleted_setting_may_be_a_constant(folder: Path) -> None:
+    @dataclasses.dataclass
+    class Settings:
+        data_parallel_replicate_dim: int = 1
+        data_parallel_shard_dim: int = -1
+        context_parallel_dim: int = 1
+        fsdp_cpu_offload: bool = False
+        fsdp_reshard_after_forward: bool = True
+        tensor_parallel_plan: Any = None
+
+    with pytest.raises(RecipeSettingsError, match=rf"{__name__.rpartition('.')[2]}\.py:\d+: .*'tensor_parallel_dim'"):
+        RecipeSettings.of(Settings())
+    Settings.tensor_parallel_dim = 1
+    assert RecipeSettings.of(Settings()).has(MeshSettings)
+
+
+def test_a_value_of_another_type_is_named() -> None:
+    with pytest.raises(RecipeSettingsError, match=r"batch_size is 'two', but torchtune.training reads it as int"):
+        RecipeSettings.of(SimpleNamespace(batch_size="two"))
+    assert RecipeSettings.of(SimpleNamespace(clip_grad_norm=1)).clip_grad_norm == 1
+
+
+def test_several_processes_without_a_mesh_are_an_error(folder: Path) -> None:
+    module = load_recipe(SINGLE, folder)
+    cfg = load_and_check(write_config(SINGLE, folder, folder / "new_run"), [], module.recipe_main)
+    (problem,) = find_problems(cfg, 2)
+    assert "there are 2 processes" in problem
+    check_run(cfg, 1)
+
+
+def test_settings_of_an_older_recipe_declare_any_subset() -> None:
+    cfg = OmegaConf.create({"batch_size": 3, "tensor_parallel_dim": None, "tokenizer": {"max_seq_len": 5}})
+    settings = RecipeSettings.of(cfg)
+    assert (settings.batch_size, settings.max_seq_len, settings.declared) == (3, 5, {"batch_size", "tokenizer"})
+    assert not settings.has(MeshSettings)
+
+
+def test_no_name_is_in_two_groups() -> None:
+    names = [item.name for group in GROUPS for item in dataclasses.fields(group)]
+    assert len(names) == len(set(names))
+    assert {item.name for item in dataclasses.fields(RecipeSettings)} == {*names, "source", "declared"}
+
+
+def test_a_recipe_without_what_a_report_reads_is_told() -> None:
+    with pytest.raises(RecipeSettingsError, match="SimpleNamespace has no attribute 'cfg' after setup"):
+        RunReport(SimpleNamespace())
+
+
+def test_advice_is_checked_before_training_not_when_memory_is_gone() -> None:
+    @dataclasses.dataclass
+    class Settings:
+        batch_size: int = 1
+
+    throughput = training.Throughput()
+    with (
+        pytest.raises(RecipeSettingsError, match="gradient_accumulation_steps"),
+        watch_run(Settings(), training.ParallelDims(), throughput, None),
+    ):
+        raise AssertionError("the block ran")

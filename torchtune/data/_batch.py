@@ -1,0 +1,335 @@
+"""The batch that recipes train on."""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._documents import Documents
+
+_FIELDS = ("tokens", "labels", "input_pos", "documents")
+_EXTRAS = ("per_token", "per_document", "inputs")
+# Keyword arguments of a decoder's forward that are neither per token nor per document.
+_MODEL_INPUTS = ("mask", "encoder_input", "encoder_mask")
+_OTHER_NAMES = {"input_ids": "'tokens'", "position_ids": "'input_pos'", "attention_mask": "'documents' or 'mask'"}
+
+
+@dataclass(eq=False)
+class Batch(MutableMapping[str, Any]):
+    """Tokens of a micro-batch, with everything that belongs to a token or to a document.
+
+    Shapes: ``b`` rows, ``s`` positions, ``n`` documents. A batch without ``documents`` has one document per row.
+
+    A batch also reads as a dict of its entries (``batch["labels"]``, ``batch.pop("labels")``, ``model(**batch)``), so
+    that code written for dicts accepts it. :meth:`to`, :meth:`pad_to_multiple` and :meth:`split` return new batches.
+
+    Attributes:
+        tokens: int64 ``[b, s]``.
+        labels: int64 ``[b, s]``, shifted: ``labels[i]`` is the token to predict at position ``i``, or the ignore
+            index, -100.
+        input_pos: int64 ``[b, s]`` or ``[1, s]``, position of each token in its document.
+        documents: boundaries of the documents in the flattened ``b * s`` positions. They stay whole when a batch is
+            split.
+        per_token: tensors ``[b, s, ...]`` by name, for example advantages or old log-probs.
+        per_document: tensors ``[n, ...]`` by name, for example rewards; ``n`` is :attr:`num_documents`.
+        inputs: other keyword arguments of the model's forward, for example ``mask`` or ``encoder_input``.
+        num_padding_documents: documents at the end of ``documents`` that are padding.
+        shard: (rank, size) of the context-parallel split: this batch has the ``rank``-th of ``size`` equal parts.
+
+    Raises:
+        DataError: shapes do not fit together, or a name occurs twice.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor | None = None
+    input_pos: torch.Tensor | None = None
+    documents: Documents | None = None
+    per_token: dict[str, torch.Tensor] = field(default_factory=dict)
+    per_document: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    num_padding_documents: int = 0
+    shard: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.tokens.shape)
+        for name, value in {"labels": self.labels, **self.per_token}.items():
+            if value is not None and value.shape[:2] != self.tokens.shape:
+                raise DataError(f"A batch of tokens {shape} has '{name}' of shape {tuple(value.shape)}.")
+        if self.documents is not None and self.documents.num_tokens != self.tokens.numel() * self.shard[1]:
+            covered = self.documents.num_tokens
+            raise DataError(f"A batch of {self.tokens.numel()} tokens has documents that cover {covered}.")
+        for name, value in self.per_document.items():
+            if len(value) != self.num_documents:
+                raise DataError(f"A batch of {self.num_documents} documents has {len(value)} values of '{name}'.")
+        names = [*_FIELDS, *self.per_token, *self.per_document, *self.inputs]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise DataError(f"A batch has two entries '{min(twice)}': rename one of them.")
+
+    @classmethod
+    def from_dict(cls, batch: Mapping[str, Any]) -> "Batch":
+        """Convert the dict that a ``collate_fn`` returned; a :class:`Batch` is returned as it is.
+
+        ``tokens``, ``labels``, ``input_pos``, ``documents``, ``mask``, ``encoder_input`` and ``encoder_mask`` have
+        their places. Any other tensor ``[b, s, ...]`` becomes an entry of ``per_token``.
+
+        Raises:
+            DataError: an entry has neither a known name nor the shape of the tokens.
+        """
+        if isinstance(batch, Batch):
+            return batch
+        if "tokens" not in batch:
+            raise DataError(f"collate_fn: the batch has no 'tokens', it has {', '.join(map(str, batch)) or 'nothing'}.")
+        known = {name: batch[name] for name in _FIELDS if name in batch}
+        inputs = {name: batch[name] for name in _MODEL_INPUTS if batch.get(name) is not None}
+        rest = {name: value for name, value in batch.items() if name not in (*_FIELDS, *_MODEL_INPUTS)}
+        for name, value in rest.items():
+            if name in _OTHER_NAMES:
+                raise DataError(f"collate_fn: it returns '{name}': return {_OTHER_NAMES[name]} instead.")
+            if not isinstance(value, torch.Tensor) or value.shape[:2] != known["tokens"].shape:
+                kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise DataError(
+                    f"collate_fn: '{name}' ({kind}) is not per token, the tokens are {tuple(known['tokens'].shape)}: "
+                    "return a torchtune.data.Batch with it in per_document or inputs."
+                )
+        return cls(**known, per_token=rest, inputs=inputs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of positions, including padding."""
+        return self.tokens.numel()
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labelled tokens. On an accelerator the host waits for it: count before :meth:`to`."""
+        return 0 if self.labels is None else int((self.labels != CROSS_ENTROPY_IGNORE_IDX).sum())
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents, without those that are padding."""
+        if self.documents is None:
+            return self.tokens.shape[0]
+        return len(self.documents.lengths) - self.num_padding_documents
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model's forward: tokens, positions, documents and :attr:`inputs`."""
+        entries = {"tokens": self.tokens, "input_pos": self.input_pos, "documents": self.documents, **self.inputs}
+        return {name: value for name, value in entries.items() if value is not None}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        """The batch on ``device``.
+
+        Args:
+            device: to move to.
+            non_blocking: copy host tensors to CUDA from pinned memory, while the host goes on. Other devices ignore
+                it.
+        """
+        device = torch.device(device)
+        return self._map(lambda value: _move(value, device, non_blocking and device.type == "cuda"))
+
+    def pin_memory(self) -> "Batch":
+        """The batch in pinned host memory; ``torch.utils.data.DataLoader(pin_memory=True)`` calls it."""
+        return self._map(_pin)
+
+    def _map(self, function: Any) -> "Batch":
+        """The batch with ``function`` applied to every value."""
+        values = {name: function(getattr(self, name)) for name in _FIELDS}
+        extras = {name: {key: function(value) for key, value in getattr(self, name).items()} for name in _EXTRAS}
+        return replace(self, **values, **extras)
+
+    def pad_to_multiple(self, multiple: int) -> "Batch":
+        """The batch with a sequence length that ``multiple`` divides.
+
+        A batch with documents becomes one row, and its padding is one more document. Padding has no labels;
+        ``per_token`` is padded with zeros.
+
+        Raises:
+            DataError: :attr:`inputs` is not empty, since their shape is not known.
+        """
+        if multiple == 1:
+            return self
+        self._check_text_only()
+        batch = self._as_row()
+        missing = -batch.tokens.shape[1] % multiple
+        if not missing:
+            return batch
+        documents = batch.documents
+        if documents is not None:
+            documents = Documents.from_lengths([*documents.lengths, missing])
+        return replace(
+            batch,
+            tokens=_pad(batch.tokens, missing),
+            labels=None if batch.labels is None else _pad(batch.labels, missing, CROSS_ENTROPY_IGNORE_IDX),
+            input_pos=_pad(batch.input_pos, missing),
+            documents=documents,
+            per_token={name: _pad(value, missing) for name, value in batch.per_token.items()},
+            num_padding_documents=batch.num_padding_documents + (documents is not None),
+        )
+
+    def split(self, rank: int, size: int) -> "Batch":
+        """The part of a context-parallel rank: every per-token tensor is sliced, documents stay whole.
+
+        Args:
+            rank: of this process in its context-parallel group.
+            size: of the group.
+
+        Raises:
+            DataError: ``size`` does not divide the sequence length (see :meth:`pad_to_multiple`), the batch is
+                already split, or :attr:`inputs` is not empty.
+        """
+        if size == 1:
+            return self
+        self._check_text_only()
+        batch = self._as_row()
+        length = batch.tokens.shape[1]
+        if length % size or self.shard[1] > 1:
+            raise DataError(f"A batch of {length} positions in {self.shard[1]} part(s) cannot be split into {size}.")
+
+        def part(value: torch.Tensor | None) -> torch.Tensor | None:
+            return None if value is None else value.chunk(size, dim=1)[rank].contiguous()
+
+        return replace(
+            batch,
+            tokens=part(batch.tokens),
+            labels=part(batch.labels),
+            input_pos=part(batch.input_pos),
+            per_token={name: part(value) for name, value in batch.per_token.items()},
+            shard=(rank, size),
+        )
+
+    def _check_text_only(self) -> None:
+        if self.inputs:
+            raise DataError(
+                f"collate_fn: it is not known how to split '{min(self.inputs)}' over processes: use "
+                "torchtune.data.collate_documents with tensor_parallel_dim or context_parallel_dim."
+            )
+
+    def _as_row(self) -> "Batch":
+        """The batch with explicit positions and, where it has documents, as one row: rows mean nothing then."""
+        rows, length = self.tokens.shape
+        positions = self.input_pos
+        if positions is None and self.documents is not None:
+            positions = self.documents.positions().view(rows, length)
+        elif positions is None:
+            positions = torch.arange(length)
+        batch = replace(self, input_pos=positions.expand(rows, length))
+        if self.documents is None or rows == 1:
+            return batch
+        return replace(
+            batch,
+            tokens=batch.tokens.reshape(1, -1),
+            labels=None if batch.labels is None else batch.labels.reshape(1, -1),
+            input_pos=batch.input_pos.reshape(1, -1),
+            per_token={name: value.flatten(0, 1)[None] for name, value in batch.per_token.items()},
+        )
+
+    def sum_per_document(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of per-token values in every document, on their device and without waiting for it.
+
+        Args:
+            values: ``[b, s]``, for example log-probs; bools are counted. After :meth:`split` they are this rank's
+                part, and so are the sums: an all-reduce over the context-parallel group completes them.
+
+        Returns:
+            ``[n]`` in the dtype of ``values`` (int64 for bools), summed in float32 or wider.
+            ``torch.use_deterministic_algorithms`` fixes the order of the additions on CUDA.
+
+        Raises:
+            DataError: the shape of ``values`` is not that of the tokens.
+        """
+        if values.shape != self.tokens.shape:
+            raise DataError(
+                f"Values {tuple(values.shape)} are not per token, the tokens are {tuple(self.tokens.shape)}."
+            )
+        if values.dtype == torch.bool:
+            values = values.long()
+        wide = values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
+        if self.documents is None:
+            return wide.sum(dim=1).to(values.dtype)
+        boundaries = self.documents.cu_seqlens.to(values.device)
+        count, (rank, size) = len(self.documents.lengths), self.shard
+        # With output_size the host need not know the lengths that are on the device.
+        numbers = torch.arange(count, device=values.device)
+        document = numbers.repeat_interleave(boundaries.diff(), output_size=self.documents.num_tokens)
+        sums = wide.new_zeros(count).index_add(0, document.chunk(size)[rank], wide.flatten())
+        return sums[: self.num_documents].to(values.dtype)
+
+    def chosen_and_rejected(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split per-document values by the pairing that :func:`collate_preference` wrote.
+
+        Args:
+            values: ``[n]``, one per document.
+
+        Returns:
+            the values of the chosen and of the rejected answers, ``[n / 2]`` each; entry ``i`` belongs to pair ``i``.
+
+        Raises:
+            DataError: the batch has no pairs.
+        """
+        if missing := {"pair", "is_chosen"} - self.per_document.keys():
+            raise DataError(f"The batch has no pairs ('{min(missing)}' per document): use collate_preference.")
+        count = self.num_documents // 2
+        pair, is_chosen = (self.per_document[name].to(values.device) for name in ("pair", "is_chosen"))
+        order = pair + torch.where(is_chosen, 0, count)
+        ordered = torch.zeros_like(values).index_copy(0, order, values)
+        return ordered[:count], ordered[count:]
+
+    # A dict of the entries, for code that was written for dicts.
+
+    def _entries(self) -> dict[str, Any]:
+        present = {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
+        return {**present, **self.per_token, **self.per_document, **self.inputs}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries())
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+    def __getitem__(self, name: str) -> Any:
+        return self._entries()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Replace an entry, or add one as :meth:`from_dict` would."""
+        if name in _FIELDS:
+            setattr(self, name, value)
+            return
+        home = next((extras for extras in self._extras() if name in extras), None)
+        if home is None:
+            added = Batch.from_dict({"tokens": self.tokens, name: value})
+            home = self.per_token if name in added.per_token else self.inputs
+        home[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self._entries():
+            raise KeyError(name)
+        if name in _FIELDS:
+            setattr(self, name, None)
+        for extras in self._extras():
+            extras.pop(name, None)
+
+    def _extras(self) -> tuple[dict[str, Any], ...]:
+        return self.per_token, self.per_document, self.inputs
+
+
+def _move(value: Any, device: torch.device, pinned: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _move(item, device, pinned) for key, item in value.items()}
+    if isinstance(value, torch.Tensor | Documents):
+        return _pin(value).to(device, non_blocking=True) if pinned else value.to(device)
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def _pin(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _pin(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.pin_memory() if value.device.type == "cpu" else value
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
+
+
+def _pad(value: torch.Tensor, missing: int, fill: int = 0) -> torch.Tensor:
+    """Pad dimension 1 on its right."""
+    return F.pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=fill)

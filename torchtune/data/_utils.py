@@ -1,0 +1,28 @@
+"""Compatibility: recipes copied from earlier releases import these names from this path."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torchtune.data._images import format_content_with_images, load_image
+from torchtune.data._truncate import truncate
+
+__all__ = ["chain", "format_content_with_images", "load_image", "truncate"]
+
+
+def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function that applies ``funcs`` one after another."""
+
+    def chained(value: Any) -> Any:
+        for function in funcs:
+            value = function(value)
+        return value
+
+    return chained
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("get_dataloader", "get_multi_dataset", "load_hf_dataset"):
+        # Nodes of torchdata over Hugging Face datasets: they belong to a floor above this one.
+        return getattr(importlib.import_module("torchtune.datasets._torchdata"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,0 +1,146 @@
+"""Compatibility: datasets as nodes of torchdata, which a multi-dataset recipe copied from earlier releases builds.
+
+This library's own recipes mix datasets by a list under ``dataset`` and load batches by
+:class:`torchtune.data.BatchLoader`, which needs no torchdata.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from torchtune.data import DataError
+from torchtune.utils import UserError
+
+
+def _nodes() -> Any:
+    try:
+        import torchdata.nodes
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "load_hf_dataset, get_multi_dataset and get_dataloader need the package 'torchdata', which is not "
+            "installed: pip install torchdata."
+        ) from error
+    return torchdata.nodes
+
+
+def _world() -> tuple[int, int]:
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
+
+
+def load_hf_dataset(
+    source: str,
+    transform: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    filter_fn: Callable[[Any], bool] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    num_workers: int = 0,
+    parallel_method: Literal["process", "thread"] = "thread",
+    streaming: bool = False,
+    **load_dataset_kwargs: Any,
+) -> Any:
+    """Load rows with the ``datasets`` package as a node of this rank's examples.
+
+    Args:
+        source: as for ``datasets.load_dataset``.
+        transform: row -> example.
+        filter_fn: keeps a row if it returns True.
+        shuffle: shuffle by ``seed``.
+        seed: of the order.
+        num_workers: workers that transform rows; 0 transforms where the node is read.
+        parallel_method: of the workers.
+        streaming: read rows as they arrive instead of downloading them first.
+        **load_dataset_kwargs: for ``datasets.load_dataset``, for example ``split`` or ``data_files``.
+
+    Raises:
+        UserError: torchdata is not installed.
+    """
+    nodes = _nodes()
+    from datasets import load_dataset
+    from datasets.distributed import split_dataset_by_node
+
+    rows = load_dataset(source, streaming=streaming, **load_dataset_kwargs)
+    if filter_fn is not None:
+        rows = rows.filter(filter_fn)
+    size, rank = _world()
+    if streaming:
+        if shuffle:
+            rows = rows.shuffle(seed=seed)
+        node = nodes.IterableWrapper(split_dataset_by_node(rows, rank=rank, world_size=size))
+    else:
+        from torch.utils.data import DistributedSampler
+
+        sampler = DistributedSampler(rows, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed)
+        node = nodes.MapStyleWrapper(map_dataset=rows, sampler=sampler)
+    return nodes.ParallelMapper(node, map_fn=transform, num_workers=num_workers, method=parallel_method)
+
+
+def get_multi_dataset(
+    datasets: dict[str, Any],
+    weights: dict[str, float],
+    stop_criteria: str = "CYCLE_UNTIL_ALL_DATASETS_EXHASTED",
+    seed: int = 0,
+) -> Any:
+    """Mix nodes by weight.
+
+    Args:
+        datasets: name -> node.
+        weights: name -> weight.
+        stop_criteria: a value of ``torchdata.nodes.StopCriteria``; the older spelling is accepted.
+        seed: of the order.
+
+    Raises:
+        DataError: names of nodes and weights differ, or the criterion is unknown.
+        UserError: torchdata is not installed.
+    """
+    nodes = _nodes()
+    if datasets.keys() != weights.keys():
+        raise DataError(f"weights: {sorted(weights)} are not the names of the datasets, {sorted(datasets)}")
+    wanted = stop_criteria.replace("EXHASTED", "EXHAUSTED")
+    known = {str(v): v for k, v in vars(nodes.StopCriteria).items() if k.isupper() and isinstance(v, str)}
+    if wanted not in known:
+        raise DataError(f"stop_criteria: '{stop_criteria}' is none of {', '.join(sorted(known))}")
+    size, rank = _world()
+    return nodes.MultiNodeWeightedSampler(
+        source_nodes=datasets, weights=weights, stop_criteria=known[wanted], seed=seed, rank=rank, world_size=size
+    )
+
+
+def get_dataloader(
+    dataset: Any,
+    model_transform: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    batch_size: int,
+    collate_fn: Callable[[Any], Any] | None = None,
+    drop_last: bool = True,
+    num_workers: int = 0,
+    parallel_method: Literal["process", "thread"] = "thread",
+    prefetch_factor: int | None = 4,
+    pin_memory: bool = False,
+) -> Any:
+    """Batches of a node, tokenized and collated.
+
+    Args:
+        dataset: a node.
+        model_transform: example -> tokens and labels.
+        batch_size: examples of a batch.
+        collate_fn: examples -> batch; they are batched as a list by default.
+        drop_last: drop an incomplete last batch.
+        num_workers: workers that transform and collate.
+        parallel_method: of the workers.
+        prefetch_factor: batches that are made ahead; ``None`` for none.
+        pin_memory: copy batches into pinned memory if there is an accelerator.
+
+    Raises:
+        UserError: torchdata is not installed.
+    """
+    nodes = _nodes()
+    node = nodes.ParallelMapper(dataset, map_fn=model_transform, num_workers=num_workers, method=parallel_method)
+    node = nodes.Batcher(node, batch_size, drop_last=drop_last)
+    if collate_fn is not None:
+        node = nodes.ParallelMapper(node, map_fn=collate_fn, num_workers=num_workers, method=parallel_method)
+    if pin_memory and torch.cuda.is_available():
+        node = nodes.PinMemory(node)
+    if prefetch_factor is not None:
+        node = nodes.Prefetcher(node, prefetch_factor)
+    return nodes.Loader(node)

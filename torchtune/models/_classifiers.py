@@ -1,0 +1,41 @@
+"""Compatibility: classifiers from numbers, which configs of earlier releases name; deprecated there already."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from torchtune.models._builders import Builder, dress
+from torchtune.modules.classifier import classifier_model
+
+_NEW = "Use torchtune.modules.classifier_model instead."
+
+
+def classifier_builder(base: Builder, name: str, module: str) -> Callable[..., nn.Module]:
+    """The classifier variant of a builder from numbers: ``num_classes`` first, and a head of that many outputs.
+
+    Args:
+        base: builder of the language model, ``lora_*`` or not.
+        name: of the new function.
+        module: ``__name__`` of the module that publishes it.
+    """
+    own = inspect.signature(base)
+    path = f"{base.__module__}.{base.__name__}"
+    kind = inspect.Parameter.KEYWORD_ONLY if "lora_attn_modules" in own.parameters else None
+    classes = inspect.Parameter("num_classes", kind or inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=int)
+    rest = [
+        parameter if kind else parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own.parameters.values()
+    ]
+    at = next((i for i, parameter in enumerate(rest) if parameter.kind is kind), len(rest)) if kind else 0
+    signature = own.replace(parameters=[*rest[:at], classes, *rest[at:]], return_annotation=nn.Module)
+
+    def builder(*args: Any, **kwargs: Any) -> nn.Module:
+        warnings.warn(f"{name} is deprecated. {_NEW}", FutureWarning, stacklevel=2)
+        values = dict(signature.bind(*args, **kwargs).arguments)
+        return classifier_model(values.pop("num_classes"), path, **values)
+
+    builder.__signature__ = signature
+    return dress(builder, name, module, f"Build :func:`{base.__name__}` with ``num_classes`` outputs. {_NEW}")

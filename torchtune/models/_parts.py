@@ -1,0 +1,87 @@
+"""Models with several parts: how a checkpoint of the whole names the text decoder, and how its config holds it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchtune.models._description import ModelError
+from torchtune.models._hf_fields import architecture_of, shown
+
+# model_type of text_config -> architecture of the text decoder alone.
+_TEXT_ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Fields that the config of the whole states for the text decoder too.
+_SHARED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+# Layouts of checkpoints: first components of a name in a checkpoint of the text decoder alone -> in one of the whole.
+_LAYOUTS: tuple[Mapping[str, str], ...] = (
+    {"model.": "model.language_model.", "lm_head.": "lm_head."},
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    {"model.": "model.text_model.", "lm_head.": "lm_head."},
+)
+
+
+def text_prefixes(names: Iterable[str]) -> dict[str, str]:
+    """Find the text decoder in a checkpoint of a model with several parts.
+
+    Args:
+        names: of all tensors of the checkpoint.
+
+    Returns:
+        prefix of a name in a checkpoint of the text decoder alone -> prefix of that name here; empty if the checkpoint
+        holds a text decoder and nothing else.
+    """
+    names = list(names)
+    for layout in _LAYOUTS:
+        if any(name.startswith(layout["model."]) for name in names):
+            alone = any(name.startswith("lm_head.") for name in names)
+            return {**layout, "lm_head.": "lm_head."} if alone else dict(layout)
+    return {}
+
+
+def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """``name`` with the longest of ``prefixes`` that it starts with replaced; unchanged if it starts with none."""
+    found = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
+    return name if found is None else prefixes[found] + name.removeprefix(found)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of the text decoder: ``text_config`` of a model with several parts, else the file's own.
+
+    Raises:
+        ModelError: no family here reads the text decoder, or ``architectures`` is no list of names.
+    """
+    architecture_of(config)
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return dict(config)
+    if str(inner.get("model_type")) not in _TEXT_ARCHITECTURES:
+        raise ModelError(
+            f"config.json: a text tower of model_type = {shown(inner.get('model_type'))} cannot be read; there are: "
+            f"{', '.join(_TEXT_ARCHITECTURES)}."
+        )
+    shared = {key: config[key] for key in _SHARED_FIELDS if config.get(key) is not None}
+    return {**inner, **shared, "architectures": [_TEXT_ARCHITECTURES[inner["model_type"]]]}
+
+
+def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`text_config`: ``config`` of a model with several parts, with another text decoder.
+
+    Args:
+        config: ``config.json`` of the whole.
+        text: ``config.json`` of the text decoder alone.
+
+    Returns:
+        ``config`` with ``text`` in ``text_config``, and with the fields that it states for the text decoder too.
+    """
+    inner = config["text_config"]
+    own = {key: value for key, value in text.items() if key in inner or key not in _SHARED_FIELDS}
+    own.pop("architectures", None)
+    own |= {key: inner[key] for key in ("architectures",) if key in inner}
+    shared = {key: text[key] for key in _SHARED_FIELDS if key in config and key in text}
+    whole = {**config, **shared, "text_config": own}
+    whole.pop("quantization_config", None)  # what is written is not quantised
+    return whole

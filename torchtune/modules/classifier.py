@@ -1,0 +1,44 @@
+"""A language model with a head of classes, or of one reward, instead of its vocabulary."""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from torchtune.utils import UserError
+
+
+def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs: Any) -> nn.Module:
+    """Build a model and give it an output layer of classes, ``nn.Linear(d, num_classes)`` without a bias.
+
+    Args:
+        num_classes: number of classes; 1 for a reward model.
+        base_model_path: dotted path of a builder, for example ``"torchtune.models.llama3_2.llama3_2_1b"``.
+        **base_model_kwargs: arguments of the builder.
+
+    Returns:
+        The model, on the device and in the dtype that tensors are being made in.
+
+    Raises:
+        UserError: there is no such builder, or ``num_classes`` is below 1.
+    """
+    if num_classes < 1:
+        raise UserError(f"num_classes is {num_classes}: it must be at least 1.")
+    module, _, name = base_model_path.rpartition(".")
+    try:
+        builder = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"base_model_path: there is no builder '{base_model_path}' ({error}): write it like "
+            "torchtune.models.llama3_2.llama3_2_1b."
+        ) from error
+    model = builder(**base_model_kwargs)
+    width, old = model.tok_embeddings.weight.shape[1], model.output
+    if hasattr(old, "adapter_params"):
+        model.output = type(old)(width, num_classes, rank=old.rank, alpha=old.alpha, dropout=old.dropout.p)
+    else:
+        model.output = nn.Linear(width, num_classes, bias=False)
+    if getattr(model, "description", None) is not None:
+        model.description = replace(model.description, num_classes=num_classes)
+    return model

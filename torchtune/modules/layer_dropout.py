@@ -1,0 +1,6 @@
+"""Compatibility: says what became of an experiment that a recipe copied from earlier releases imports."""
+
+raise ImportError(
+    "torchtune.modules.layer_dropout (LayerDropout, prepare_layer_dropout) is not part of this library: layer dropout "
+    "belonged to the early exit experiment; train with full_finetune_distributed instead."
+)

@@ -1,0 +1,88 @@
+"""How adapters are sharded over a tensor-parallel group: like their base weight."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from torchtune.modules.parallel._collectives import sum_and_split_sequence, sum_over_ranks
+from torchtune.modules.parallel._styles import (
+    ColwiseParallel,
+    Dims,
+    ParallelError,
+    RowwiseParallel,
+    local_shard,
+    replicated,
+)
+from torchtune.modules.peft._functional import lora_projection, updated_weight
+from torchtune.modules.peft.dora import DoRALinear, scale_rows
+from torchtune.modules.peft.lora import LoRALinear
+
+
+def adapted_style(style: ParallelStyle) -> ParallelStyle:
+    """The style of an adapted layer that had ``style`` without its adapter; other styles are returned as they are."""
+    return {ColwiseParallel: AdapterColwise, RowwiseParallel: AdapterRowwise}.get(type(style), lambda: style)()
+
+
+class _Adapted:
+    """What both styles of adapted layers share."""
+
+    def supports(self, module: nn.Module) -> bool:
+        """Whether the style knows how the module computes."""
+        return isinstance(module, LoRALinear)
+
+    def dims(self, module: LoRALinear) -> Dims:
+        """Dimensions of the base parameters and of the adapter's."""
+        return {**module.parallel_dims, **module.adapter_parallel_dims}
+
+    def check(self, name: str, module: LoRALinear, ranks: int) -> None:
+        """Check that ``ranks`` ranks can share the module.
+
+        Raises:
+            ParallelError: it has dropout, or a size that ``ranks`` does not divide.
+        """
+        super().check(name, module, ranks)
+        if module.dropout.p > 0.0:
+            raise ParallelError(
+                "tensor_parallel_dim: dropout of adapters would differ from that of one device: set lora_dropout to 0."
+            )
+
+
+@torch.no_grad()
+def _norm(module: DoRALinear, weight: Tensor, a: Tensor, b: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Row norms of W + s B A: [out]. With a group, each rank has some columns, and squares are all-reduced."""
+    updated = updated_weight(weight, a, b, module.scaling)
+    return updated.norm(dim=1) if group is None else sum_over_ranks(updated.square().sum(1), group).sqrt()
+
+
+class AdapterColwise(_Adapted, ColwiseParallel):
+    """Column-wise with an adapter: B and the magnitudes are sharded like the weight, A is replicated."""
+
+    def project(self, module: LoRALinear, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """See the base class."""
+        if module.disabled:
+            return super().project(module, x, group)
+        weight, bias = local_shard(module.full_weight()), local_shard(module.bias)
+        a, b = replicated(module.lora_a.weight, group), local_shard(module.lora_b.weight)
+        if not isinstance(module, DoRALinear):
+            return lora_projection(x, weight, bias, a, b, scale=module.scaling)
+        y = lora_projection(x, weight, bias, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
+        length = local_shard(module.magnitude) / _norm(module, weight, a, b, None)
+        return scale_rows(y, length, bias).to(x.dtype)
+
+
+class AdapterRowwise(_Adapted, RowwiseParallel):
+    """Row-wise with an adapter: A is sharded like the weight, B and the magnitudes are replicated."""
+
+    def project(self, module: LoRALinear, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """See the base class."""
+        if module.disabled:
+            return super().project(module, x, group)
+        weight = local_shard(module.full_weight())
+        a, b = local_shard(module.lora_a.weight), replicated(module.lora_b.weight, group)
+        y = lora_projection(x, weight, None, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
+        y = sum_and_split_sequence(y, group)
+        if not isinstance(module, DoRALinear):
+            return y
+        length = replicated(module.magnitude, group) / _norm(module, weight, a, b, group)
+        return scale_rows(y, length, None).to(x.dtype)

@@ -1,0 +1,132 @@
+"""Experts with low-rank adapters."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.modules.moe._grouped import grouped_mm
+from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.peft.lora import check_adapter_numbers
+
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+
+class LoRAGroupedExperts(GroupedExperts):
+    """Experts whose matrices are frozen, each with a low-rank update of its own: ``x W + (alpha / rank) · x A B``.
+
+    Beside the weights of :class:`GroupedExperts` these are ``lora_gate_a`` ``[e, dim, rank]``, ``lora_gate_b``
+    ``[e, rank, hidden_dim]``, and so on for ``up`` and ``down``.
+
+    Args:
+        dim: d, width of input and output.
+        hidden_dim: width in between.
+        rank: width of the bottleneck.
+        alpha: updates are scaled by alpha / rank.
+        dropout: dropout on the adapters' input, in training.
+        num_experts: e.
+        activation: elementwise, applied to the gate.
+
+    Raises:
+        ConversionError: ``rank`` below 1 or ``dropout`` outside [0, 1].
+    """
+
+    # initialize_parameters() does not read the base weights.
+    initialize_reads_base: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden_dim: int,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        num_experts: int = 1,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+    ) -> None:
+        check_adapter_numbers(rank, dropout)
+        super().__init__(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, activation=activation)
+        self.requires_grad_(False)
+        self.rank = rank
+        self.alpha = alpha
+        self.scaling = alpha / rank
+        self.disabled = False
+        self.dropout = nn.Dropout(p=dropout)
+        self._make_adapter()
+
+    def _make_adapter(self) -> None:
+        for name in _MATRICES:
+            weight, part = getattr(self, name), name.removesuffix("_proj")
+            experts, rows, columns = weight.shape
+            setattr(self, f"lora_{part}_a", nn.Parameter(weight.new_empty(experts, rows, self.rank)))
+            setattr(self, f"lora_{part}_b", nn.Parameter(weight.new_empty(experts, self.rank, columns)))
+        self.initialize_parameters()
+
+    @classmethod
+    def from_experts(
+        cls, experts: GroupedExperts, *, rank: int, alpha: float, dropout: float = 0.0
+    ) -> "LoRAGroupedExperts":
+        """Wrap ``experts``: the new ones have the very same weights, frozen; device and dtype are kept."""
+        sizes = {"dim": experts.dim, "hidden_dim": experts.hidden_dim, "num_experts": experts.num_experts}
+        with torch.device("meta"):
+            new = cls(**sizes, rank=rank, alpha=alpha, dropout=dropout, activation=experts.activation)
+        for name in _MATRICES:
+            setattr(new, name, getattr(experts, name).requires_grad_(False))
+        new._make_adapter()
+        return new.train(experts.training)
+
+    def without_adapter(self) -> GroupedExperts:
+        """Plain experts with the very same weights, frozen."""
+        sizes = {"dim": self.dim, "hidden_dim": self.hidden_dim, "num_experts": self.num_experts}
+        with torch.device("meta"):
+            plain = GroupedExperts(**sizes, activation=self.activation)
+        for name in _MATRICES:
+            setattr(plain, name, getattr(self, name))
+        return plain.train(self.training)
+
+    def reset_parameters(self) -> None:
+        """Fill the weights, if there are no adapters yet."""
+        if not hasattr(self, "rank"):
+            super().reset_parameters()
+
+    def initialize_parameters(self) -> None:
+        """Fill the adapters so that they change nothing yet: A random (as LoRA's), B zero. No-op on meta."""
+        for name in self.adapter_params():
+            parameter = getattr(self, name)
+            if parameter.is_meta:
+                continue
+            if name.endswith("_a"):
+                bound = parameter.shape[1] ** -0.5
+                nn.init.uniform_(parameter, -bound, bound)
+            else:
+                nn.init.zeros_(parameter)
+
+    def adapter_params(self) -> list[str]:
+        """Names of the adapters' parameters, relative to this module."""
+        return [f"lora_{part}_{side}" for part in ("gate", "down", "up") for side in "ab"]
+
+    @torch.no_grad()
+    def merged_weight(self, name: str, weight: Tensor) -> Tensor:
+        """``weight`` ``[e, i, o]``, the parameter called ``name``, with its adapters: summed in float32 at least."""
+        if name not in _MATRICES:
+            return weight
+        compute = torch.promote_types(weight.dtype, torch.float32)
+        part = name.removesuffix("_proj")
+        a, b = (getattr(self, f"lora_{part}_{side}").to(weight.device, compute) for side in "ab")
+        return torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling).to(weight.dtype)
+
+    def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Multiply rows with a matrix of their expert, and add the update of its adapter."""
+        out = super().project(name, x, num_tokens_per_expert)
+        if self.disabled:
+            return out
+        part = name.removesuffix("_proj")
+        low = grouped_mm(self.dropout(x), getattr(self, f"lora_{part}_a"), num_tokens_per_expert)
+        return out + self.scaling * grouped_mm(low, getattr(self, f"lora_{part}_b"), num_tokens_per_expert)
+
+    def extra_repr(self) -> str:
+        """Sizes, rank and alpha."""
+        return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"

@@ -1,0 +1,232 @@
+"""The settings of a recipe that the library itself reads, by one set of names and types.
+
+The library checks, plans and reports on a run before and after the recipe's own loop, so it reads some settings of
+every recipe. They are declared here, in groups. A recipe's ``Settings`` declares a group whole or not at all, as
+fields, properties or class constants; a missing name is an error, so a renamed setting is never read as unset.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtune.config._schema import members, type_text
+from torchtune.utils import UserError
+
+Node = Mapping[str, Any]  # a section of the config with ``_component_``
+
+
+class RecipeSettingsError(UserError):
+    """A recipe's settings lack a name that the library reads, or declare it with another type."""
+
+    told_by_rank_0 = True  # all ranks find the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What is loaded, and where to."""
+
+    model: Node | None = None
+    model_converters: Sequence[Node] = ()
+    tokenizer: Node | None = None
+    checkpointer: Node | None = None
+    device: str | None = None
+    dtype: str = "fp32"
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Tokens of the longest row, where the tokenizer limits them."""
+        return None if self.tokenizer is None else self.tokenizer.get("max_seq_len")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What one optimizer step does."""
+
+    batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    optimizer: Node | None = None
+    optimizer_precision: str = "param_dtype"
+    optimizer_in_bwd: bool = False
+    lr_scheduler: Node | None = None
+    loss: Node | None = None
+    clip_grad_norm: float | None = None
+    enable_activation_checkpointing: bool = False
+    enable_activation_offloading: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What is read, and how often."""
+
+    dataset: Node | Sequence[Node] | None = None
+    dataset_val: Node | Sequence[Node] | None = None
+    collate_fn: str | None = None
+    batch_size_val: int | None = None
+    run_val_every_n_steps: int | None = None
+    epochs: int = 1
+    max_steps_per_epoch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """What is written, and when a run is ended."""
+
+    output_dir: str | None = None
+    resume_from_checkpoint: bool = False
+    save_every_n_steps: int | None = None
+    metric_logger: Node | None = None
+    hang_timeout_minutes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSettings:
+    """How several processes share the work."""
+
+    data_parallel_replicate_dim: int = 1
+    data_parallel_shard_dim: int = -1
+    tensor_parallel_dim: int = 1
+    tensor_parallel_plan: Node | None = None
+    context_parallel_dim: int = 1
+    fsdp_cpu_offload: bool = False
+    fsdp_reshard_after_forward: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """How adapters are saved; only recipes that train adapters declare it."""
+
+    save_adapter_weights_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularySettings:
+    """Whether new tokens may enlarge the embedding; only recipes for one device declare it."""
+
+    resize_token_embeddings: bool = False
+
+
+GROUPS = (
+    ModelSettings,
+    StepSettings,
+    DataSettings,
+    OutputSettings,
+    MeshSettings,
+    AdapterSettings,
+    VocabularySettings,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSettings(
+    ModelSettings,
+    StepSettings,
+    DataSettings,
+    OutputSettings,
+    MeshSettings,
+    AdapterSettings,
+    VocabularySettings,
+):
+    """Typed values of a recipe's settings; a group that the recipe does not declare has the defaults above.
+
+    Attributes:
+        source: the recipe's own settings.
+        declared: names of this class that the recipe declares.
+    """
+
+    source: Any = None
+    declared: frozenset[str] = field(default=frozenset())
+
+    @classmethod
+    def of(cls, settings: Any) -> "RecipeSettings":
+        """Read a recipe's settings.
+
+        Args:
+            settings: an instance of a recipe's ``Settings``. A mapping (such as the ``DictConfig`` of an older recipe)
+                or another object may declare any subset of the names.
+
+        Raises:
+            RecipeSettingsError: a dataclass declares a part of a group, or a value has another type than declared here.
+        """
+        if isinstance(settings, cls):
+            return settings
+        found = {}
+        for group in GROUPS:
+            names = [item.name for item in dataclasses.fields(group)]
+            values = {name: _value(settings, name) for name in names if _declares(settings, name)}
+            if dataclasses.is_dataclass(settings) and values and (missing := [n for n in names if n not in values]):
+                raise RecipeSettingsError(_missing(settings, group, missing[0]))
+            hints = typing.get_type_hints(group)
+            for name, value in values.items():
+                if not _fits(value, hints[name]):
+                    raise RecipeSettingsError(
+                        f"{_place(type(settings), name)}: {name} is {value!r}, but torchtune.training reads it as "
+                        f"{type_text(hints[name])}: give it that type, or another name."
+                    )
+            found |= values
+        return cls(**found, source=settings, declared=frozenset(found))
+
+    def has(self, group: type) -> bool:
+        """Whether the recipe declares this group of settings."""
+        return any(item.name in self.declared for item in dataclasses.fields(group))
+
+    def can_set(self, name: str) -> bool:
+        """Whether a user can set ``name``, or the section in front of its dot, on the command line."""
+        first, _, rest = name.partition(".")
+        if dataclasses.is_dataclass(self.source):
+            known = first in {item.name for item in dataclasses.fields(self.source)}
+        else:
+            known = _declares(self.source, first)
+        return known and (not rest or _value(self.source, first) is not None)
+
+
+def _value(settings: Any, name: str) -> Any:
+    return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name)
+
+
+def _declares(settings: Any, name: str) -> bool:
+    if isinstance(settings, Mapping):
+        return settings.get(name) is not None
+    return hasattr(settings, name)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a number, text or switch has the declared type; sections of the config were checked when it was read."""
+    plain = [member for member in members(hint) if member in (bool, int, float, str, type(None))]
+    if len(plain) < len(members(hint)):
+        return not isinstance(value, (bool, int, float))
+    if isinstance(value, bool) and bool not in plain:
+        return False
+    return isinstance(value, tuple(plain)) or (isinstance(value, int) and float in plain)
+
+
+def _missing(settings: Any, group: type, name: str) -> str:
+    """The sentence for a name that a recipe's settings lack."""
+    from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
+
+    cls, (item,) = type(settings), [item for item in dataclasses.fields(group) if item.name == name]
+    kind = getattr(item.type, "__name__", str(item.type)).replace("Node", "Component")
+    shipped = {name for recipe in get_all_recipes() for name in settings_of_recipe(recipe)}
+    own = [item.name for item in dataclasses.fields(cls) if item.name not in shipped]
+    near = difflib.get_close_matches(name, own, n=1, cutoff=0.0)
+    renamed = f"if '{near[0]}' is its new name, rename it back, or " if near else ""
+    return (
+        f"{_place(cls, near[0] if near else None)}: Settings has no '{name}', which the library reads with the other "
+        f"settings of {group.__name__}: {renamed}add a property of that name, or, where the recipe does without, "
+        f"'{name}: ClassVar[{kind}] = {item.default!r}'."
+    )
+
+
+def _place(cls: type, name: str | None) -> str:
+    """File and line of a setting, or of the class."""
+    try:
+        lines, first = inspect.getsourcelines(cls)
+        path = inspect.getsourcefile(cls)
+    except (OSError, TypeError):
+        return cls.__qualname__
+    offsets = [i for i, line in enumerate(lines) if name and re.match(rf"\s+{re.escape(name)}\s*:", line)]
+    return f"{path}:{first + (offsets[0] if offsets else 0)}"

@@ -1,0 +1,95 @@
+"""Opening the weight files of a checkpoint, whatever their format."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from torchtune.models import Box, rename_prefix, text_prefixes
+from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._gguf import GGUFFile
+from torchtune.training.checkpointing._mxfp4 import Mxfp4Files, has_mxfp4
+from torchtune.training.checkpointing._ranks import Ranks
+from torchtune.training.checkpointing._safetensors_file import Block, Part
+from torchtune.training.checkpointing._sources import TORCH_SUFFIXES, SafetensorsFiles, Source, TorchFiles
+
+
+class TextPart:
+    """The text decoder in a checkpoint of a model with several parts, under the names that it has alone.
+
+    Args:
+        source: the whole checkpoint.
+        prefixes: from :func:`torchtune.models.text_prefixes`.
+
+    Attributes:
+        prefixes: as given.
+    """
+
+    kind = None
+
+    def __init__(self, source: Source, prefixes: Mapping[str, str]) -> None:
+        self.prefixes = dict(prefixes)
+        self._source = source
+        inverse = {theirs: ours for ours, theirs in prefixes.items()}
+        self._theirs = {
+            rename_prefix(name, inverse): name for name in source.names() if name.startswith(tuple(inverse))
+        }
+
+    def names(self) -> list[str]:
+        """Names of the text decoder's tensors, file by file."""
+        return list(self._theirs)
+
+    def where(self, name: str) -> Path:
+        """File that holds a tensor."""
+        return self._source.where(self._theirs[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._source.shape(self._theirs[name])
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A tensor or a slice of it, backed by the file: copy it before changing it."""
+        return self._source.read(self._theirs[name], box)
+
+    def other_parts(self, ranks: Ranks) -> list[Part]:
+        """The tensors of all other parts of the model, to be written as they are; ranks take turns."""
+        text = set(self._theirs.values())
+        others = [name for name in self._source.names() if name not in text]
+        return [self._copy(name, writes=ranks.rank == turn % ranks.size) for turn, name in enumerate(others)]
+
+    def _copy(self, name: str, *, writes: bool) -> Part:
+        tensor = self._source.read(name)
+        outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return {name: outline}, partial(self._blocks, name) if writes else tuple
+
+    def _blocks(self, name: str) -> Iterator[Block]:
+        tensor = self._source.read(name)
+        yield Block(name, (0,) * tensor.dim(), tensor)
+
+
+def open_source(paths: Sequence[Path]) -> Source:
+    """Open weight files, all of one format; of a model with several parts, its text decoder.
+
+    Raises:
+        CheckpointError: formats are mixed or unknown, or see the sources.
+    """
+    suffixes = {path.suffix for path in paths}
+    if suffixes == {".safetensors"}:
+        files = SafetensorsFiles(paths)
+        return Mxfp4Files(paths) if has_mxfp4(files.names()) else _text_of(files)
+    if suffixes == {".gguf"}:
+        if len(paths) > 1:
+            raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
+        return GGUFFile(paths[0])
+    if suffixes <= set(TORCH_SUFFIXES):
+        return _text_of(TorchFiles(paths))
+    raise CheckpointError(
+        f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
+        "GGUF file, or torch files."
+    )
+
+
+def _text_of(source: Source) -> Source:
+    prefixes = text_prefixes(source.names())
+    return TextPart(source, prefixes) if prefixes else source

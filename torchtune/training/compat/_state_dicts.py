@@ -1,0 +1,192 @@
+"""Full state dicts into and out of sharded models, for recipes copied from earlier releases.
+
+Checkpointers load and save shard by shard (``load_model``, ``save``, ``resume``) and never hold a full model. Older
+recipes pass the full state dict around instead; these functions connect the two, one tensor at a time.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+
+from torchtune.modules.peft import get_adapter_params
+from torchtune.training.checkpointing import CheckpointError
+from torchtune.training.checkpointing._load import parameter_at, put
+from torchtune.training.checkpointing._ranks import full, read_like, reshard
+
+# What error messages name in place of a file.
+_DICT = Path("state dict")
+
+
+@torch.no_grad()
+def load_from_full_model_state_dict(
+    model: nn.Module,
+    full_sd: dict[str, Any],
+    device: torch.device,
+    strict: bool = False,
+    cpu_offload: bool = False,
+    use_distributed_state_dict: bool = False,
+    release_sd: bool = True,
+) -> _IncompatibleKeys:
+    """Copy a full state dict into a model, sharded or not; every rank copies its own shard.
+
+    Parameters on the meta device become real; the model's dtype is kept.
+
+    Args:
+        model: with parameters on the meta device, or real.
+        full_sd: full tensors by this library's parameter names; may cover a part of the model.
+        device: where parameters of the meta device become real.
+        strict: raise if names are missing or unexpected.
+        cpu_offload: place parameters in host memory instead of ``device``.
+        use_distributed_state_dict: accepted; the result is the same.
+        release_sd: replace each tensor in ``full_sd`` by ``None`` once it is copied, which frees host memory.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict`` returns them.
+
+    Raises:
+        RuntimeError: ``strict`` and the names differ.
+        CheckpointError: a tensor has another shape than its parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    missing = [name for name in names if name not in full_sd]
+    unexpected = sorted(full_sd.keys() - set(names))
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"The state dict does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}."
+        )
+    reshard(model)
+    target = torch.device("cpu") if cpu_offload else torch.device(device)
+    for name in names:
+        if name in full_sd:
+            put(model, name, full_sd[name], _DICT, target)
+            if release_sd:
+                full_sd[name] = None
+    return _IncompatibleKeys(missing, unexpected)
+
+
+@torch.no_grad()
+def gather_cpu_state_dict(
+    model: nn.Module, is_rank_zero: bool, device: torch.device | None = None, adapter_weights_only: bool = False
+) -> dict[str, Any]:
+    """Gather the full state dict of a sharded model in the host memory of rank 0. All ranks call it.
+
+    Args:
+        model: sharded or not.
+        is_rank_zero: whether this rank receives the tensors.
+        device: where shards in host memory are gathered; needed if the process group has no CPU backend.
+        adapter_weights_only: gather the adapter's parameters alone.
+
+    Returns:
+        Full tensors on the CPU by parameter name; empty on the other ranks.
+    """
+    reshard(model)
+    wanted = get_adapter_params(model).keys() if adapter_weights_only else None
+    gathered = {}
+    for name, tensor in model.state_dict().items():
+        if wanted is None or name in wanted:
+            whole = _gather(tensor, device)
+            if is_rank_zero:
+                gathered[name] = whole.cpu() if isinstance(tensor, DTensor) or whole.device.type != "cpu" else whole
+    return gathered
+
+
+def _gather(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """The full tensor, by an all-gather if it is sharded."""
+    if isinstance(tensor, DTensor) and device is not None and tensor.device.type != torch.device(device).type:
+        tensor = tensor.to(device)
+    return full(tensor)
+
+
+@torch.no_grad()
+def get_full_optimizer_state_dict(
+    model: nn.Module, opt: Optimizer, is_rank_zero: bool, device: torch.device | None = None
+) -> dict[str, Any]:
+    """Gather the full state of an optimizer in the host memory of rank 0. All ranks call it.
+
+    Args:
+        model: names the parameters of ``opt``.
+        opt: over parameters of ``model``, all of them or some.
+        is_rank_zero: whether this rank receives the state.
+        device: see :func:`gather_cpu_state_dict`.
+
+    Returns:
+        ``{"state": {parameter name: {key: value}}, "param_groups": [{"params": [parameter name, ...], ...}]}``; empty
+        on the other ranks.
+
+    Raises:
+        ValueError: ``opt`` has a parameter that ``model`` lacks.
+    """
+    groups, names = _named_groups(model, opt), _names(model)
+    state: dict[str, Any] = {}
+    for parameter, values in opt.state.items():
+        state[names[parameter]] = {
+            key: _gather(value, device).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
+        }
+    return {"state": state, "param_groups": groups} if is_rank_zero else {}
+
+
+def load_from_full_optimizer_state_dict(
+    model: nn.Module, opt: Optimizer, full_sd: Mapping[str, Any], device: torch.device
+) -> None:
+    """Load what :func:`get_full_optimizer_state_dict` returned; every rank keeps its own shard. All ranks call it.
+
+    Args:
+        model: names the parameters of ``opt``.
+        opt: over parameters of ``model``.
+        full_sd: full tensors by parameter name.
+        device: accepted; the state lies where the parameters do.
+
+    Raises:
+        CheckpointError: the state belongs to other parameters.
+        ValueError: ``opt`` has a parameter that ``model`` lacks.
+    """
+    groups = _named_groups(model, opt)
+    ours = [name for group in groups for name in group["params"]]
+    theirs = [name for group in full_sd["param_groups"] for name in group["params"]]
+    if sorted(ours) != sorted(theirs):
+        odd = min(set(ours) ^ set(theirs), default="?")
+        raise CheckpointError(
+            f"The optimizer state in the checkpoint belongs to other parameters ('{odd}' is on one side only): resume "
+            "with the config that the checkpoint was trained with."
+        )
+    number = {name: index for index, name in enumerate(ours)}
+    state = {
+        number[name]: {key: _shard(value, parameter_at(model, name)) for key, value in values.items()}
+        for name, values in full_sd["state"].items()
+    }
+    saved = {name: group for group in full_sd["param_groups"] for name in group["params"]}
+    new_groups = [
+        {**saved[group["params"][0]], "params": [number[name] for name in group["params"]]}
+        if group["params"]
+        else group
+        for group in groups
+    ]
+    opt.load_state_dict({"state": state, "param_groups": new_groups})
+
+
+def _shard(value: Any, parameter: nn.Parameter) -> Any:
+    """This rank's shard of a full tensor that is as large as a sharded parameter; anything else as it is."""
+    if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return read_like(parameter, tuple(value.shape), value.dtype, lambda box: value[box])
+    return value
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _named_groups(model: nn.Module, opt: Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's ``param_groups`` with names of parameters in place of parameters."""
+    names = _names(model)
+    if any(parameter not in names for group in opt.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"{type(opt).__name__} has a parameter that the model lacks: build it over model.parameters()."
+        )
+    return [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in opt.param_groups]

@@ -1,0 +1,1 @@
+"""What a run achieves: tokens per second, FLOPs, overlap of communication and computation."""

@@ -1,0 +1,161 @@
+"""Floating-point operations: how many a step of training takes, and how many a device can do.
+
+A matrix of n elements costs 2 n operations for every token that passes it in the forward pass (a multiplication and an
+addition each), as much again for the gradient of its input, and as much again for its own gradient (Kaplan et al.
+2020, arXiv:2001.08361, section 2.1). So 6 n where it is trained; 4 n where it is frozen, as the base of LoRA is, but
+gradients pass it; 2 n below the first trained layer. Attention costs 4 operations for every channel of the queries and
+every pair of a query and a key that it sees (scores, then values), and 8 in the backward pass (Chowdhery et al. 2022,
+arXiv:2204.02311, appendix B, who count all pairs of a row; here only those that causality, the document's length and
+the layer's window leave). The output projection is counted where the loss computes it: at labels.
+
+What is computed twice (activation checkpointing) counts once: these are the operations that the model needs, not those
+that the hardware does. Norms, rotations, activations, the softmax and the optimizer are left out, as is usual.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Tera-operations a second in bf16 with float32 sums, dense (without sparsity), as the makers' data sheets say, by
+# words of the device's name. The row with the most words counts.
+_PEAKS = {
+    "A10": 125.0,
+    "A10G": 70.0,
+    "A30": 165.0,
+    "A40": 149.7,
+    "A100": 312.0,
+    "A800": 312.0,
+    "RTX A6000": 154.8,
+    "RTX 3090": 71.0,
+    "RTX 4090": 165.2,
+    "RTX 5090": 209.5,
+    "RTX 6000 Ada": 364.2,
+    "L4": 121.0,
+    "L40": 181.0,
+    "L40S": 362.0,
+    "H20": 148.0,
+    "H100": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.0,
+    "H800": 989.4,
+    "H800 PCIe": 756.0,
+    "H200": 989.4,
+    "H200 NVL": 835.5,
+    "GH200": 989.4,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "MI300X": 1307.4,
+    "MI325X": 1307.4,
+}
+# Other chips under the same name, or a part of one.
+_OTHERS = {"Laptop", "D", "Ti", "MIG", "Max-Q"}
+
+
+def peak_flops(name: str) -> float | None:
+    """Operations a second that a device can do in bf16; ``None`` for one that is not known.
+
+    Args:
+        name: as ``torch.cuda.get_device_name`` gives it, for example ``"NVIDIA A100-SXM4-80GB"``.
+    """
+    words = {part for word in name.split() for part in (word, *word.split("-"))}
+    if words & _OTHERS:
+        return None
+    found = [row for row in _PEAKS if words >= set(row.split())]
+    return _PEAKS[max(found, key=lambda row: len(row.split()))] * 1e12 if found else None
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Operations of training: forward and backward.
+
+    Attributes:
+        token: for every token, without attention.
+        label: for every token that carries a label.
+        pair: for every pair of a query and a key that it sees, by the window of the layers (None: no window).
+    """
+
+    token: float
+    label: float
+    pair: Mapping[int | None, float]
+
+    def attention(self, lengths: Iterable[int]) -> float:
+        """Operations of attention in documents of these lengths."""
+        lengths = list(lengths)
+        return sum(each * sum(_pairs(length, window) for length in lengths) for window, each in self.pair.items())
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Pairs of a position and one that it sees: itself and those before it, at most ``window``."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopCount | None:
+    """Operations that training a decoder takes, by the formulas at the top; ``None`` if it has no layers.
+
+    Of experts only those that a token is sent to count: a module with ``experts`` and a ``router`` that has
+    ``num_experts`` and ``experts_per_token``.
+
+    Args:
+        model: converted, perhaps split over devices, with what is trained requiring gradients.
+        labels_only: whether only labelled positions are projected to logits, as by the losses of recipes; by default
+            what ``model(tokens)`` does.
+    """
+    from torchtune.modules.transformer import text_decoder
+
+    decoder = text_decoder(model)
+    if not hasattr(decoder, "layers"):
+        return None
+    if labels_only is None:
+        labels_only = getattr(decoder, "skip_output_layer", False)
+    flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
+    by_token, by_pair = 0.0, Counter()
+    for layer in decoder.layers:
+        flows = flows or any(parameter.requires_grad for parameter in layer.parameters())
+        by_token += sum(elements * _passes(matrix, flows) for matrix, elements in _matrices(layer))
+        attention = getattr(layer, "attn", None)
+        if attention is not None:
+            width = decoder.num_heads * decoder.head_dim
+            by_pair[getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
+    by_label = sum(matrix.numel() * _passes(matrix, flows) for matrix in _output_matrices(decoder))
+    if not labels_only:
+        by_token, by_label = by_token + by_label, 0.0
+    return FlopCount(by_token, by_label, dict(by_pair))
+
+
+def _passes(matrix: "torch.Tensor", flows: bool) -> int:
+    """Operations by element and token."""
+    return 2 + 2 * flows + 2 * matrix.requires_grad
+
+
+def _output_matrices(decoder: "nn.Module") -> list["torch.Tensor"]:
+    output = decoder.output
+    weights = output.parameters() if hasattr(output, "parameters") else [getattr(output, "weight", None)]
+    return [weight for weight in weights if weight is not None and weight.dim() >= 2]
+
+
+def _matrices(layer: "nn.Module") -> Iterator[tuple["torch.Tensor", float]]:
+    """The matrices of a layer, with how many of their elements a token meets."""
+    shares = {}
+    for module in layer.modules():
+        router = getattr(module, "router", None)
+        if router is not None and hasattr(module, "experts"):
+            share = router.experts_per_token / router.num_experts
+            shares.update(dict.fromkeys(module.experts.parameters(), share))
+    for parameter in layer.parameters():
+        if parameter.dim() >= 2:
+            yield parameter, parameter.numel() * shares.get(parameter, 1.0)
+
+
+def document_lengths(batch: Any) -> list[int]:
+    """Lengths of the documents of a batch; without them every row is one."""
+    documents = batch.get("documents")
+    if documents is not None:
+        return list(documents.lengths)
+    rows, length = batch["tokens"].shape
+    return [length] * rows

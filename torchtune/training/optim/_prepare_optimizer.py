@@ -1,0 +1,112 @@
+"""The optimizer of a run: how it takes small updates, and when it steps."""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from torchtune.modules.optim import OptimizerInBackward
+from torchtune.training.optim._low_precision_optimizer import MasterWeightsOptimizer, StochasticRoundingOptimizer
+from torchtune.utils import UserError
+
+OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]
+
+_UNSUPPORTED = {torch.optim.LBFGS: "evaluates the loss many times a step", torch.optim.SparseAdam: "is for sparse ones"}
+
+
+def prepare_optimizer(
+    optimizer: Optimizer,
+    model: torch.nn.Module,
+    precision: OptimizerPrecision = "stochastic_rounding",
+    seed: int | None = None,
+) -> Optimizer:
+    """Make an optimizer over bfloat16 weights learn from updates that bfloat16 would round away.
+
+    bfloat16 has 8 significant bits: an update below 1/512 of a weight is lost when the sum is rounded to nearest,
+    and at a learning rate of 2e-5 most are. Likewise ``exp_avg_sq`` with ``beta2=0.999`` stands still.
+
+    - ``stochastic_rounding``: the step is computed in float32, a bounded number of elements at a time, and weights and
+      states are rounded back to bfloat16 at random, so that they are right in the mean. Needs no memory beyond plain
+      bfloat16 training (6 bytes a parameter with Adam and its weight).
+    - ``fp32_master``: weights and states are kept in float32 beside the bfloat16 weights (14 bytes a parameter).
+    - ``param_dtype``: as torch does it.
+
+    An optimizer over float32 weights only is returned as it is. Attach schedules to what this returns.
+
+    Args:
+        optimizer: fresh, over parameters of ``model``; not to be used by itself afterwards.
+        model: names the parameters; the state dict of the result is keyed by them.
+        precision: see above.
+        seed: of what is random in it, the same on all ranks; torch's own seed (``set_seed``) on rank 0 by default.
+
+    Raises:
+        UserError: the precision is unknown, or the optimizer or the type of the weights cannot be had with it.
+        ValueError: the optimizer has a parameter that ``model`` lacks.
+    """
+    if precision not in get_args(OptimizerPrecision):
+        raise UserError(
+            f"optimizer_precision: '{precision}' is not known: use one of {', '.join(get_args(OptimizerPrecision))}."
+        )
+    if precision == "param_dtype":
+        return optimizer
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"optimizer: {name} is no torch.optim.Optimizer: set optimizer_precision=param_dtype.")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    dtypes = {parameter.dtype for parameter in parameters}
+    if not dtypes & {torch.bfloat16, torch.float16}:
+        return optimizer
+    for kind, reason in _UNSUPPORTED.items():
+        if isinstance(optimizer, kind):
+            raise UserError(
+                f"optimizer: {name} {reason}: set optimizer_precision=param_dtype, or use another optimizer."
+            )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
+    if unknown:
+        raise ValueError(f"{name} has parameters that the model lacks, of shapes {unknown[:3]}.")
+    seed = _shared_seed() if seed is None else seed
+    if precision == "fp32_master":
+        return MasterWeightsOptimizer(optimizer, names, seed)
+    if torch.float16 in dtypes:
+        raise UserError("optimizer_precision: stochastic_rounding is for bf16 weights: use fp32_master with fp16.")
+    return StochasticRoundingOptimizer(optimizer, names, seed)
+
+
+def _shared_seed() -> int:
+    """torch's seed on rank 0: ranks that hold the same weights must round them alike."""
+    seed = [torch.initial_seed()]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(seed, src=0)
+    return seed[0]
+
+
+def setup_optimizer(
+    factory: Callable[[list[torch.nn.Parameter]], Optimizer],
+    model: torch.nn.Module,
+    *,
+    precision: OptimizerPrecision = "stochastic_rounding",
+    in_backward: bool = False,
+) -> Optimizer:
+    """Build the optimizer of all parameters of ``model`` that require a gradient.
+
+    Args:
+        factory: makes an optimizer of a list of parameters.
+        model: whose parameters are trained.
+        precision: see ``prepare_optimizer``.
+        in_backward: step every parameter during the backward pass and free its gradient; one optimizer a parameter.
+
+    Raises:
+        UserError: nothing requires a gradient, or see ``prepare_optimizer``.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise UserError("model: none of its parameters requires a gradient, so there is nothing to train.")
+    if not in_backward:
+        return prepare_optimizer(factory([parameter for _, parameter in trained]), model, precision)
+    seed = _shared_seed()
+    return OptimizerInBackward(
+        trained, lambda parameters: prepare_optimizer(factory(parameters), model, precision, seed)
+    )

@@ -1,0 +1,1 @@
+"""How a model and its batches are distributed: the device mesh, sharding, tensor and context parallelism."""

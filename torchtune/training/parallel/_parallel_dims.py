@@ -1,0 +1,306 @@
+"""How the processes of a run are arranged, and what they agree on."""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtune.data import Batch
+from torchtune.training._distributed import get_distributed_backend, is_distributed, join_process_group
+from torchtune.utils import UserError, flatten_mesh
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+# Setting of each dimension, in the order of the mesh; ranks that differ in the last one are neighbours.
+_SETTINGS = {
+    "pp": "pipeline_parallel_dim",
+    "dp_replicate": "data_parallel_replicate_dim",
+    "dp_shard": "data_parallel_shard_dim",
+    "cp": "context_parallel_dim",
+    "ep": "expert_parallel_dim",
+    "tp": "tensor_parallel_dim",
+}
+_MESH = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+class ParallelDimsError(UserError, ValueError):
+    """Numbers of processes that do not fit together."""
+
+    told_by_rank_0 = True  # all ranks find the same
+
+
+@dataclass(eq=False)
+class ParallelDims:
+    """The processes of a run along the dimensions in which work can be split; without arguments, one process.
+
+    Data is split over ``dp_replicate * dp_shard`` groups of processes, which see different examples. Parameters,
+    gradients and optimizer states are split over ``dp_shard * cp``, and are the same in the ``dp_replicate`` copies.
+    Within a group, ``cp`` processes share every sequence and ``tp`` every layer.
+
+    Args:
+        dp_replicate: copies of the model.
+        dp_shard: shards of a copy; -1 takes all processes that are left.
+        tp: processes that share every layer.
+        cp: processes that share every sequence.
+        world_size: all processes.
+        ep: for experts; 1 for now.
+        pp: for stages of layers; 1 for now.
+
+    Raises:
+        ParallelDimsError: the product is not the number of processes, or a dimension is not available.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    world_size: int = 1
+    ep: int = 1
+    pp: int = 1
+    mesh: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("ep", "pp"):
+            if getattr(self, name) != 1:
+                kind = {"ep": "expert", "pp": "pipeline"}[name]
+                raise ParallelDimsError(
+                    f"{_SETTINGS[name]}: {kind} parallelism is not available in this release: set it to 1."
+                )
+        for name in _MESH:
+            size = getattr(self, name)
+            if size < 1 and not (name == "dp_shard" and size == -1):
+                allowed = "at least 1, or -1 for all that are left" if name == "dp_shard" else "at least 1"
+                raise ParallelDimsError(f"{_SETTINGS[name]} is {size}: it must be {allowed}.")
+        others = self.dp_replicate * self.cp * self.tp
+        if self.dp_shard == -1:
+            if self.world_size % others:
+                raise ParallelDimsError(
+                    f"data_parallel_shard_dim=-1: {self.world_size} processes cannot be divided by {self._product()}"
+                    f" = {others}: start a multiple of {others}, or change one of them."
+                )
+            self.dp_shard = self.world_size // others
+        if others * self.dp_shard != self.world_size:
+            raise ParallelDimsError(
+                f"{self._product()} = {others * self.dp_shard}, but there are {self.world_size} processes: set "
+                f"data_parallel_shard_dim=-1, or start {others * self.dp_shard} with "
+                f"tune run --nproc-per-node {others * self.dp_shard}."
+            )
+        self._device = torch.device("cpu")  # of what the default group sends
+        self.waited = 0.0  # seconds that exchange and max took: mostly for processes that come later
+
+    @classmethod
+    def start(cls, device: torch.device, **sizes: int) -> "ParallelDims":
+        """Join the process group that torchrun prepared, and arrange it; a process on its own is a mesh of one.
+
+        Args:
+            device: of this process.
+            sizes: as for the class, without ``world_size``.
+
+        Raises:
+            ParallelDimsError: see the class; raised before any process waits for another.
+        """
+        world_size = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+        dims = cls(**sizes, world_size=world_size)
+        if is_distributed():
+            if not dist.is_initialized():
+                backend = get_distributed_backend(device.type, offload_ops_to_cpu=True)
+                own = {"device_id": device} if device.type == "cuda" else {}
+                join_process_group(backend, **own)
+            dims._make_mesh(device.type)
+        return dims
+
+    def _product(self) -> str:
+        return " x ".join(f"{_SETTINGS[name]} {size}" for name in _MESH if (size := getattr(self, name)) != -1)
+
+    def __str__(self) -> str:
+        if self.world_size == 1:
+            return "1 process"
+        kinds = ("copies", "shards of data", "parts of a sequence", "parts of a layer")
+        split = " x ".join(f"{getattr(self, name)} {kind}" for name, kind in zip(_MESH, kinds, strict=True))
+        return f"{self.world_size} processes = {split}"
+
+    def build_mesh(self, device_type: str) -> Any:
+        """Make the device mesh for recipes copied from earlier releases, which slice it by joined dimensions too.
+
+        These are ``dp`` (data), ``dp_shard_cp`` (over which parameters are sharded) and ``dp_cp`` (over which losses
+        are summed). All processes call it.
+        """
+        mesh = self._make_mesh(device_type)
+        flatten_mesh(mesh["dp_replicate", "dp_shard"], "dp")
+        flatten_mesh(mesh["dp_shard", "cp"], "dp_shard_cp")
+        flatten_mesh(mesh["dp_replicate", "dp_shard", "cp"], "dp_cp")
+        return mesh
+
+    def _make_mesh(self, device_type: str) -> Any:
+        """Make the one device mesh, ``dp_replicate x dp_shard x cp x tp``; all processes call it."""
+        sizes = [getattr(self, name) for name in _MESH]
+        self.mesh = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
+        # A group costs every rank memory and connections: there is one more only where two dimensions are joined.
+        self._sharded = self.mesh["dp_shard"]
+        if self.cp > 1:
+            self._sharded = flatten_mesh(self.mesh["dp_shard", "cp"], "dp_shard_cp")
+        # No group of its own for messages: NCCL takes them on the device, where the step ends anyway.
+        if device_type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        return self.mesh
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are copies of the model."""
+        return self.dp_replicate > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether a copy is sharded over data ranks."""
+        return self.dp_shard > 1
+
+    @property
+    def dp_enabled(self) -> bool:
+        """Whether ranks see different examples."""
+        return self.data_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split."""
+        return self.cp > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split."""
+        return self.tp > 1
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Processes that see the same examples."""
+        return self.cp * self.tp
+
+    @property
+    def min_seq_len_divisor(self) -> int:
+        """The sequence length of a batch is padded to a multiple of it."""
+        return self.cp * self.tp
+
+    @property
+    def data_size(self) -> int:
+        """Groups of processes that see different examples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this process belongs to."""
+        if self.mesh is None:
+            return 0
+        return self.mesh["dp_replicate"].get_local_rank() * self.dp_shard + self.mesh["dp_shard"].get_local_rank()
+
+    @property
+    def fsdp_mesh(self) -> Any:
+        """The mesh over which parameters are sharded: ``dp_shard * cp``, with copies ``dp_replicate`` before it."""
+        if self.dp_replicate == 1:
+            return self._sharded
+        if self.cp == 1:
+            return self.mesh["dp_replicate", "dp_shard"]
+        with warnings.catch_warnings():  # torch would rather have it kept apart, and has no other way to join the two
+            warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+            return self.mesh["dp_replicate", "dp_shard_cp"]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.mesh is None or dist.get_rank() == 0
+
+    def sum(self, *numbers: float) -> list[Any]:
+        """Sums over all processes that see different tokens; what ranks of a tensor-parallel group share counts once.
+
+        Whole numbers stay whole; one process gets back what it gave, without waiting for its device.
+        """
+        return list(numbers) if self.world_size == 1 else self.exchange(numbers)[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is True on any process; all of them call it."""
+        return self.exchange((), [flag])[1][0]
+
+    def exchange(
+        self, numbers: Sequence["float | torch.Tensor"], flags: Sequence["bool | torch.Tensor"] = ()
+    ) -> tuple[list[Any], list[bool]]:
+        """One all-reduce for many things that processes must agree on; all of them call it.
+
+        Scalar tensors stay on their device, which the host waits for once, when the result is there.
+
+        Args:
+            numbers: to be summed as :meth:`sum` does, in float64; int sums are ints.
+            flags: each is True if it is True on any process.
+
+        Returns:
+            the sums, and the flags.
+        """
+        if self.world_size == 1:
+            return [_plain(number) for number in numbers], [bool(flag) for flag in flags]
+        counts = self.tp == 1 or self.mesh["tp"].get_local_rank() == 0
+        message = torch.zeros(len(numbers) + len(flags), dtype=torch.float64, device=self._device)
+        for place, value in enumerate([*numbers, *flags]):
+            if counts or place >= len(numbers):
+                message[place].copy_(value) if isinstance(value, torch.Tensor) else message[place].fill_(value)
+        totals = self._reduce(message, dist.ReduceOp.SUM).tolist()
+        sums = [
+            round(found) if isinstance(number, int) else found
+            for number, found in zip(numbers, totals[: len(numbers)], strict=True)
+        ]
+        return sums, [found > 0 for found in totals[len(numbers) :]]
+
+    def max(self, number: int) -> int:
+        """The largest ``number`` of any process; all of them call it."""
+        if self.world_size == 1:
+            return number
+        return int(self._reduce(torch.tensor(number, device=self._device), dist.ReduceOp.MAX))
+
+    def _reduce(self, message: torch.Tensor, how: Any) -> torch.Tensor:
+        """All-reduce over all processes; what it takes is added to ``waited``."""
+        if message.is_cuda:  # the host does not wait, the stream does
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            dist.all_reduce(message, how)
+            after.record()
+            after.synchronize()
+            self.waited += before.elapsed_time(after) / 1000
+            return message
+        start = time.perf_counter()
+        dist.all_reduce(message, how)
+        self.waited += time.perf_counter() - start
+        return message
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes by rank; all of them call it, seldom: the values are pickled."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def close(self) -> None:
+        """Leave the process group, after everything is done."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
+    def collate(self, collate_fn: Collate) -> Collate:
+        """Wrap ``collate_fn`` so that it returns this rank's part of every batch.
+
+        Sequences are padded to a multiple of :attr:`min_seq_len_divisor` and split over the context-parallel ranks:
+        see :meth:`Batch.pad_to_multiple <torchtune.data.Batch.pad_to_multiple>` and
+        :meth:`Batch.split <torchtune.data.Batch.split>`.
+        """
+        if self.non_data_parallel_size == 1:
+            return collate_fn
+
+        def collate(examples: list[Any]) -> Batch:
+            batch = Batch.from_dict(collate_fn(examples)).pad_to_multiple(self.min_seq_len_divisor)
+            return batch.split(self.mesh["cp"].get_local_rank(), self.cp) if self.cp > 1 else batch
+
+        return collate
+
+
+def _plain(number: "float | torch.Tensor") -> Any:
+    return number.item() if isinstance(number, torch.Tensor) else number

@@ -1,0 +1,282 @@
+"""Splitting a model over the processes of a run, before any of its weights exist."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune.modules.conversion import complete_conversions
+from torchtune.modules.transformer import text_decoder
+from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
+from torchtune.utils import get_logger, log_rank_zero
+
+ShardCondition = Callable[[str, nn.Module], bool]
+
+
+def parallelize(
+    model: nn.Module,
+    dims: ParallelDims,
+    *,
+    device: torch.device,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
+    custom_sharded_layers: Sequence[str] | None = None,
+    tensor_parallel_plan: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    """Split ``model`` in place: its layers first, then sequences, then parameters over data ranks.
+
+    Call it on the converted model, on the meta device; the checkpointer then loads every shard. Gradients come out as
+    *sums* over ranks, so that a loss is to be divided by what all ranks count (``dims.sum``), whatever each has of it.
+    On a mesh of one nothing is changed.
+
+    Args:
+        model: built by :mod:`torchtune.models`.
+        dims: from ``ParallelDims.start``.
+        device: on which is computed.
+        cpu_offload: keep shards, gradients and optimizer states in host memory.
+        reshard_after_forward: let go of a layer's parameters after its forward pass and gather them again for the
+            backward pass; False keeps them, which saves communication and costs memory.
+        custom_sharded_layers: names of modules to be sharded by themselves, besides the layers.
+        tensor_parallel_plan: instead of the plan of the model's family.
+
+    Raises:
+        ParallelDimsError, ParallelError: the model cannot be split like that.
+    """
+    if dims.mesh is None:
+        if cpu_offload:
+            raise ParallelDimsError("fsdp_cpu_offload: it needs torchrun: start with tune run --nproc-per-node 1.")
+        return
+    if dims.cp > 1:
+        _split_sequences(model, dims)
+    if dims.tp > 1:
+        _split_layers(model, dims, tensor_parallel_plan)
+    if dims.data_size * dims.cp == 1 and not cpu_offload:
+        return
+    if cpu_offload and device.type == "cpu":
+        log_rank_zero(get_logger(), "fsdp_cpu_offload changes nothing: everything is in host memory already.")
+    names = list(custom_sharded_layers or [])
+    _check_names(model, names)
+    shard_model(
+        model,
+        [lambda name, module: get_shard_conditions(name, module, names)],
+        cpu_offload=cpu_offload and device.type != "cpu",
+        reshard_after_forward=reshard_after_forward,
+        dp_mesh=dims.fsdp_mesh,
+        meshes=_own_meshes(model, dims),
+    )
+    _keep_output_whole(model)
+
+
+def _own_meshes(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
+    """The mesh of every module that the model's spec keeps off the data mesh, by the module's name."""
+    meshes = {}
+    for pattern, dimension in getattr(getattr(model, "spec", None), "meshes", {}).items():
+        if dimension not in dims.mesh.mesh_dim_names:
+            raise ParallelDimsError(
+                f"The ModelSpec '{model.spec.name}' shards '{pattern}' over '{dimension}', but the device mesh has "
+                f"only {', '.join(dims.mesh.mesh_dim_names)}: correct its meshes."
+            )
+        names = [name for name, _ in model.named_modules() if _matches(name, pattern)]
+        if not names:
+            raise ParallelDimsError(
+                f"The ModelSpec '{model.spec.name}' names a mesh for '{pattern}', which no module of the model "
+                "matches: correct its meshes."
+            )
+        meshes |= dict.fromkeys(names, dims.mesh[dimension])
+    return meshes
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    from torchtune.modules import MultiHeadAttention
+
+    return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+
+
+def _split_sequences(model: nn.Module, dims: ParallelDims) -> None:
+    from torchtune.modules.parallel import ContextParallelAttention
+
+    for module in _heads(model):
+        _check_sequence_heads(module, dims)
+        module.attention = ContextParallelAttention(dims.mesh["cp"].get_group())
+
+
+def _check_sequence_heads(module: nn.Module, dims: ParallelDims) -> None:
+    queries, keys = module.num_heads // dims.tp, module.num_kv_heads // dims.tp
+    if queries % dims.cp or (keys % dims.cp and dims.cp % max(keys, 1)):
+        raise ParallelDimsError(
+            f"context_parallel_dim is {dims.cp}: it must divide the {queries} query heads of a rank, and divide "
+            f"its {keys} key heads or be a multiple of them."
+        )
+
+
+def _check_layer_heads(module: nn.Module, ranks: int) -> None:
+    if module.num_heads % ranks or module.num_kv_heads % ranks:
+        raise ParallelDimsError(
+            f"tensor_parallel_dim is {ranks}: it must divide the {module.num_heads} query heads and the "
+            f"{module.num_kv_heads} key heads of the model."
+        )
+
+
+def check_split(
+    model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None = None
+) -> Mapping[str, Any] | None:
+    """Find out whether :func:`parallelize` can split ``model``, without other processes and without changing it.
+
+    Args:
+        model: as for ``parallelize``.
+        dims: sizes are enough, there need be no mesh.
+        plan: instead of the plan of the model's family.
+
+    Returns:
+        the plan by which its layers are split; None where they are not.
+
+    Raises:
+        ParallelDimsError, ParallelError: it cannot be split like that.
+    """
+    for module in _heads(model) if dims.tp > 1 else ():
+        _check_layer_heads(module, dims.tp)
+    for module in _heads(model) if dims.cp > 1 else ():
+        _check_sequence_heads(module, dims)
+    if dims.tp == 1:
+        return None
+    found = _layer_plan(model, plan)
+    modules = dict(model.named_modules())
+    for name, style in found.items():
+        if name in modules and hasattr(style, "check"):  # a plan may have styles of torch
+            style.check(name, modules[name], dims.tp)
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a module is meant by a pattern of a plan, as torch reads it: every part of the name for itself."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _layer_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> Mapping[str, Any]:
+    """Style by path of the module, as the plan and the conversions of the model say."""
+    if plan is None and getattr(model, "spec", None) is None:
+        raise ParallelDimsError(
+            f"tensor_parallel_dim: {type(model).__name__} carries no ModelSpec that says how it is split: give a "
+            "tensor_parallel_plan, or build it with a builder of torchtune.models."
+        )
+    styles = {}
+    for pattern, style in (plan or model.spec.parallel_plan)(model).items():
+        matching = {name: module for name, module in model.named_modules() if _matches(name, pattern)}
+        styles |= {pattern: style} if not matching else dict.fromkeys(matching, style)
+    modules = dict(model.named_modules())
+    for conversion in complete_conversions(model):
+        styles |= {name: conversion.parallel_style(modules[name], styles[name]) for name in styles if name in modules}
+    return styles
+
+
+def _split_layers(model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None) -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = dims.mesh["tp"]
+    prepare_mha_for_tp(model, mesh)
+    parallelize_module(model, mesh, _layer_plan(model, plan))
+    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if whole:
+        raise ParallelDimsError(f"tensor_parallel_plan: it says nothing of {', '.join(whole[:3])}: add them.")
+
+
+def prepare_mha_for_tp(model: nn.Module, tp_mesh: Any) -> nn.Module:
+    """Give every attention the number of heads that a rank of ``tp_mesh`` has, and return the model.
+
+    Raises:
+        ParallelDimsError: the heads cannot be divided by the ranks.
+    """
+    for module in _heads(model):
+        _check_layer_heads(module, tp_mesh.size())
+        module.num_heads //= tp_mesh.size()
+        module.num_kv_heads //= tp_mesh.size()
+    return model
+
+
+def get_shard_conditions(
+    name: str, module: nn.Module, names_to_match: Sequence[str] | None = None, *args: Any, **kwargs: Any
+) -> bool:
+    """Whether a module is sharded by itself: it is listed, or it is a layer (``...layers.3``)."""
+    if names_to_match and name in names_to_match:
+        return True
+    *_, parent, last = ["", "", *name.split(".")]
+    return parent == "layers" and last.isdigit()
+
+
+def _check_names(model: nn.Module, names: Sequence[str]) -> None:
+    known = dict(model.named_modules())
+    for name in names:
+        if name == "output" and name not in known:  # tied to the embedding, which older configs list as well
+            log_rank_zero(get_logger(), "custom_sharded_layers: 'output' shares the weight of tok_embeddings.")
+        elif name not in known:
+            children = ", ".join(child for child, _ in model.named_children())
+            raise ParallelDimsError(f"custom_sharded_layers: the model has no module '{name}', only {children}, ….")
+        elif name == "output" and type(known[name]) is not nn.Linear:
+            raise ParallelDimsError(
+                "custom_sharded_layers: 'output' is called once per chunk of the loss, of which ranks have different "
+                "numbers, because it carries an adapter: leave it out of the list."
+            )
+
+
+def shard_model(
+    model: nn.Module,
+    shard_conditions: Sequence[ShardCondition],
+    *,
+    cpu_offload: bool,
+    reshard_after_forward: bool = True,
+    dp_mesh: Any = None,
+    meshes: Mapping[str, Any] | None = None,
+) -> None:
+    """Shard parameters over data ranks with FSDP2: each chosen module by itself, the rest together.
+
+    Parameters are gathered in the type in which they are kept; gradients are summed in float32, and not averaged.
+
+    Args:
+        model: changed in place.
+        shard_conditions: a module is sharded by itself if one of them says so, ``condition(name, module)``.
+        cpu_offload: keep the shards in host memory.
+        reshard_after_forward: see :func:`parallelize`.
+        dp_mesh: ranks to shard over; with two dimensions, copies come first. All ranks by default.
+        meshes: other meshes, by the name of the module that is sharded over each by itself.
+
+    Raises:
+        ValueError: no module was chosen.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    meshes = meshes or {}
+    chosen = [
+        (module, meshes.get(name, dp_mesh))
+        for name, module in reversed(list(model.named_modules()))
+        if name in meshes or any(condition(name, module) for condition in shard_conditions)
+    ]
+    if not chosen:
+        raise ValueError("No module matches the shard conditions: nothing was sharded by itself.")
+    for module, mesh in chosen:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, mesh=dp_mesh, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    layers = [module for module, mesh in chosen[::-1] if mesh is dp_mesh]
+    for layer, following in itertools.pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
+
+
+def _keep_output_whole(model: nn.Module) -> None:
+    """Gather the output projection when the model has returned: the loss reads its weight outside of any forward."""
+    from torch.distributed.fsdp import FSDPModule
+
+    projection = getattr(text_decoder(model), "output", None)
+    owner = projection if isinstance(projection, nn.Module) else getattr(projection, "tied_module", None)
+    if isinstance(owner, FSDPModule):
+        model.register_forward_hook(lambda *_: owner.unshard() and None)

@@ -1,0 +1,155 @@
+"""What keeps a run from starting, found before anything is loaded."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from torchtune import config
+from torchtune.config._locate import locate
+from torchtune.datasets import instantiate_dataset
+from torchtune.datasets._instantiate import instantiate_collate
+from torchtune.datasets._preview import NotRead, preview
+from torchtune.modules.peft import require_adapters
+from torchtune.training._distributed import is_distributed, is_restart
+from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training._vocabulary import fit_vocabulary
+from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.parallel._parallelize import check_split
+from torchtune.training.plan._plan import arrange, build_on_meta, optimizer_bytes_per_element
+from torchtune.training.plan._plan_data import nodes_of
+from torchtune.training.precision import get_dtype
+from torchtune.utils import UserError
+from torchtune.utils._device import find_device
+
+
+class RunError(UserError):
+    """Why a run cannot start: all that is known, in one message."""
+
+    told_by_rank_0 = True  # one process of every machine says it
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        count = "for 1 reason" if len(problems) == 1 else f"for {len(problems)} reasons"
+        super().__init__("\n  ".join([f"the run cannot start, {count}:", *problems]))
+
+
+def check_run(cfg: Any, processes: int | None = None) -> None:
+    """Find out, in about a second and before data are tokenized, whether a run can start.
+
+    Checked are the device, the output folder, the mesh against the heads and the plan of the model, names and shapes
+    in the checkpoint, data files, and the packages of optimizer and logger. Nothing is loaded or written.
+
+    Args:
+        cfg: settings of a recipe; ``RecipeSettings`` has the names that are read.
+        processes: of the run; by default as many as torchrun has started.
+
+    Raises:
+        RunError: with all reasons why not.
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
+    """
+    if processes is None:
+        processes = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+    problems = find_problems(cfg, processes)
+    if problems:
+        raise RunError(problems)
+
+
+def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) -> list[str]:
+    """What keeps a run from starting, a sentence each.
+
+    Args:
+        settings: see :func:`check_run`.
+        processes: of the run.
+        thorough: what a run finds out by itself before it tokenizes, too: build the tokenizer, and compare it with the
+            embedding, and the settings with those of the checkpoint to resume from.
+    """
+    cfg, problems = RecipeSettings.of(settings), []
+
+    def attempt(check: Callable[[], Any]) -> Any:
+        """What ``check`` returns; None, and a problem noted, if it raises an error that a user can mend."""
+        try:
+            return check()
+        except UserError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
+        return None
+
+    def has(*names: str) -> bool:
+        return all(name in cfg.declared and getattr(cfg, name) is not None for name in names)
+
+    device = attempt(lambda: find_device(cfg.device)) if "device" in cfg.declared else None
+    if device is not None and has("dtype"):
+        attempt(lambda: get_dtype(cfg.dtype, device=device))
+    checkpointer = attempt(lambda: config.instantiate(cfg.checkpointer)) if has("checkpointer") else None
+    resume = cfg.resume_from_checkpoint or is_restart()
+    if has("output_dir") and hasattr(checkpointer, "check_output_dir"):
+        attempt(lambda: checkpointer.check_output_dir(resume=resume))
+    if thorough and resume and hasattr(checkpointer, "check_resume"):
+        attempt(lambda: checkpointer.check_resume(cfg.source))
+    dims = attempt(lambda: arrange(cfg, processes))
+    model = attempt(lambda: build_on_meta(cfg)[0]) if has("model") else None
+    if model is not None:
+        attempt(lambda: check_split(model, dims or ParallelDims(), _plan(cfg)))
+    if model is not None and hasattr(checkpointer, "check_model"):
+        attempt(lambda: checkpointer.check_model(model))
+    if model is not None and has("optimizer"):
+        attempt(lambda: _check_trained(cfg, model, checkpointer))
+    built = attempt(lambda: config.instantiate(cfg.tokenizer)) if thorough and has("tokenizer") else None
+    if built is not None and model is not None and not cfg.resize_token_embeddings:
+        attempt(lambda: fit_vocabulary(model, built))
+    if has("optimizer"):
+        attempt(lambda: optimizer_bytes_per_element(cfg.optimizer, torch.float32, "param_dtype"))
+    for name in ("loss", "metric_logger"):
+        if has(name):
+            attempt(lambda name=name: _check_component(getattr(cfg, name), build=name == "loss"))
+    if has("collate_fn"):
+        attempt(lambda: instantiate_collate(cfg.collate_fn, built))
+    for name in ("dataset", "dataset_val"):
+        if has(name):
+            attempt(lambda name=name: _check_sources(getattr(cfg, name)))
+    return problems
+
+
+def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: Any) -> None:
+    """See that there is something to train, and that all of it would be saved; a recipe of adapters has a setting."""
+    of_adapters = "save_adapter_weights_only" in cfg.declared
+    if of_adapters:
+        require_adapters(model)
+    if hasattr(checkpointer, "check_contents"):
+        checkpointer.check_contents(model, adapter_only=of_adapters)
+
+
+def _plan(cfg: RecipeSettings) -> Callable[[torch.nn.Module], Any] | None:
+    """The tensor-parallel plan of the config, if it has one."""
+    node = cfg.tensor_parallel_plan
+    return None if node is None else lambda model: config.instantiate(node, model)
+
+
+def _check_component(node: Any, *, build: bool) -> None:
+    """Build a component, or, where building has effects, see whether the packages that it needs are there."""
+    if build:
+        config.instantiate(node)
+        return
+    check = getattr(locate(node["_component_"]), "check_installed", None)
+    if check is not None:
+        check()
+
+
+def _check_sources(dataset: Any) -> None:
+    """See whether the files of the library's own datasets are there; those of others are not built for it."""
+    for node in nodes_of(dataset):
+        if str(node.get("_component_")).startswith("torchtune.datasets."):
+            with preview(0), suppress(NotRead):
+                instantiate_dataset(node, _NoTokenizer())
+
+
+class _NoTokenizer:
+    """In the place of a tokenizer, where nothing is tokenized."""
+
+    def __getattr__(self, name: str) -> None:
+        return None if not name.startswith("__") else object.__getattribute__(self, name)
+
+    max_seq_len = 1

@@ -1,0 +1,34 @@
+"""Rules that hold between the settings of every training recipe."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.utils import UserError
+from torchtune.utils._device import parse_device
+
+
+def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
+    """Yield (setting, what is wrong and what to do) for settings that do not go together.
+
+    Args:
+        settings: of a training recipe; see any recipe's ``Settings`` for the names.
+
+    Raises:
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
+    """
+    cfg = RecipeSettings.of(settings)
+    if cfg.optimizer_in_bwd and cfg.clip_grad_norm is not None:
+        yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
+    if cfg.optimizer_in_bwd and cfg.gradient_accumulation_steps > 1:
+        yield "gradient_accumulation_steps", "must be 1 with optimizer_in_bwd, which keeps no gradients"
+    if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
+        yield "enable_activation_offloading", "needs enable_activation_checkpointing=True"
+    if cfg.enable_activation_offloading and cfg.device is not None and not cfg.device.startswith("cuda"):
+        yield "enable_activation_offloading", f"needs device=cuda, not {cfg.device}"
+    try:
+        parse_device(cfg.device)
+    except UserError as error:
+        yield "device", str(error).removeprefix("device: ").rstrip(".")
+    if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
+        yield "run_val_every_n_steps", "needs dataset_val"

@@ -1,0 +1,286 @@
+"""What a run will need, said before anything is loaded.
+
+The estimate, in bytes, for a run on one device (numel: elements; T = batch_size * max_seq_len tokens, at most):
+
+- weights: numel of every parameter times its size.
+- gradients: numel of every trained parameter times its size; of the largest one alone if the optimizer steps in the
+  backward pass.
+- optimizer: numel of every trained parameter times the bytes of state that one step of this very optimizer, prepared
+  as the run prepares it, leaves for an element of a small matrix.
+- activations of a layer, by token: what its products, its norms, attention and the gated MLP keep for the backward
+  pass, ``5 d + 3 q + 4 kv + 4 i`` elements (d: width, q and kv: widths of queries and keys, i: width of the MLP).
+  Times the layers without activation checkpointing; with it, ``d`` by layer and one layer whole.
+- loss: a chunk of float32 logits and their gradient.
+
+With several processes, weights, gradients and optimizer state are divided by the data-parallel shards, the context
+parallel and the tensor parallel size; activations and logits by the context and tensor parallel sizes. The parameters
+of an all-gather come on top: two layers, the embeddings and the output, divided by the tensor parallel size.
+
+Attention scores, the slack of the allocator and the CUDA context (some hundred MiB) come on top.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtune.modules.transformer import text_decoder
+from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
+from torchtune.training.optim._prepare_optimizer import prepare_optimizer
+from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
+from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
+
+_PROBE_SHAPE = (128, 128)
+_ASSUMED_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that a run needs, by component."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    gathered: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of the components."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.loss + self.gathered
+
+    def share(self, dims: ParallelDims, gathered: int, *, offload: bool = False) -> "MemoryEstimate":
+        """What each of several processes needs.
+
+        Args:
+            dims: the processes.
+            gathered: bytes of parameters that are whole at a time.
+            offload: whether parameters are kept in host memory, so that these are copies.
+        """
+        shards, parts = dims.dp_shard * dims.cp * dims.tp, dims.cp * dims.tp
+        whole = gathered // dims.tp if shards > dims.tp or offload else 0
+        kept = (-(-part // shards) for part in (self.weights, self.gradients, self.optimizer))
+        return MemoryEstimate(*kept, -(-self.activations // parts), -(-self.loss // parts), whole)
+
+
+def optimizer_bytes_per_element(cfg: Any, dtype: torch.dtype, precision: str) -> float:
+    """Bytes of state that the optimizer of ``cfg`` keeps for each trained element, found by one step on a matrix.
+
+    Args:
+        cfg: component node of the optimizer.
+        dtype: type of the weights.
+        precision: see ``prepare_optimizer``.
+    """
+    from torchtune import config
+
+    probe = torch.nn.Linear(*_PROBE_SHAPE, bias=False, device="cpu", dtype=dtype)
+    optimizer = prepare_optimizer(config.instantiate(cfg, list(probe.parameters())), probe, precision, seed=0)
+    probe.weight.grad = torch.ones_like(probe.weight)
+    with torch.compiler.set_stance("force_eager"):  # optimizers that compile themselves need not do so here
+        optimizer.step()
+    states = optimizer.state_dict()["state"].values()
+    kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(_num_bytes(value) for value in kept if value.dim() > 0) / probe.weight.numel()
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):  # quantised: count what is really kept
+        return sum(_num_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()
+
+
+def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, int]:
+    """(elements of one layer, width, layers) from the shapes of the first layer."""
+    from torchtune.modules.moe import MoE
+
+    layers = list(getattr(text_decoder(model), "layers", []))
+    if not layers:
+        return 0, 0, 0
+    attention = layers[0].attn
+    q, width = attention.q_proj.weight.shape
+    kv = attention.k_proj.weight.shape[0]
+    mlp = layers[0].mlp
+    if isinstance(mlp, MoE):  # the tokens once more for every chosen expert, before and after it
+        copies = mlp.router.experts_per_token
+        inner = copies * (mlp.experts.hidden_dim + width // 2)
+    else:
+        inner = max((p.shape[0] for p in mlp.parameters() if p.dim() == 2), default=0)
+    return 5 * width + 3 * q + 4 * kv + 4 * inner, width, len(layers)
+
+
+def estimate_memory(
+    model: torch.nn.Module,
+    *,
+    num_tokens: int,
+    state_bytes: float,
+    checkpointing: bool,
+    in_backward: bool,
+    num_output_chunks: int,
+) -> MemoryEstimate:
+    """Estimate the memory of training ``model``, which may lie on the meta device; the formulas are at the top.
+
+    Args:
+        model: converted, with what is trained requiring gradients.
+        num_tokens: tokens of one micro-batch.
+        state_bytes: optimizer state by trained element.
+        checkpointing: whether activations of layers are recomputed.
+        in_backward: whether the optimizer steps in the backward pass.
+        num_output_chunks: chunks of the loss.
+    """
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = [_num_bytes(parameter) for parameter in trained]
+    size = parameters[0].element_size()
+    by_layer, width, layers = _activation_elements_per_token(model)
+    by_token = by_layer + width * layers if checkpointing else by_layer * layers
+    decoder = text_decoder(model)
+    vocabulary = decoder.tok_embeddings.weight.shape[0] if hasattr(decoder, "tok_embeddings") else 0
+    return MemoryEstimate(
+        weights=sum(map(_num_bytes, parameters)),
+        gradients=max(gradients, default=0) if in_backward else sum(gradients),
+        optimizer=round(state_bytes * sum(parameter.numel() for parameter in trained)),
+        activations=num_tokens * by_token * size,
+        loss=-(-num_tokens // num_output_chunks) * vocabulary * 4 * 2,
+    )
+
+
+def _gathered_bytes(model: torch.nn.Module) -> int:
+    """Parameters that FSDP holds whole at a time: two layers, and what is outside of the layers."""
+    layers = [sum(map(_num_bytes, layer.parameters())) for layer in getattr(text_decoder(model), "layers", [])]
+    return sum(map(_num_bytes, model.parameters())) - sum(layers) + sum(layers[:2])
+
+
+def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
+    """How a recipe arranges its processes.
+
+    Raises:
+        ParallelDimsError: the sizes do not fit the number of processes.
+        RecipeSettingsError: there are several processes, and the settings of a dataclass say nothing about them.
+    """
+    if not settings.has(MeshSettings):
+        if processes > 1 and dataclasses.is_dataclass(settings.source):
+            raise RecipeSettingsError(
+                f"the recipe runs on one device, but there are {processes} processes: start one, or declare "
+                f"{', '.join(item.name for item in dataclasses.fields(MeshSettings))} in its Settings."
+            )
+        return ParallelDims()
+    return ParallelDims(
+        dp_replicate=settings.data_parallel_replicate_dim,
+        dp_shard=settings.data_parallel_shard_dim,
+        tp=settings.tensor_parallel_dim,
+        cp=settings.context_parallel_dim,
+        world_size=processes,
+    )
+
+
+def _place(settings: RecipeSettings) -> str:
+    return " (weights, gradients and optimizer in host memory)" if settings.fsdp_cpu_offload else ""
+
+
+def _row_length(settings: RecipeSettings, model: torch.nn.Module) -> tuple[int, str]:
+    """(tokens of the longest row, what to say about it)."""
+    if settings.max_seq_len:
+        return settings.max_seq_len, "at most"
+    longest = min(_ASSUMED_LENGTH, getattr(model, "max_seq_len", None) or _ASSUMED_LENGTH)
+    return longest, "(tokenizer.max_seq_len is not set, so this is a guess)"
+
+
+def _show(number_of_bytes: float) -> str:
+    return f"{number_of_bytes / 2**30:8.2f} GiB"
+
+
+def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
+    """(model on the meta device, dtype of its weights, reports of the conversions)."""
+    from torchtune import config
+    from torchtune.modules.conversion import apply_conversions
+
+    dtype = PRECISION_STR_TO_DTYPE[settings.dtype]
+    with set_default_dtype(dtype), torch.device("meta"):
+        model = config.instantiate(settings.model)
+        return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
+
+
+def _estimate(settings: RecipeSettings, model: torch.nn.Module, state_bytes: float) -> MemoryEstimate:
+    """Memory of a run on one process."""
+    return estimate_memory(
+        model,
+        num_tokens=settings.batch_size * _row_length(settings, model)[0],
+        state_bytes=state_bytes,
+        checkpointing=settings.enable_activation_checkpointing,
+        in_backward=settings.optimizer_in_bwd,
+        num_output_chunks=(settings.loss.get("num_output_chunks") if settings.loss is not None else None) or 8,
+    )
+
+
+def memory_by_processes(settings: Any, counts: Sequence[int]) -> dict[int, MemoryEstimate]:
+    """Memory of each process of a training run, by number of processes; the mesh leaves out those that do not fit it.
+
+    Args:
+        settings: see :func:`plan_run`.
+        counts: numbers of processes.
+    """
+    settings = RecipeSettings.of(settings)
+    model, dtype, _ = build_on_meta(settings)
+    state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, settings.optimizer_precision)
+    whole, gathered, found = _estimate(settings, model, state_bytes), _gathered_bytes(model), {}
+    for count in counts:
+        try:
+            found[count] = whole.share(arrange(settings, count), gathered, offload=settings.fsdp_cpu_offload)
+        except (ParallelDimsError, RecipeSettingsError):
+            continue
+    return found
+
+
+def plan_run(settings: Any, processes: int = 1) -> str:
+    """Describe a run: parameters, types, mesh and memory by component. Nothing is loaded and no file is opened.
+
+    Args:
+        settings: of a recipe. ``RecipeSettings`` has the names that are read; a recipe that does not train declares
+            those of the model alone.
+        processes: of the run.
+
+    Returns:
+        Text of about ten lines.
+
+    Raises:
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
+        ParallelDimsError: the mesh does not fit the number of processes.
+    """
+    settings = RecipeSettings.of(settings)
+    dims = arrange(settings, processes)
+    model, dtype, reports = build_on_meta(settings)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    lines = [
+        f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
+        f"parameters  {total:,}, of which {trained:,} are trained ({trained / max(total, 1):.2%})",
+        *(f"converted   {report}" for report in reports),
+        f"mesh        {dims}, device {settings.device or 'chosen at start'}",
+    ]
+    if settings.optimizer is None:
+        return "\n".join([*lines, f"memory      {_show(sum(map(_num_bytes, model.parameters())))} of weights"])
+
+    precision = settings.optimizer_precision
+    state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision)
+    batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
+    gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
+    estimate = _estimate(settings, model, state_bytes).share(dims, gathered, offload=offload)
+    optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
+    recomputed = "recomputed in the backward pass" if settings.enable_activation_checkpointing else "all kept"
+    return "\n".join(
+        [
+            *lines,
+            f"micro-batch {batch_size} x {length} = {batch_size * length:,} tokens {remark}",
+            "memory, estimated:" if dims.world_size == 1 else f"memory of each process, estimated{_place(settings)}:",
+            f"  weights     {_show(estimate.weights)}",
+            f"  gradients   {_show(estimate.gradients)}",
+            f"  optimizer   {_show(estimate.optimizer)}  {optimizer_name}, {precision}, {state_bytes:.1f} bytes each",
+            f"  activations {_show(estimate.activations)}  {recomputed}",
+            f"  loss        {_show(estimate.loss)}  logits of a chunk",
+            *([f"  gathered    {_show(estimate.gathered)}  layers in use, embeddings"] if estimate.gathered else []),
+            f"  total       {_show(estimate.total)}  and some hundred MiB for the framework",
+        ]
+    )

@@ -1,0 +1,101 @@
+"""How many rows, tokens and steps a run will have."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchtune import config
+from torchtune.data import BatchLoader
+from torchtune.datasets import instantiate_dataset
+from torchtune.datasets._preview import NotRead, preview
+from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training.plan._plan import arrange
+from torchtune.training.supervise._run_report import count_steps, count_tokens, global_batch
+
+# Rows of a source that are tokenized to tell of all: a second's worth.
+SAMPLE = 2000
+
+
+def nodes_of(dataset: Any) -> Sequence[Any]:
+    """The datasets of a setting: itself, or a list of them."""
+    several = isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str)
+    return dataset if several else [dataset]
+
+
+def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[tuple[str, str]]:
+    """Count rows, tokens and steps: of all rows where a source has at most ``sample``, else estimated from the first.
+
+    Args:
+        settings: of a training recipe.
+        processes: of the run.
+        sample: rows to tokenize of every source.
+
+    Returns:
+        (name, text) of lines to show.
+
+    Raises:
+        DataError: a row cannot be trained on, or see the datasets.
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
+    """
+    cfg = RecipeSettings.of(settings)
+    tokenizer = config.instantiate(cfg.tokenizer)
+    if cfg.dataset_val is not None:
+        _, shown = _measure(cfg.dataset_val, tokenizer, sample)
+        held_out = [("validation", shown)]
+    else:
+        held_out = []
+    examples, shown = _measure(cfg.dataset, tokenizer, sample)
+    dims = arrange(cfg, processes)
+    lines = [("data", shown), *held_out, ("batch", global_batch(cfg, dims.data_size))]
+    if examples is None:
+        return [*lines, ("steps", "known when the data are")]
+    per_epoch = _steps_per_epoch(cfg, examples, dims.data_size)
+    _try_schedule(cfg, cfg.epochs * per_epoch)
+    return [*lines, ("steps", f"{'about ' if shown.startswith('about') else ''}{count_steps(cfg, per_epoch)}")]
+
+
+def _measure(dataset: Any, tokenizer: Any, sample: int) -> tuple[int | None, str]:
+    """(examples, what to say) of a setting; None where the rows are not known."""
+    examples, tokens, exact, packed, unknown = 0, 0, True, False, []
+    for node in nodes_of(dataset):
+        try:
+            with preview(sample) as seen:
+                built = instantiate_dataset(node, tokenizer)
+        except NotRead as reason:
+            unknown.append(str(reason))
+            continue
+        scale = seen.total / seen.read if seen.read else 1.0
+        examples += math.ceil(len(built) * scale)
+        tokens += round((count_tokens(built) or 0) * scale)
+        exact, packed = exact and scale == 1.0, packed or hasattr(built, "packs")
+    if unknown:
+        return None, "; ".join(unknown)
+    kind = "packs" if packed else "rows"
+    if exact:
+        return examples, f"{examples:,} {kind}, {tokens:,} tokens, all tokenized to count them"
+    return (
+        examples,
+        f"about {examples:,} {kind}, {tokens:,} tokens, estimated from the first {sample:,} rows of each source",
+    )
+
+
+def _steps_per_epoch(cfg: RecipeSettings, examples: int, data_size: int) -> int:
+    loader = BatchLoader(
+        range(examples),
+        batch_size=cfg.batch_size,
+        collate_fn=list,
+        shuffle=False,
+        seed=0,
+        accumulation_steps=cfg.gradient_accumulation_steps,
+        max_steps_per_epoch=cfg.max_steps_per_epoch,
+        world_size=data_size,
+    )
+    return len(loader)
+
+
+def _try_schedule(cfg: RecipeSettings, steps: int) -> None:
+    """Build the schedule, so that it can say what it thinks of the number of steps."""
+    probe = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    config.instantiate(cfg.lr_scheduler, probe, num_training_steps=steps, last_epoch=-1)

@@ -1,0 +1,1 @@
+"""What watches a run: stop and save requests, skipped steps, stalled ranks, lack of memory, progress, the report."""

@@ -1,0 +1,191 @@
+"""What to do when memory runs out, said by the run that knows its settings."""
+
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtune.training._recipe_settings import AdapterSettings, RecipeSettings
+from torchtune.training.memory import get_memory_stats
+from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
+from torchtune.utils import (
+    Activity,
+    UserError,
+    atomic_write,
+    get_logger,
+    memory_snapshot,
+    note_in_run_log,
+    record_memory_history,
+)
+
+_MOST = 4  # pieces of advice
+_SHORTEST = 256  # tokens below which sequences are not to blame
+# What torch says of memory of the host that is not there, on Linux and on Windows, and cuBLAS of the device's.
+_HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+Changes = dict[str, Any]
+
+
+class OutOfMemoryError(UserError, RuntimeError):
+    """Memory ran out; the message says where, and which settings would need less."""
+
+
+def _kind(error: BaseException) -> str | None:
+    """Whose memory it is that ran out, ``"device"`` or ``"host"``; None for another error."""
+    if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _DEVICE):
+        return "device"
+    return "host" if isinstance(error, MemoryError) or any(text in str(error) for text in _HOST) else None
+
+
+@contextmanager
+def explain_out_of_memory(
+    settings: Any, activity: Activity, dims: ParallelDims, *, record_history: bool = False
+) -> Iterator[None]:
+    """Turn an error for lack of memory inside the block into one that says which settings would need less.
+
+    On CUDA a snapshot of the memory is written to ``<output_dir>/memory/rank_<r>_step_<n>.pickle``, for
+    https://pytorch.org/memory_viz.
+
+    Args:
+        settings: of the recipe.
+        activity: what the process is doing.
+        dims: the processes of the run.
+        record_history: let the snapshot say where in the code each block came from, which costs a little at every
+            allocation.
+
+    Raises:
+        OutOfMemoryError: in place of torch's error, of a ``MemoryError``, or of one for host memory.
+        RecipeSettingsError: when the block is entered, a name that the library reads is missing from the settings.
+    """
+    cfg = RecipeSettings.of(settings)
+    on_cuda = torch.cuda.is_available()
+    if record_history and on_cuda:
+        record_memory_history(True)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        kind = _kind(error)
+        if kind is None:
+            raise
+        rank = torch.distributed.get_rank() if dims.mesh is not None else 0
+        snapshot = _write_snapshot(cfg, rank, activity) if on_cuda and kind == "device" else None
+        message = _sentence(cfg, activity, dims, rank, kind) + (
+            f"; what filled it is in {snapshot}." if snapshot else "."
+        )
+        note_in_run_log(message)
+        raise OutOfMemoryError(message) from error
+    finally:
+        if record_history and on_cuda:
+            record_memory_history(False)
+
+
+def _write_snapshot(cfg: RecipeSettings, rank: int, activity: Activity) -> Path | None:
+    path = Path(cfg.output_dir or ".") / "memory" / f"rank_{rank}_step_{activity.step + 1}.pickle"
+    try:
+        with atomic_write(path) as file:
+            pickle.dump(memory_snapshot(), file)
+    except (UserError, OSError) as error:
+        get_logger().warning(f"There is no snapshot of the memory: {error}")
+        return None
+    return path
+
+
+def _sentence(cfg: RecipeSettings, activity: Activity, dims: ParallelDims, rank: int, kind: str) -> str:
+    on_cuda = kind == "device" and torch.cuda.is_available()
+    device = torch.device("cuda" if on_cuda else "cpu")
+    what = f"rank {rank}'s process" if dims.world_size > 1 else "the process"
+    stats = get_memory_stats(device, reset_stats=False)
+    if on_cuda:
+        free, total = (amount / 2**30 for amount in torch.cuda.mem_get_info())
+        used = (
+            f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB in use, {stats['peak_memory_active']:.1f} at the peak, "
+        )
+        used += f"{free:.1f} of {total:.1f} free"
+        where = f"the GPU of {what}"
+    else:
+        used = f"{stats['peak_memory_resident']:.1f} GiB at the peak"
+        where = what
+    shape = activity.shape
+    batch = f" with a batch of {' x '.join(map(str, shape))} tokens" if shape else ""
+    advice = [_show(changes) for changes in _advice(cfg, activity, dims, kind)][:_MOST]
+    text = f"There is not enough memory for {where} {activity}{batch} ({used}): "
+    if not advice:
+        return text + "no setting would need less: train adapters, a smaller model, or use more or larger devices"
+    return text + "set " + ", or ".join(advice)
+
+
+def _show(changes: Changes) -> str:
+    return " ".join(f"{key}={'null' if value is None else value}" for key, value in changes.items())
+
+
+def _advice(settings: Any, activity: Activity, dims: ParallelDims, kind: str) -> Iterator[Changes]:
+    """Changes that need less memory, the cheapest first; only those that the recipe knows and accepts."""
+    cfg = RecipeSettings.of(settings)
+    on_cuda = torch.cuda.is_available()
+    if kind == "host" and on_cuda:  # what was moved there to make room on the device
+        found = ({key: False} for key in ("fsdp_cpu_offload", "enable_activation_offloading") if getattr(cfg, key))
+    else:
+        found = (*_smaller_steps(cfg, activity), *_smaller_numbers(cfg, on_cuda), *_more_shards(cfg, dims))
+    for changes in found:
+        if all(cfg.can_set(key) for key in changes) and _accepted(cfg.source, changes):
+            yield changes
+
+
+def _accepted(cfg: Any, changes: Changes) -> bool:
+    """Whether the recipe's own rules allow them."""
+    if any("." in key for key in changes) or not dataclasses.is_dataclass(cfg) or not hasattr(cfg, "check"):
+        return True
+    return not list(dataclasses.replace(cfg, **changes).check())
+
+
+def _smaller_steps(cfg: RecipeSettings, activity: Activity) -> Iterator[Changes]:
+    """Fewer tokens, or fewer activations of each."""
+    if not cfg.enable_activation_checkpointing:
+        yield {"enable_activation_checkpointing": True}
+    if activity.phase == "validation":
+        if (cfg.batch_size_val or cfg.batch_size) > 1:
+            yield {"batch_size_val": 1}
+    elif cfg.batch_size > 1 and cfg.optimizer_in_bwd:
+        yield {"batch_size": 1}
+    elif cfg.batch_size > 1:
+        yield {"batch_size": 1, "gradient_accumulation_steps": cfg.batch_size * cfg.gradient_accumulation_steps}
+    if not cfg.optimizer_in_bwd and not cfg.has(AdapterSettings):  # gradients of adapters are small
+        yield {"optimizer_in_bwd": True}
+    longest = cfg.max_seq_len
+    if longest is None and cfg.batch_size == 1 and activity.shape:
+        longest = activity.shape[-1]
+    if longest is not None and longest > _SHORTEST:
+        yield {"tokenizer.max_seq_len": longest // 2}
+
+
+def _smaller_numbers(cfg: RecipeSettings, on_cuda: bool) -> Iterator[Changes]:
+    """Fewer bytes for each, or in host memory."""
+    if cfg.dtype == "fp32":
+        yield {"dtype": "bf16"}
+    if on_cuda and cfg.enable_activation_checkpointing and not cfg.enable_activation_offloading:
+        yield {"enable_activation_offloading": True}
+
+
+def _more_shards(cfg: RecipeSettings, dims: ParallelDims) -> Iterator[Changes]:
+    """Less for each process."""
+    if dims.world_size == 1:
+        return
+    if not cfg.fsdp_reshard_after_forward:
+        yield {"fsdp_reshard_after_forward": True}
+    rest = {} if cfg.data_parallel_shard_dim == -1 else {"data_parallel_shard_dim": -1}
+    sizes = {"dp_replicate": dims.dp_replicate, "tp": dims.tp, "cp": dims.cp}
+    if dims.dp_replicate > 1:
+        yield {"data_parallel_replicate_dim": 1, **rest}
+    for name, key in (("cp", "context_parallel_dim"), ("tp", "tensor_parallel_dim")):
+        try:
+            ParallelDims(**{**sizes, name: 2 * sizes[name]}, dp_shard=-1, world_size=dims.world_size)
+        except ParallelDimsError:
+            continue
+        yield {key: 2 * sizes[name], **rest}
+    if not cfg.fsdp_cpu_offload:
+        yield {"fsdp_cpu_offload": True}

@@ -1,0 +1,203 @@
+"""What a run says of itself before its first step and after its last."""
+
+import json
+import math
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from torchtune.data import BatchLoader
+from torchtune.training._recipe_settings import RecipeSettings, RecipeSettingsError
+from torchtune.training.checkpointing._adapter import ADAPTER_FILE
+from torchtune.training.checkpointing._directories import complete_directories
+from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.supervise._step_guard import StepGuard
+from torchtune.utils import get_logger, log_rank_zero
+
+_WIDTH = 12  # of the column of names
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> str:
+    """Lines ``  name        text``."""
+    return "\n".join(f"  {name:<{_WIDTH}}{text}" for name, text in rows)
+
+
+def count_steps(cfg: RecipeSettings, per_epoch: int) -> str:
+    """``"12 = 2 epochs of 6"``."""
+    epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
+    return f"{cfg.epochs * per_epoch:,} = {epochs} of {per_epoch:,}"
+
+
+def global_batch(cfg: RecipeSettings, data_size: int) -> str:
+    """What an optimizer step is made of."""
+    parts = [f"{cfg.batch_size} (batch_size)", f"{cfg.gradient_accumulation_steps} (accumulation)"]
+    parts += [f"{data_size} (data-parallel ranks)"] if data_size > 1 else []
+    total = cfg.batch_size * cfg.gradient_accumulation_steps * data_size
+    return f"{total} rows a step = {' x '.join(parts)}"
+
+
+def component_name(node: Any) -> str:
+    """Last part of a component's dotted path."""
+    return str(node.get("_component_")).rpartition(".")[2]
+
+
+def _bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Sums, modulo 2**64, of the bits of what this rank holds of a tensor."""
+    if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantised: what is inside
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in inner:
+            if isinstance(part, torch.Tensor):  # a sharded one also names its mesh
+                yield from _bits(part)
+        return
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    yield data[:whole].view(torch.int64).sum()
+    yield data[whole:].sum()
+
+
+@torch.no_grad()
+def _fingerprint(model: torch.nn.Module) -> list[int]:
+    """Changes when any bit of a trained parameter does; no copy of the weights is kept."""
+    sums = [one for parameter in model.parameters() if parameter.requires_grad for one in _bits(parameter)]
+    return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
+
+
+def count_tokens(dataset: Any) -> int | None:
+    """Tokens of a dataset, where they are known without reading all rows."""
+    lengths = None if getattr(dataset, "store", dataset) is None else getattr(dataset, "lengths", None)
+    return None if lengths is None else int(sum(map(int, lengths)))
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds:.0f} s" if minutes else f"{seconds:.1f} s"
+
+
+class TrainedRecipe(Protocol):
+    """What a report reads of a recipe that is set up."""
+
+    cfg: Any
+    model: torch.nn.Module
+    loader: BatchLoader
+    loader_val: BatchLoader | None
+    dims: ParallelDims
+    device: torch.device
+    guard: StepGuard
+    total_steps: int
+    global_step: int
+
+
+class RunReport:
+    """Says on rank 0 what a run is about to do, and, at its end, what came of it and which command comes next.
+
+    A run that went through all of its steps without changing one trained parameter is warned of: it looks as any other
+    and has trained nothing.
+
+    Args:
+        recipe: set up.
+
+    Raises:
+        RecipeSettingsError: the recipe lacks an attribute of ``TrainedRecipe``, or its settings lack a name.
+    """
+
+    def __init__(self, recipe: TrainedRecipe) -> None:
+        for name in TrainedRecipe.__annotations__:
+            if not hasattr(recipe, name):
+                raise RecipeSettingsError(
+                    f"{type(recipe).__name__} has no attribute '{name}' after setup, which training.RunReport reads: "
+                    "set it, or leave the report out of recipe_main."
+                )
+        self._recipe, self._cfg, self._started = recipe, RecipeSettings.of(recipe.cfg), time.monotonic()
+        self._first_step, self._before = recipe.global_step, _fingerprint(recipe.model)
+        log_rank_zero(get_logger(), f"This run:\n{aligned(list(self._rows()))}")
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        recipe, cfg, dims = self._recipe, self._cfg, self._recipe.dims
+        total = sum(parameter.numel() for parameter in recipe.model.parameters())
+        trained = sum(parameter.numel() for parameter in recipe.model.parameters() if parameter.requires_grad)
+        yield "model", f"{component_name(cfg.model)}, weights of {cfg.checkpointer.get('checkpoint_dir')}"
+        yield "parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"
+        dataset = recipe.loader.dataset
+        tokens = count_tokens(dataset)
+        kind = "packs" if hasattr(dataset, "packs") else "rows"
+        held_out = "" if recipe.loader_val is None else f"; {len(recipe.loader_val.dataset):,} for validation"
+        yield "data", f"{len(dataset):,} {kind}{'' if tokens is None else f', {tokens:,} tokens'}{held_out}"
+        yield "batch", global_batch(cfg, dims.data_size)
+        from_step = f", from step {recipe.global_step}" if recipe.global_step else ""
+        yield "steps", count_steps(cfg, len(recipe.loader)) + from_step
+        rate = cfg.optimizer.get("lr")
+        schedule = "" if cfg.lr_scheduler is None else f", {component_name(cfg.lr_scheduler)}"
+        yield "optimizer", f"{component_name(cfg.optimizer)}{'' if rate is None else f', lr {rate}'}{schedule}"
+        yield "runs on", f"{recipe.device.type} in {cfg.dtype}, {dims}"
+        every = "epoch" if cfg.save_every_n_steps is None else f"{cfg.save_every_n_steps} steps"
+        yield "writes to", f"{cfg.output_dir}, a checkpoint every {every}"
+        yield "settings", str(Path(cfg.output_dir) / "torchtune_config.yaml")
+
+    def end(self, code: int) -> int:
+        """Say what came of the run; all processes call it after the last step.
+
+        Args:
+            code: exit code of ``train``.
+
+        Returns:
+            ``code``.
+        """
+        recipe, steps = self._recipe, self._recipe.global_step - self._first_step
+        changed = recipe.dims.any(_fingerprint(recipe.model) != self._before)
+        took = _duration(time.monotonic() - self._started)
+        if recipe.global_step >= recipe.total_steps:
+            text = f"Finished {steps:,} steps in {took}.\n{aligned(list(self._results()))}"
+        else:
+            resume = _resume_command(recipe)
+            text = f"Stopped after {steps:,} steps in {took}.\n{aligned([('go on with', resume)])}"
+        log_rank_zero(get_logger(), text)
+        if steps and not changed:
+            skipped = recipe.guard.num_skipped
+            reason = f"; {skipped} steps were skipped" if skipped else ""
+            log_rank_zero(
+                get_logger(),
+                f"NOTHING WAS TRAINED: no trained parameter differs from what it was {steps:,} steps ago{reason}. "
+                "Raise optimizer.lr, or look at lr and grad_norm in the metrics.",
+                level=30,
+            )
+        return code
+
+    def _results(self) -> Iterator[tuple[str, str]]:
+        first, last = self._recipe.guard.first_loss, self._recipe.guard.last_loss
+        if first is not None and last is not None and math.isfinite(last[1]):
+            yield "loss", f"{first[1]:.4f} at step {first[0]:,}, {last[1]:.4f} at step {last[0]:,}"
+        saved = complete_directories(Path(self._cfg.output_dir))
+        if not saved:
+            return
+        if (saved[-1] / ADAPTER_FILE).is_file():
+            base = self._cfg.checkpointer.get("checkpoint_dir")
+            yield "result", f"{saved[-1]}, an adapter in PEFT's layout for {base}"
+            return
+        inside = "with the adapter merged; the adapter is in adapter/" if (saved[-1] / "adapter").is_dir() else ""
+        yield "result", f"{saved[-1]}, a Hugging Face model{' ' if inside else ''}{inside}"
+        words = ["tune", "run", "generate", "--config", "any_generation", f"device={self._recipe.device.type}"]
+        words += [f"checkpointer.checkpoint_dir={saved[-1]}"]
+        yield "ask it", f"{shlex.join(words)} prompt.user={json.dumps('Who are you?')}"
+
+
+def _resume_command(recipe: TrainedRecipe) -> str:
+    """The command that continues a run that stopped."""
+    from torchtune._recipe_registry import recipe_at
+
+    processes, local = recipe.dims.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if processes != local:
+        return "the same commands, with resume_from_checkpoint=True"
+    words = ["tune", "run", *(["--nproc-per-node", str(processes)] if processes > 1 else [])]
+    file = type(recipe).setup.__code__.co_filename
+    name = recipe_at(file) or file
+    words += [] if name == getattr(recipe.cfg, "recipe", None) else [name]  # else the config says it
+    settings = Path(RecipeSettings.of(recipe.cfg).output_dir) / "torchtune_config.yaml"
+    return shlex.join([*words, "--config", str(settings), "resume_from_checkpoint=True"])
