@@ -255,7 +255,7 @@ class FullModelHFCheckpointer(LegacyInterface):
             CheckpointError: the run is finished, no checkpoint is whole, or it cannot go on with these settings.
             UserError: another run has the folder.
         """
-        output_dir, held = self._output_dir(), self._lock.is_held
+        output_dir, held, keep = self._output_dir(), self._lock.is_held, False
 
         def begin() -> list[Path]:
             if output_dir.is_dir():
@@ -275,14 +275,13 @@ class FullModelHFCheckpointer(LegacyInterface):
                     with self._ranks.together():
                         if cfg is not None:
                             check_resumed_settings(cfg, path)
+                    keep = held
                     return point
                 self._ranks.first(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
+            keep = held
             return None
-        except Exception:
-            held = False  # there will be no run
-            raise
         finally:
-            if not held:
+            if not keep:  # also where it fails, so that there will be no run
                 self._lock.release()
 
     def check_resume(self, cfg: Any) -> None:
