@@ -212,8 +212,7 @@ class FullModelHFCheckpointer(LegacyInterface):
         """Refuse an output folder that would overwrite something; call it before anything is loaded.
 
         Raises:
-            UserError: there is none, it is inside ``checkpoint_dir``, it holds a run and ``resume`` is False, another
-                run of this machine has it, or it cannot be written to.
+            UserError: there is none, it is inside ``checkpoint_dir``, holds a run without ``resume``, or is in use.
         """
         output_dir = self._output_dir()
         self._ranks.first(self._lock.refuse_used)
@@ -256,7 +255,7 @@ class FullModelHFCheckpointer(LegacyInterface):
             CheckpointError: the run is finished, no checkpoint is whole, or it cannot go on with these settings.
             UserError: another run has the folder.
         """
-        output_dir, held = self._output_dir(), self._lock.is_held
+        output_dir, held, keep = self._output_dir(), self._lock.is_held, False
 
         def begin() -> list[Path]:
             if output_dir.is_dir():
@@ -276,19 +275,17 @@ class FullModelHFCheckpointer(LegacyInterface):
                     with self._ranks.together():
                         if cfg is not None:
                             check_resumed_settings(cfg, path)
+                    keep = held
                     return point
                 self._ranks.first(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
+            keep = held
             return None
         finally:
-            if not held:
+            if not keep:  # also where it fails, so that there will be no run
                 self._lock.release()
 
     def check_resume(self, cfg: Any) -> None:
-        """Compare the settings of a run with those of the newest complete checkpoint; no file of it is verified.
-
-        Raises:
-            CheckpointError: as for :meth:`find_resume_point`.
-        """
+        """:meth:`find_resume_point` of the newest complete checkpoint, without the lock and without verifying files."""
         for newest in complete_directories(self._output_dir())[-1:]:
             resume_point(newest)
             check_resumed_settings(cfg, newest)

@@ -1,6 +1,7 @@
 """What keeps a run from starting, found before anything is loaded."""
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from torchtune import config
+from torchtune._recipe_registry import recipe_at
 from torchtune.config._locate import locate
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._instantiate import instantiate_collate
@@ -114,10 +116,16 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
 
 
 def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: Any) -> None:
-    """See that there is something to train, and that all of it would be saved; a recipe of adapters has a setting."""
+    """See that there is something to train, and that all of it would be saved; a recipe of adapters has a setting.
+
+    What else a recipe of the user's own saves, it alone knows.
+    """
     of_adapters = "save_adapter_weights_only" in cfg.declared
+    file = getattr(sys.modules.get(type(cfg.source).__module__), "__file__", None)
     if of_adapters:
         require_adapters(model)
+    elif file is None or recipe_at(file) is None:
+        return
     if hasattr(checkpointer, "check_contents"):
         checkpointer.check_contents(model, adapter_only=of_adapters)
 

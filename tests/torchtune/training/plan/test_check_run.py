@@ -64,10 +64,15 @@ def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder: Path) -> Non
     assert "is trained, but checkpoints would hold the base weights alone" in problem
     (problem,) = find_problems(settings(LORA, folder, model_converters=[]))
     assert "it has no adapters to train" in problem
+    own = load_recipe(
+        DISTRIBUTED, folder, {"recipe_main(cfg: Settings) -> int:\n": "recipe_main(cfg: Settings) -> int:\n\n"}
+    )
+    path = write_config(DISTRIBUTED, folder, folder / "new_run", model_converters=converters)
+    assert find_problems(load_and_check(path, [], own.recipe_main)) == [], "a copy may save it"
 
 
 def test_settings_that_a_resume_cannot_change(folder: Path, tmp_path: Path) -> None:
-    start(LORA, folder, output_dir=tmp_path / "run", save_every_n_steps=6)
+    start(LORA, folder, output_dir=tmp_path / "run", save_every_n_steps=6, log_level="INFO")
     shutil.rmtree(tmp_path / "run" / "step_12")  # as if it had been stopped
     overrides = (f"output_dir={tmp_path / 'run'}", "resume_from_checkpoint=True")
     assert find_problems(settings(LORA, folder, *overrides, save_every_n_steps=6), thorough=True) == []
