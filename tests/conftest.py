@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -11,3 +12,13 @@ def own_cache_of_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHTUNE_CACHE", str(tmp_path_factory.mktemp("torchtune_cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def logger_as_it_was() -> Iterator[None]:
+    """A recipe that runs in the test process sets the level and the handlers of the library's logger."""
+    logger = logging.getLogger("torchtune")
+    level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+    yield
+    logger.setLevel(level)
+    logger.handlers[:], logger.propagate = handlers, propagate

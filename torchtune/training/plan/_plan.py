@@ -158,10 +158,10 @@ def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
 
     Raises:
         ParallelDimsError: the sizes do not fit the number of processes.
-        RecipeSettingsError: there are several processes, and the settings of a dataclass say nothing about them.
+        RecipeSettingsError: there are several processes, and a recipe that trains a model says nothing about them.
     """
     if not settings.has(MeshSettings):
-        if processes > 1 and dataclasses.is_dataclass(settings.source):
+        if processes > 1 and dataclasses.is_dataclass(settings.source) and "optimizer" in settings.declared:
             raise RecipeSettingsError(
                 f"the recipe runs on one device, but there are {processes} processes: start one, or declare "
                 f"{', '.join(item.name for item in dataclasses.fields(MeshSettings))} in its Settings."
