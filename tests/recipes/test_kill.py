@@ -133,11 +133,11 @@ def test_a_dead_worker_restarts_the_group_from_the_last_checkpoint(whole_on_two:
         "import os, signal; dies = [('0', '1', 1), ('1', '0', 8)]; own = os.environ; "
         "(own['TORCHELASTIC_RESTART_COUNT'], own['RANK'], self.global_step) in dies and os.kill(os.getpid(), 9)"
     )
-    place = "                    self.global_step += 1\n"
+    place = "                self.global_step += 1\n"
     source = (RECIPES / f"{name}.py").read_text()
     assert source.count(place) == 1
     recipe, output_dir = tmp_path / "mine.py", tmp_path / "output"
-    recipe.write_text(source.replace(place, f"{place}{' ' * 20}{death}\n"))
+    recipe.write_text(source.replace(place, f"{place}{' ' * 16}{death}\n"))
     config = write_config(name, folder, output_dir, **SETTINGS)
     tune = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", "--max-restarts", "2"]
     done = subprocess.run(
