@@ -158,10 +158,11 @@ def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
 
     Raises:
         ParallelDimsError: the sizes do not fit the number of processes.
-        RecipeSettingsError: there are several processes, and a recipe that trains a model says nothing about them.
+        RecipeSettingsError: there are several processes, and the dataclass of a training recipe does not say how.
     """
     if not settings.has(MeshSettings):
-        if processes > 1 and dataclasses.is_dataclass(settings.source) and "optimizer" in settings.declared:
+        trains = "optimizer" in settings.declared  # what else several processes do is a recipe's own affair
+        if processes > 1 and trains and dataclasses.is_dataclass(settings.source):
             raise RecipeSettingsError(
                 f"the recipe runs on one device, but there are {processes} processes: start one, or declare "
                 f"{', '.join(item.name for item in dataclasses.fields(MeshSettings))} in its Settings."
