@@ -203,8 +203,8 @@ class HFFormat:
         if self.windows == "use_sliding_window" and not switch:
             if kinds is not None and layers and window is not None:
                 raise ModelError(
-                    f"config.json of {self.architecture} has sliding windows in layer_types, but use_sliding_window is not "
-                    "true: set it to true, or make all of layer_types 'full_attention'."
+                    f"config.json of {self.architecture} has sliding windows in layer_types, but "
+                    "use_sliding_window is not true: set it to true, or make all of layer_types 'full_attention'."
                 )
             return {}
         if self.window_layers == "all" and kinds is not None and window is not None and len(layers) < num_layers:
