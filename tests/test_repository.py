@@ -39,7 +39,7 @@ ROOM_BUDGET = {
     # writes, state is read from the files of any number of ranks, and whatever is wrong with a file is one sentence.
     # 600 are what recipes copied from earlier releases call (compat/, quantization.py): half of it docstrings.
     # What is read of a recipe's settings has its names, types and defaults in one place: 200 lines.
-    # A simulated cluster (operators, devices and links, the search for a configuration that fits), low-bit optimizers and
+    # A simulated cluster (operators, devices and links, the search for a configuration that fits), low-bit optimizers,
     # the export of quantized weights: 2,500 lines.
     "torchtune/training": 14500,
     # Of these a third is docstrings and blank lines: what is left over 1,200 is what messages cost that name the file,
