@@ -43,6 +43,7 @@ class HFFormat:
         has_mlp_bias: whether a flag for biases of the feed-forward exists.
         bias_fields: names of the two flags, of attention and of the feed-forward; they may be the same.
         qk_norm: as in a description.
+        mixer_kind: entry of ``layer_types`` of layers without attention, which ``read_more`` reads.
         windows: whether ``sliding_window`` alone enables sliding windows, ``use_sliding_window`` must be true as well,
             or the architecture has none.
         window_layers: which layers have a sliding window if ``layer_types`` is absent: all (there is no such field),
@@ -67,6 +68,7 @@ class HFFormat:
     has_mlp_bias: bool = False
     bias_fields: tuple[str, str] = ("attention_bias", "mlp_bias")
     qk_norm: Literal["none", "before_rope", "after_rope"] = "none"
+    mixer_kind: str | None = None
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
     ropes: tuple[Literal["partial", "window"], ...] = ()
@@ -185,6 +187,7 @@ class HFFormat:
         late, switch = fields.take("max_window_layers", _LATE), fields.take("use_sliding_window", False)
         window = window or None
         if kinds is not None:
+            kinds = ["full_attention" if kind == self.mixer_kind else kind for kind in kinds]
             if len(kinds) < num_layers or not {"full_attention", "sliding_attention"}.issuperset(kinds[:num_layers]):
                 raise fields.refusal("layer_types", kinds)
             layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention")

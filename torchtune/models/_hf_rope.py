@@ -50,6 +50,7 @@ _OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all
 
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _SAY_NOTHING = {"finetuned", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor"}
+_SAY_NOTHING |= {"mrope_section", "mrope_interleaved"}  # of images: the three positions of a text token are equal
 
 
 def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:

@@ -138,6 +138,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -242,7 +253,7 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
 
     architecture, options = FAMILIES[name]
     torch.manual_seed(0)
-    kind = {"Gemma3": "Gemma3Text"}.get(architecture, architecture)
+    kind = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}.get(architecture, architecture)
     config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options, **more})
     if architecture == "Gemma2":
         config._attn_implementation = "eager"  # the only one with soft caps
@@ -252,6 +263,8 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
         for parameter_name, parameter in hf.named_parameters():
             if "norm" in parameter_name:
                 parameter.normal_(1.0, 0.3)
+            elif parameter_name.endswith("A_log"):
+                parameter.uniform_(-4, 0)  # states that last
             elif parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_()
     return hf

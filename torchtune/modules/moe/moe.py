@@ -122,13 +122,22 @@ class MoE(nn.Module):
         experts: rows sorted by expert, and how many each has -> rows.
         router: tokens -> scores, chosen experts, tokens of every expert.
         shared_expert: a feed-forward layer ``[…, d] -> […, d]`` that sees every token, and whose result is added.
+        shared_gate: projection ``d -> 1``; its sigmoid scales the result of ``shared_expert``.
     """
 
-    def __init__(self, *, experts: nn.Module, router: nn.Module, shared_expert: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        experts: nn.Module,
+        router: nn.Module,
+        shared_expert: nn.Module | None = None,
+        shared_gate: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.experts = experts
         self.router = router
         self.shared_expert = shared_expert
+        self.shared_gate = shared_gate
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, d]`` to ``[b, s, d]``."""
@@ -141,5 +150,6 @@ class MoE(nn.Module):
         by_token = _Rows.apply(rows, inverse, order, 1).unflatten(0, (-1, copies))
         out = (by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
         if self.shared_expert is not None:
-            out = out + self.shared_expert(tokens)
+            shared = self.shared_expert(tokens)
+            out = out + (shared if self.shared_gate is None else shared * self.shared_gate(tokens).sigmoid())
         return out.view_as(x)
