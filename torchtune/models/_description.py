@@ -156,7 +156,9 @@ class Description:
                 f"num_experts (got {self.num_experts}), expert_dim ({self.expert_dim}) and experts_per_token "
                 f"({self.experts_per_token}) go together, and experts_per_token is at most num_experts."
             )
-        if (self.shared_expert_dim and not self.num_experts) or (self.shared_expert_gate and not self.shared_expert_dim):
+        if (self.shared_expert_dim and not self.num_experts) or (
+            self.shared_expert_gate and not self.shared_expert_dim
+        ):
             raise ModelError(
                 f"shared_expert_dim (got {self.shared_expert_dim}) needs num_experts, and shared_expert_gate needs "
                 "shared_expert_dim."

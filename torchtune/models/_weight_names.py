@@ -149,7 +149,9 @@ def mixers(weight_map: WeightMap, names: Names) -> WeightMap:
         weight_map: Hugging Face map of all other weights.
         names: their name within a layer and ours within ``attn``, of every parameter of the mixer.
     """
-    rows = [Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.attn.{ours}", when="mixer_layers") for theirs, ours in names]
+    rows = [
+        Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.attn.{ours}", when="mixer_layers") for theirs, ours in names
+    ]
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 

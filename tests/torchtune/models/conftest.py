@@ -147,6 +147,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 12,
+            "initializer_range": 0.08,
         },
     ),
     "qwen3_moe": (

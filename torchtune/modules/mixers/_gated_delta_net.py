@@ -114,7 +114,9 @@ class GatedDeltaNet(RecurrentMixer):
 
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         mixed = F.silu(self.conv(self.qkv_proj(x), reach, cache))
-        q, k, v = (t.unflatten(-1, (-1, size)) for t, size in zip(mixed.split(self.widths, -1), self._sizes, strict=True))
+        q, k, v = (
+            t.unflatten(-1, (-1, size)) for t, size in zip(mixed.split(self.widths, -1), self._sizes, strict=True)
+        )
         decay = -self.a_log.float().exp() * F.softplus(self.a_proj(x).float() + self.dt_bias)
         state = None if cache is None else cache.state[: x.shape[0]]
         out, state = gated_delta_rule(q, k, v, decay, self.b_proj(x).sigmoid(), reach == 0, state)
