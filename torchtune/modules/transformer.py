@@ -157,7 +157,7 @@ class TransformerDecoder(nn.Module):
             layers = nn.ModuleList(layers)
         else:
             if num_layers is None:
-                raise ValueError("num_layers must give the number of copies of the single layer.")
+                raise ValueError("num_layers must say the number of copies of the single layer.")
             layers = nn.ModuleList([copy.deepcopy(layers) for _ in range(num_layers)])
         self.tok_embeddings = tok_embeddings
         self.layers = layers
