@@ -20,6 +20,8 @@ import torchtune.models.llama3
 import torchtune.modules.peft
 import torchtune.training.checkpointing  # noqa: F401
 
+_held: list[socket.socket] = []
+
 
 def child(recipe: str, argv: list[str], output: str) -> None:
     """Become ``python recipe argv`` with standard output and error in ``output``; never returns."""
@@ -44,9 +46,12 @@ def environments(ranks: int) -> list[dict[str, str]]:
     """What torchrun would tell each of them; nothing if there is one."""
     if ranks == 1:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Bound for as long as this process lives, so that nobody else is given the port; rank 0 can still listen there.
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _held.append(held)
+    port = held.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
