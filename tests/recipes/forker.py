@@ -5,6 +5,7 @@ the children's pids, then, when they have ended, their exit codes. Several ranks
 starts do. The parent runs no tensor operation, so that a fork is safe.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -16,9 +17,10 @@ import datasets  # noqa: F401  (imported here so that children need not)
 import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401
 
-import torchtune.models.llama3
-import torchtune.modules.peft
-import torchtune.training.checkpointing  # noqa: F401
+import torchtune._recipe_registry
+import torchtune.models  # noqa: F401
+
+ROOMS = "config data datasets models modules modules.loss modules.peft modules.transforms.tokenizers training utils"
 
 _held: list[socket.socket] = []
 
@@ -57,8 +59,18 @@ def environments(ranks: int) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
+def import_rooms() -> None:
+    """Import what recipes do, every public name included: once here, not once in every child."""
+    importlib.import_module("omegaconf")
+    for room in ROOMS.split():
+        face = importlib.import_module(f"torchtune.{room}")
+        for name in face.__all__:
+            getattr(face, name)
+
+
 def main() -> None:
     """Serve jobs until standard input closes."""
+    import_rooms()
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
