@@ -105,7 +105,7 @@ def test_it_begins_after_some_steps_and_can_be_switched_and_undone() -> None:
     model, config = copy.deepcopy(plain), QUANTIZERS[0].base_config
     conversion = FakeQuantize(config, after_n_steps=2, step=lambda: step[0], total_steps=3)
     apply_conversions(model, [conversion])
-    for step[0], same in enumerate((True, True, False)):  # noqa: B020 - what the conversion reads
+    for step[0], same in enumerate((True, True, False)):
         assert torch.equal(model(TOKENS), plain(TOKENS)) == same
     always = QUANTIZERS[0].prepare(copy.deepcopy(plain))
     assert torch.equal(model(TOKENS), always(TOKENS))
