@@ -20,18 +20,14 @@ def torchao_quantization() -> ModuleType:
     Raises:
         UserError: torchao is not installed.
     """
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             require("torchao.quantization.qat", extra="quantization", purpose="Quantization")
             return require("torchao.quantization", extra="quantization", purpose="Quantization")
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def int_config(bits: int, group_size: int | None, *, dynamic_activations: bool) -> Any:
