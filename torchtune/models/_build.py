@@ -149,6 +149,8 @@ def _mixture(d: Description) -> MoE:
         normalize=d.router_normalize,
         scale=d.router_scale,
         selection_bias=d.router_selection_bias,
+        groups=d.router_groups,
+        top_groups=d.router_top_groups,
     )
     sizes = {"dim": d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
     if d.expert_limit is not None:

@@ -90,6 +90,8 @@ class Description:
     router_scale: float = 1.0  # factor of the routing weights
     router_bias: bool = False
     router_selection_bias: bool = False  # added to scores for the top-k choice only; not trained by the loss
+    router_groups: int = 1  # experts form groups of equal size ...
+    router_top_groups: int = 1  # ... and a token selects experts of its best groups only
     shared_expert_dim: int = 0  # intermediate size of the expert that every token uses; 0: there is none
     shared_expert_gate: bool = False  # the sigmoid of a projection of the token scales the shared expert's output
     router_balance: float = 0.0  # coefficient of the load-balancing loss, if training enables it
@@ -163,6 +165,9 @@ class Description:
                 f"shared_expert_dim (got {self.shared_expert_dim}) needs num_experts, and shared_expert_gate needs "
                 "shared_expert_dim."
             )
+        groups, top = self.router_groups, self.router_top_groups
+        if not 1 <= top <= groups or self.num_experts % groups or (groups > 1 and self.num_experts < 2 * groups):
+            raise ModelError(f"router_top_groups ({top}) of router_groups ({groups}) do not fit {self.num_experts} experts.")
         if self.num_experts and not self.experts_per_token:
             raise ModelError(f"experts_per_token must be at least 1 with num_experts = {self.num_experts}.")
 

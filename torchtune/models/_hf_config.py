@@ -51,6 +51,7 @@ class HFFormat:
         ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head rotate), ``"window"``
             (a separate base in sliding-window layers).
         activation: name of the activation field, and its default.
+        eps_field: name of the field of the norms' eps.
         fixed: (field, value) pairs of a description that the file does not state.
         own: fields with another name than in a description: (theirs, ours, default, which also gives the type).
         read_more: reads what the attributes above cannot express: ``read_more(fields) -> values of a description``. It
@@ -73,6 +74,7 @@ class HFFormat:
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
     ropes: tuple[Literal["partial", "window"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
+    eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()
     own: tuple[tuple[str, str, Any], ...] = ()
     read_more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
@@ -114,7 +116,7 @@ class HFFormat:
             rope_layout=self.rope_layout,
             activation=fields.choice(self.activation[0], _ACTIVATIONS, self.activation[1]),
             mlp_bias=bool(fields.take(mlp_flag, False)) if self.has_mlp_bias else False,
-            norm_eps=float(fields.take("rms_norm_eps", 1e-6)),
+            norm_eps=float(fields.take(self.eps_field, 1e-6)),
             tie_word_embeddings=bool(fields.take("tie_word_embeddings", False)),
             num_classes=_read_classes(config, fields),
             **dict(self.fixed),
@@ -149,7 +151,7 @@ class HFFormat:
             "head_dim": description.head_dim,
             self.activation[0]: _ACTIVATION_NAMES[description.activation],
             "max_position_embeddings": description.max_seq_len,
-            "rms_norm_eps": description.norm_eps,
+            self.eps_field: description.norm_eps,
             "attention_dropout": description.attn_dropout,
             "tie_word_embeddings": description.tie_word_embeddings,
             "rope_theta": description.rope_base,

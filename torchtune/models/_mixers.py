@@ -1,12 +1,12 @@
 """The numbers of mixers that replace attention in some layers, and the names of their weights."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-# Of every parameter: Hugging Face's name within a layer, ours within ``attn``.
-Names = tuple[tuple[str, str], ...]
+# Of every parameter: Hugging Face's name within a layer, ours within ``attn``, and how its rows are reordered, if so.
+Names = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,7 @@ class DeltaNetMixer:
         key_dim: size of a query or key head.
         value_dim: size of a value head.
         conv_taps: kernel size of the convolution.
+        fused: queries, keys, values and gates are one projection, and so are the two of decay and correction.
     """
 
     num_key_heads: int
@@ -26,6 +27,7 @@ class DeltaNetMixer:
     key_dim: int
     value_dim: int
     conv_taps: int = 4
+    fused: bool = False
     names: ClassVar[Names] = (
         ("linear_attn.in_proj_qkv.weight", "qkv_proj.weight"),
         ("linear_attn.in_proj_z.weight", "z_proj.weight"),
@@ -37,6 +39,16 @@ class DeltaNetMixer:
         ("linear_attn.norm.weight", "norm.scale"),
         ("linear_attn.out_proj.weight", "output_proj.weight"),
     )
+
+    @property
+    def group_dim(self) -> int:
+        """Width of the value heads that share a key head."""
+        return self.group_heads * self.value_dim
+
+    @property
+    def group_heads(self) -> int:
+        """Value heads that share a key head."""
+        return self.num_value_heads // self.num_key_heads
 
     def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
         """The module of one layer."""

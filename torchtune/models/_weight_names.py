@@ -150,9 +150,26 @@ def mixers(weight_map: WeightMap, names: Names) -> WeightMap:
         names: their name within a layer and ours within ``attn``, of every parameter of the mixer.
     """
     rows = [
-        Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.attn.{ours}", when="mixer_layers") for theirs, ours in names
+        Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.attn.{ours}", *op, when="mixer_layers")
+        for theirs, ours, *op in names
     ]
     return replace(weight_map, rows=(*weight_map.rows, *rows))
+
+
+def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
+    """A weight map of a checkpoint that calls some modules otherwise.
+
+    Args:
+        weight_map: Hugging Face map, each row with one external name.
+        names: part of an external name -> what replaces it.
+    """
+
+    def rename(external: str) -> str:
+        for old, new in names.items():
+            external = external.replace(old, new)
+        return external
+
+    return replace(weight_map, rows=tuple(replace(row, external=rename(row.external)) for row in weight_map.rows))
 
 
 def _when_norm(ours: str) -> str:

@@ -1,46 +1,14 @@
 """Qwen 3.5: three layers of linear attention (Gated DeltaNet) for each layer of gated attention."""
 
-from typing import Any
+from dataclasses import replace
 
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_mixers import linear_layers, read_delta_net, write_delta_net
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_HALF, mixers
-
-_NUMBERS = (  # theirs, ours, what transformers assumes
-    ("linear_num_key_heads", "num_key_heads", 16),
-    ("linear_num_value_heads", "num_value_heads", 32),
-    ("linear_key_head_dim", "key_dim", 128),
-    ("linear_value_head_dim", "value_dim", 128),
-    ("linear_conv_kernel_dim", "conv_taps", 4),
-)
-
-
-def linear_layers(num_layers: int, interval: int = 4) -> tuple[int, ...]:
-    """All layers but every ``interval``-th."""
-    return tuple(i for i in range(num_layers) if (i + 1) % interval)
-
-
-def read_mixer(fields: Fields) -> dict[str, Any]:
-    """The linear attention of a ``config.json`` of Qwen 3.5 or Qwen3-Next."""
-    num_layers = fields.take("num_hidden_layers")
-    kinds = fields.list_of("layer_types", num_layers, str)
-    layers = linear_layers(num_layers, fields.take("full_attention_interval", 4))
-    if kinds is not None:
-        layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
-    numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _NUMBERS}
-    return {"mixer": DeltaNetMixer(**numbers) if layers else None, "mixer_layers": layers}
-
-
-def write_mixer(d: Description) -> dict[str, Any]:
-    """The inverse of :func:`read_mixer`."""
-    kinds = ("full_attention", "linear_attention")
-    config = {"layer_types": [kinds[layer in d.mixer_layers] for layer in range(d.num_layers)]}
-    return config | ({theirs: getattr(d.mixer, ours) for theirs, ours, _ in _NUMBERS} if d.mixer else {})
-
 
 _FORMAT = HFFormat(
     "Qwen3_5ForCausalLM",
@@ -51,8 +19,8 @@ _FORMAT = HFFormat(
     mixer_kind="linear_attention",
     ropes=("partial",),
     fixed=(("attn_gate", True), ("norm_unit_offset", True)),
-    read_more=read_mixer,
-    write_more=write_mixer,
+    read_more=read_delta_net,
+    write_more=write_delta_net,
     defaults=(
         ("num_key_value_heads", 4),
         ("head_dim", 256),
@@ -67,6 +35,37 @@ SPEC = ModelSpec(
     to_hf_config=_FORMAT.write,
     weight_maps={"hf": mixers(HF_HALF, DeltaNetMixer.names)},
 )
-SIZES: dict[str, Description] = {}
+
+_9B = Description(
+    vocab_size=248_320,
+    num_layers=32,
+    embed_dim=4096,
+    intermediate_dim=12_288,
+    max_seq_len=262_144,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=256,
+    qk_norm="before_rope",
+    attn_gate=True,
+    mixer=DeltaNetMixer(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
+    mixer_layers=linear_layers(32),
+    rope_base=10_000_000.0,
+    rope_layout="half",
+    rope_dim=64,
+    norm_eps=1e-6,
+    norm_unit_offset=True,
+)
+SIZES = {
+    "qwen3_5_9b": _9B,
+    "qwen3_5_27b": replace(
+        _9B,
+        num_layers=64,
+        embed_dim=5120,
+        intermediate_dim=17_408,
+        num_heads=24,
+        mixer=replace(_9B.mixer, num_value_heads=48),
+        mixer_layers=linear_layers(64),
+    ),
+}
 BUILDERS = model_builders(__name__, "Qwen3.5", SPEC, SIZES)
 globals().update(BUILDERS)

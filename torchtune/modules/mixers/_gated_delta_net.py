@@ -66,6 +66,7 @@ class GatedDeltaNet(RecurrentMixer):
         value_dim: h_v, size of a value head.
         conv_taps: positions that the convolution sees.
         norm_eps: of the norm.
+        fused: one projection ``qkvz_proj`` in the place of ``qkv_proj`` and ``z_proj``, and ``ba_proj`` likewise.
 
     Raises:
         ValueError: ``num_value_heads`` is no multiple of ``num_key_heads``.
@@ -81,6 +82,7 @@ class GatedDeltaNet(RecurrentMixer):
         value_dim: int,
         conv_taps: int,
         norm_eps: float,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         if num_value_heads % num_key_heads:
@@ -90,10 +92,15 @@ class GatedDeltaNet(RecurrentMixer):
         self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
         self.key_dim, self.value_dim = key_dim, value_dim
         self.widths = (num_key_heads * key_dim, num_key_heads * key_dim, num_value_heads * value_dim)
-        self.qkv_proj = nn.Linear(embed_dim, sum(self.widths), bias=False)
-        self.z_proj = nn.Linear(embed_dim, self.widths[2], bias=False)
-        self.b_proj = nn.Linear(embed_dim, num_value_heads, bias=False)
-        self.a_proj = nn.Linear(embed_dim, num_value_heads, bias=False)
+        self.fused = fused
+        if fused:
+            self.qkvz_proj = nn.Linear(embed_dim, sum(self.widths) + self.widths[2], bias=False)
+            self.ba_proj = nn.Linear(embed_dim, 2 * num_value_heads, bias=False)
+        else:
+            self.qkv_proj = nn.Linear(embed_dim, sum(self.widths), bias=False)
+            self.z_proj = nn.Linear(embed_dim, self.widths[2], bias=False)
+            self.b_proj = nn.Linear(embed_dim, num_value_heads, bias=False)
+            self.a_proj = nn.Linear(embed_dim, num_value_heads, bias=False)
         self.conv = DepthwiseWeight(sum(self.widths), conv_taps)
         self.a_log = nn.Parameter(torch.empty(num_value_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
@@ -113,17 +120,25 @@ class GatedDeltaNet(RecurrentMixer):
         return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
 
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        mixed = F.silu(self.conv(self.qkv_proj(x), reach, cache))
+        qkv, z, b, a = self._projected(x)
+        mixed = F.silu(self.conv(qkv, reach, cache))
         q, k, v = (
             t.unflatten(-1, (-1, size)) for t, size in zip(mixed.split(self.widths, -1), self._sizes, strict=True)
         )
-        decay = -self.a_log.float().exp() * F.softplus(self.a_proj(x).float() + self.dt_bias)
+        decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)
         state = None if cache is None else cache.state[: x.shape[0]]
-        out, state = gated_delta_rule(q, k, v, decay, self.b_proj(x).sigmoid(), reach == 0, state)
+        out, state = gated_delta_rule(q, k, v, decay, b.sigmoid(), reach == 0, state)
         if cache is not None:
             cache.state[: x.shape[0]] = state
-        gate = self.z_proj(x).unflatten(-1, (-1, self.value_dim))
+        gate = z.unflatten(-1, (-1, self.value_dim))
         return self.output_proj(self.norm(out, gate).flatten(-2))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values together, gates, corrections and decays."""
+        if not self.fused:
+            return self.qkv_proj(x), self.z_proj(x), self.b_proj(x), self.a_proj(x)
+        qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
+        return qkv, z, *self.ba_proj(x).chunk(2, dim=-1)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
