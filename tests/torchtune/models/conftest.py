@@ -154,7 +154,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_5": ("Qwen3_5", {**_DELTA_NET, "linear_value_head_dim": 12}),
-    "qwen3_5_moe": ("Qwen3_5Moe", {**_DELTA_NET, **_SHARED_EXPERT}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_DELTA_NET, **_SHARED_EXPERT, "num_experts_per_tok": 6}),
     "qwen3_next": ("Qwen3Next", {**_DELTA_NET, **_SHARED_EXPERT, "mlp_only_layers": [1]}),
     "glm4_moe": (
         "Glm4Moe",
