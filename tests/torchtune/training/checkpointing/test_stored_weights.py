@@ -22,6 +22,7 @@ from tests.torchtune.training.checkpointing.small import (
     write_folder,
 )
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.peft import LoRA, LoRALinear
 from torchtune.training import FullModelHFCheckpointer
 
@@ -135,11 +136,13 @@ def same_as_alone(how: str, kind: str, contents: dict[str, bool]) -> Callable[[P
     return case
 
 
-KINDS = {"by rows": {}, "whole": {}, "lora": {"merge": True}, "dora": {"merge": True}}
+KINDS = {"by rows": {}, "whole": {}, "lora": {"merge": True}, "dora": {"merge": True}, "nf4": {"merge": True}}
 
 
 def conversions(kind: str) -> list[Any]:
     adapters = {"lora": [lora()], "dora": [lora(dora=True)]}
+    if kind == "nf4":
+        return [QuantizeBase(block_size=8), lora()]
     return [Int8Rows(by_rows=kind != "whole"), *adapters.get(kind, [])]
 
 
