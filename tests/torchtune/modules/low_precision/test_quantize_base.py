@@ -118,11 +118,11 @@ def test_training_is_lora_on_the_rounded_base(base: str, shape: str, dora: bool,
     trained = losses(model)
     assert trained == losses(plain)
     assert trained[-1] < trained[0]
-    merged = saved(model, tmp_path, "merged", merge=True)
-    assert same_bits(stored(merged), stored(saved(plain, tmp_path, "merged_plain", merge=True)))
+    merged = saved(model, tmp_path, "merged", contents=("adapter", "merged"))
+    assert same_bits(stored(merged), stored(saved(plain, tmp_path, "merged_plain", contents=("adapter", "merged"))))
     if base != "nf4" or shape == "qwen3_moe":
         return
-    adapter = saved(model, tmp_path, "adapter", adapter_only=True)
+    adapter = saved(model, tmp_path, "adapter", contents="adapter")
     assert sum(path.stat().st_size for path in adapter.glob("*.safetensors")) < 100_000
     theirs = hf_model(shape, **SIZES)
     theirs.load_state_dict(stored(rounded), strict=False)
@@ -138,7 +138,7 @@ def test_training_is_lora_on_the_rounded_base(base: str, shape: str, dora: bool,
             torch.testing.assert_close(ours, gradient.grad, rtol=1e-3, atol=1e-5)
     model.zero_grad()
     resumed, progress = build(tmp_path / "in", nf4(), lora(use_dora=dora)), {"step": 0}
-    saved(model, tmp_path, "run", adapter_only=True, state={"progress": {"step": 3}})
+    saved(model, tmp_path, "run", contents="adapter", state={"progress": {"step": 3}})
     store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "run"))
     store.load_model(resumed)
     store.resume(store.find_resume_point(), resumed, {"progress": progress})
