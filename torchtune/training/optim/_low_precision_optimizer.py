@@ -265,7 +265,8 @@ class LowPrecisionOptimizer(Optimizer, ABC):
     def _per_element(parameter: torch.Tensor, value: Any) -> bool:
         """Whether ``value`` holds one number per element; quantised states and factors are kept as they come."""
         return (
-            type(value) is torch.Tensor
+            isinstance(value, torch.Tensor)
+            and not hasattr(value, "__tensor_flatten__")
             and value.shape == own_part(parameter).shape
             and value.dim() > 0
             and value.is_floating_point()

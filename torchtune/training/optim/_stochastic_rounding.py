@@ -10,6 +10,8 @@ import random
 
 import torch
 
+from torchtune.utils import computes_on_cpu
+
 # Elements handled at a time. What is drawn depends on it, so it must not depend on the number of threads.
 _CHUNK_CPU = 2**20
 _CHUNK_ACCELERATOR = 2**23
@@ -20,7 +22,7 @@ _UPPER_HALF = -65536  # 0xFFFF0000 as int32
 
 def chunk_size(device: torch.device) -> int:
     """Elements to be handled at a time on ``device``."""
-    return _CHUNK_CPU if device.type == "cpu" else _CHUNK_ACCELERATOR
+    return _CHUNK_CPU if computes_on_cpu(device) else _CHUNK_ACCELERATOR
 
 
 @functools.lru_cache(maxsize=2)
@@ -56,7 +58,7 @@ class RandomBits:
         if buffer is None or buffer.numel() < count:
             buffer = self._buffers[device] = torch.empty(count, dtype=torch.int32, device=device)
         out = buffer[:count]
-        if device.type == "cpu":
+        if computes_on_cpu(device):
             offset, mask = self._draw.randrange(_TABLE_WINDOW), self._draw.getrandbits(16)
             return torch.bitwise_xor(_table(self._seed)[offset : offset + count], mask, out=out)
         if device not in self._generators:
