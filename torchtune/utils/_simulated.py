@@ -22,7 +22,7 @@ def computes_on_cpu(device: "torch.device") -> bool:
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """A block in which tensors on the CPU stand for those of an accelerator; backward passes must stay in its thread."""
+    """A block in which tensors on the CPU stand for those of an accelerator."""
     global _active
     before, _active = _active, True
     try:

@@ -102,6 +102,11 @@ def spread_within_rounding_(values: torch.Tensor, bits: RandomBits) -> torch.Ten
     return values
 
 
+def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors look at the same allocation; asked of the storages, as fake tensors have no addresses."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def merge_neighbours(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """Flat views that cover ``values``; those that lie one after another in the same memory become one."""
     runs: list[torch.Tensor] = []
@@ -109,7 +114,7 @@ def merge_neighbours(values: list[torch.Tensor]) -> list[torch.Tensor]:
         last = runs[-1] if runs else None
         if (
             last is not None
-            and last.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            and shares_storage(last, value)
             and last.storage_offset() + last.numel() == value.storage_offset()
         ):
             runs[-1] = last.as_strided((last.numel() + value.numel(),), (1,))

@@ -98,7 +98,9 @@ class Observer(TorchDispatchMode):
         first = args[0] if args else None
         if all(not isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if tensors and all(not t.is_meta for t in tensors) and _is_small(tensors) or func is _aten.arange.start_step:
+            if (
+                tensors and all(not t.is_meta for t in tensors) and _is_small(tensors)
+            ) or func is _aten.arange.start_step:
                 with unset_fake_temporarily():
                     return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
@@ -253,10 +255,12 @@ class Observer(TorchDispatchMode):
                         unsharded = getattr(parameter, "_unsharded_param", None)
                         self.ledger.mark(getattr(unsharded, "grad", None), "gradients")
                 self.in_fsdp += 1
+                self.path.append(f"FSDP of {getattr(group, '_module_fqn', None) or 'model'}")
                 try:
                     return method(group, *args, **kwargs)
                 finally:
                     self.in_fsdp -= 1
+                    self.path.pop()
                     if method.__name__ in ("post_backward", "finalize_backward"):
                         for parameter in group.fsdp_params:
                             self.ledger.mark(parameter.sharded_param.grad, "gradients", on_host=self.offload)
@@ -360,5 +364,5 @@ _TORCH = torch.__path__[0]
 
 def _short(file: str) -> str:
     """A path from the library's folder on, or the name of the file."""
-    before, found, rest = file.rpartition(f"/{_LIBRARY}/")
+    _, found, rest = file.rpartition(f"/{_LIBRARY}/")
     return f"{_LIBRARY}/{rest}" if found else file.rpartition("/")[2]

@@ -1,6 +1,7 @@
 """Run a user's recipe for two steps, without weights, data, files or devices."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import tempfile
@@ -9,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -52,7 +52,12 @@ class Simulation:
 
 
 def simulate(
-    main: Callable[[Any], Any], settings: Any, processes: int = 1, *, per_machine: int = 8, fake: bool = True
+    main: Callable[[Any], Any],
+    settings: Any,
+    processes: int = 1,
+    *,
+    per_machine: int = 8,
+    observer: Observer | None = None,
 ) -> Simulation:
     """Run ``main`` for two steps and count what they take. No file is read but a ``config.json``, and none written.
 
@@ -61,7 +66,8 @@ def simulate(
         settings: checked settings, for a real run; those about data, files and the length of the run are replaced.
         processes: of the run, simulated.
         per_machine: of them on a machine.
-        fake: False computes with real tensors, on as many real processes, which the caller has started.
+        observer: counts; one that is not ``fake`` lets the recipe compute with real tensors, on as many real processes,
+            which the caller has started.
 
     Raises:
         ParallelDimsError, RecipeSettingsError: the mesh does not fit the processes.
@@ -71,7 +77,7 @@ def simulate(
     cfg = RecipeSettings.of(settings)
     dims = arrange(cfg, processes)
     length, is_assumed = row_length(cfg)
-    observer = Observer(fake=fake)
+    observer = Observer() if observer is None else observer
     observer.offload = cfg.fsdp_cpu_offload and processes > 1
     models: list[nn.Module] = []
     rows = STEPS * cfg.batch_size * cfg.gradient_accumulation_steps * dims.data_size
@@ -79,13 +85,13 @@ def simulate(
         stack.enter_context(simulated())
         stack.enter_context(one_thread())
         stack.enter_context(_silence())
-        if fake:
+        if observer.fake:
             stack.enter_context(simulated_cluster(processes, per_machine))
         modes = stack.enter_context(ExitStack())
 
         def begin() -> None:
             if not models and not observer.entered:
-                if fake:
+                if observer.fake:
                     modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 modes.enter_context(observer)
 
@@ -141,10 +147,11 @@ def _replaced(settings: Any, cfg: RecipeSettings, folder: str, rows: int, length
     if dataclasses.is_dataclass(settings):
         known = {item.name for item in dataclasses.fields(settings)}
         return dataclasses.replace(settings, **{key: value for key, value in changes.items() if key in known})
-    from omegaconf import OmegaConf
-
-    kept = OmegaConf.to_container(settings, resolve=True)
-    return OmegaConf.create({**kept, **{key: value for key, value in changes.items() if key in kept}})
+    kept = copy.deepcopy(settings)  # a DictConfig
+    for key, value in changes.items():
+        if key in kept:
+            kept[key] = value
+    return kept
 
 
 @contextmanager
