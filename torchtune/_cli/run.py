@@ -14,7 +14,10 @@ from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.utils import UserError
 
-_USAGE = "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [--simulate 8xH100] [key=value ...] [~key ...]"
+_USAGE = (
+    "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [--simulate 8xH100] "
+    "[key=value ...] [~key ...]"
+)
 
 
 @dataclass

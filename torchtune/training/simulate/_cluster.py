@@ -9,6 +9,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from torchtune.training.simulate._torch_private import fake_store
+
 
 def _fill(found: list[Any], value: Any, *_: Any, **__: Any) -> None:
     found[:] = [value] * len(found)
@@ -31,8 +33,6 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
     if processes == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     local = min(processes, per_machine)
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": 1}
     environment = {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "simulated"}
@@ -50,7 +50,7 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=processes)
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         for name, function in changed.items():
             for owner in (dist, module):

@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from torchtune.training.measure._flops import _pairs
 from torchtune.training.simulate._ledger import Ledger, storages
+from torchtune.training.simulate._torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    fsdp_groups,
+    shape_propagation,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 
 _aten = torch.ops.aten
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -187,8 +192,6 @@ class Observer(TorchDispatchMode):
             self._patches.callback(setattr, owner, name, before)
 
     def __enter__(self) -> "Observer":
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
         def noted(resize_: Callable[..., Any]) -> Callable[..., Any]:
             def resize(storage: torch.UntypedStorage, size: int) -> Any:
                 resize_(storage, size)
@@ -199,7 +202,7 @@ class Observer(TorchDispatchMode):
 
         self.patch(torch.UntypedStorage, "resize_", noted)
         for name in ("propagate_tensor_meta", "_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"):
-            self.patch(ShardingPropagator, name, self._quietly)
+            self.patch(shape_propagation(), name, self._quietly)
         self.entered = True
         self._watch_phases()
         self._watch_fsdp()
@@ -245,8 +248,6 @@ class Observer(TorchDispatchMode):
                     self.ledger.mark(value, "optimizer", on_host=self.offload)
 
     def _watch_fsdp(self) -> None:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
         def inside(method: Callable[..., Any]) -> Callable[..., Any]:
             def run(group: Any, *args: Any, **kwargs: Any) -> Any:
                 if method.__name__ == "post_backward":
@@ -269,7 +270,7 @@ class Observer(TorchDispatchMode):
             return run
 
         for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
-            self.patch(FSDPParamGroup, name, inside)
+            self.patch(fsdp_groups(), name, inside)
 
     def _watch_modules(self) -> None:
         pre = torch.nn.modules.module.register_module_forward_pre_hook(self._enter_module)

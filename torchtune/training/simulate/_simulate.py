@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.parallel._parallel_dims import ParallelDims
@@ -19,6 +18,7 @@ from torchtune.training.plan._plan import arrange
 from torchtune.training.simulate import _stand_ins
 from torchtune.training.simulate._cluster import one_thread, simulated_cluster
 from torchtune.training.simulate._observer import Observer
+from torchtune.training.simulate._torch_private import FakeTensorMode
 from torchtune.utils import UserError, simulated
 
 STEPS = 2
