@@ -39,8 +39,8 @@ ROOM_BUDGET = {
     # writes, state is read from the files of any number of ranks, and whatever is wrong with a file is one sentence.
     # 600 are what recipes copied from earlier releases call (compat/, quantization.py): half of it docstrings.
     # What is read of a recipe's settings has its names, types and defaults in one place: 200 lines.
-    # A simulated cluster (what it counts, devices and links, the search of what fits), low-bit optimizers and exports of
-    # quantized weights are 2,500.
+    # A simulated cluster (operators, devices and links, the search for a configuration that fits), low-bit optimizers,
+    # the export of quantized weights: 2,500 lines.
     "torchtune/training": 14500,
     # Of these a third is docstrings and blank lines: what is left over 1,200 is what messages cost that name the file,
     # the line, the reason and the nearest right name, and that follow **kwargs to the function that takes them.
@@ -127,6 +127,20 @@ def test_the_committed_table_of_models_is_what_the_families_say() -> None:
     finally:
         sys.path.remove(str(ROOT / "tools"))
     assert (ROOT / "docs" / "model_table.txt").read_text() == make_model_table.page(), "run `make configs`"
+
+
+def test_the_committed_picture_of_the_data_flow_is_what_the_script_draws() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import make_dataflow
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    assert (ROOT / "docs" / "dataflow.svg").read_text() == make_dataflow.picture(), "run `make configs`"
+    labels = [code for row in make_dataflow.DATA + make_dataflow.WEIGHTS for _, code in row]
+    names = {name for code in labels for name in re.findall(r"[A-Z]\w+|[a-z]+_\w+", code)} - {"DTensor"}
+    source = "".join(path.read_text() for folder in ("torchtune", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    assert len(names) > 15
+    assert not [name for name in names if not re.search(rf"\b{name}\b", source)]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torchtune.training.simulate._torch_private import (
     FakeTensor,
     TorchDispatchMode,
     fsdp_groups,
+    group_named,
     shape_propagation,
     tree_leaves,
     unset_fake_temporarily,
@@ -327,7 +328,7 @@ def _ranks_of(func: Any, args: Any) -> tuple[int, ...]:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
         if isinstance(value, str) and func.namespace == "_c10d_functional" and not value.isalpha():
-            return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(value)))
+            return tuple(dist.get_process_group_ranks(group_named(value)))
     return tuple(range(dist.get_world_size()))
 
 

@@ -31,3 +31,10 @@ def shape_propagation() -> type:
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     return ShardingPropagator
+
+
+def group_named(name: str) -> Any:
+    """The process group that functional collectives call by its name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)
