@@ -167,7 +167,9 @@ class Description:
             )
         groups, top = self.router_groups, self.router_top_groups
         if not 1 <= top <= groups or self.num_experts % groups or (groups > 1 and self.num_experts < 2 * groups):
-            raise ModelError(f"router_top_groups ({top}) of router_groups ({groups}) do not fit {self.num_experts} experts.")
+            raise ModelError(
+                f"router_top_groups ({top}) of router_groups ({groups}) do not fit {self.num_experts} experts."
+            )
         if self.num_experts and not self.experts_per_token:
             raise ModelError(f"experts_per_token must be at least 1 with num_experts = {self.num_experts}.")
 

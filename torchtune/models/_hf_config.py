@@ -72,7 +72,7 @@ class HFFormat:
     mixer_kind: str | None = None
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
-    ropes: tuple[Literal["partial", "window"], ...] = ()
+    ropes: tuple[Literal["partial", "window", "sections"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()

@@ -146,9 +146,9 @@ def test_adapter_size(family: str, name: str, parameters: int, adapter: int | No
     builder = getattr(_module(family), f"lora_{name}")
     with torch.device("meta"):
         if family in ("phi3", "phi4"):  # their files hold queries, keys and values in one matrix
-            with pytest.raises(ModelError, match="one projection in checkpoints"):
+            with pytest.raises(ModelError, match="one fused projection in checkpoints"):
                 builder(["q_proj", "output_proj"])
-            with pytest.raises(ModelError, match="one projection in checkpoints"):
+            with pytest.raises(ModelError, match="one fused projection in checkpoints"):
                 apply_conversions(getattr(_module(family), name)(), [LoRA(rank=8, alpha=16, target_modules=["w1"])])
         model = builder(["q_proj", "k_proj", "v_proj", "output_proj"])
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

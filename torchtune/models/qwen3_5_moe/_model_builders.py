@@ -15,7 +15,7 @@ _FORMAT = HFFormat(
     biases="attention_bias",
     qk_norm="before_rope",
     mixer_kind="linear_attention",
-    ropes=("partial",),
+    ropes=("partial", "sections"),
     fixed=(
         ("attn_gate", True),
         ("norm_unit_offset", True),
