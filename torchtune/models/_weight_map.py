@@ -52,7 +52,7 @@ class Row:
         external: template, or templates, of the names in the other format.
         tune: template, or templates, of the names in ours.
         op: turns the external tensors into ours and back.
-        when: attribute, or attributes, of the description that say where the row applies: each a bool, or layer indices.
+        when: attribute, or attributes, of the description that say where the row applies: bools, or layer indices.
     """
 
     external: str | tuple[str, ...]
