@@ -197,7 +197,8 @@ class LoRADPORecipeSingleDevice:
         """Load the model and what it is compared with, then wrap it."""
         model = self.load_model(cfg, self.checkpointer)
         require_adapters(model)
-        self.checkpointer.check_contents(model, adapter_only=True)
+        contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
+        self.checkpointer.check_contents(model, contents=contents)
         training.fit_vocabulary(model, self.tokenizer)
         load = partial(self.load_model, cfg)
         self.reference = rlhf.setup_reference(self, model, load, cfg.ref_checkpointer, cfg.reference_cache)
@@ -333,9 +334,9 @@ class LoRADPORecipeSingleDevice:
         """Write the adapter, the merged model after an epoch, and, unless training is over, what a resume needs."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
-        behind = self.cfg.enable_async_checkpointing and optional
-        how = {"adapter_only": not merge, "merge": merge, "async_save": behind, "optional": optional}
-        self.checkpointer.save(name, self.model, state=state, cfg=self.cfg, **how)
+        contents = ("adapter", "merged") if merge else "adapter"
+        how = {"async_save": self.cfg.enable_async_checkpointing and optional, "optional": optional}
+        self.checkpointer.save(name, self.model, contents=contents, state=state, cfg=self.cfg, **how)
 
     # twin of training
     def cleanup(self) -> None:

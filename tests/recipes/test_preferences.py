@@ -1,6 +1,5 @@
 """What the recipes of preferences have of their own: a reference, pairs as terms of a step, scores."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -10,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from tests.recipes.killing import Forker
 from tests.recipes.runs import PREFERENCE, Run, start, write_config
-from tests.recipes.test_distributed import close, launch, losses
 from tests.tiny import write_checkpoint
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss import LossError
@@ -173,20 +172,23 @@ def test_what_does_not_fit_the_loss_is_one_sentence(name: str, settings: dict, w
         start(name, tmp_path, **settings)
 
 
-def test_two_processes_train_as_one_and_resume_with_split_sequences(tmp_path: Path) -> None:
-    """Frozen copies of shards are the reference; ranks without a pair of their own add nothing."""
+def test_two_processes_train_as_one_however_they_share_the_work(tmp_path: Path) -> None:
+    """Frozen copies of shards are the reference; log-probs of split sequences add up."""
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2}
-    # The last step of the epoch has one pair: the second process has none.
-    whole = start(FULL, tmp_path, **settings, batch_size=6)
-    output_dir = tmp_path / "output"
-    more = {"batch_size": 3, "save_every_n_steps": 1}
-    config = write_config("full_dpo_distributed", tmp_path, output_dir, **settings, **more)
-    done = launch(config)
-    assert done.returncode == 0, done.stderr[-4000:]
-    close(losses(output_dir), whole.losses, {1, 2})
-    shutil.rmtree(output_dir / "step_2")
-    done = launch(config, "resume_from_checkpoint=True", "context_parallel_dim=2", "batch_size=6")
-    assert done.returncode == 0, done.stderr[-4000:]
-    close({step: loss for step, loss in losses(output_dir).items() if step > 1}, whole.losses, {2})
-    records = [json.loads(line) for line in (output_dir / "logs" / "log.jsonl").read_text().splitlines()]
-    assert records[-1]["rewards/margins"] == pytest.approx(of_terms(whole, "rewards/margins")[-1], abs=1e-4)
+    forker = Forker()
+    try:
+        for kind in ("full", "lora"):
+            whole = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6)
+            for split in ("data_parallel_shard_dim", "context_parallel_dim", "tensor_parallel_dim"):
+                batch_size = 3 if split == "data_parallel_shard_dim" else 6
+                output_dir = tmp_path / f"{kind}_{split}"
+                name = f"{kind}_dpo_distributed"
+                config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
+                forker.start(name, config, ranks=2)
+                assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+                run = Run(None, output_dir)
+                assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
+                for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
+                    assert of_terms(run, figure) == pytest.approx(of_terms(whole, figure), abs=1e-4), (kind, split)
+    finally:
+        forker.close()

@@ -1,12 +1,16 @@
-"""Products of rows with one of several matrices: rows are sorted by matrix, and no matrix without rows is read."""
+"""Grouped matrix products: rows are sorted by matrix; matrices without rows are not read."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from torchtune.modules.stored_linear import Stored
 
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
@@ -68,8 +72,8 @@ def _has_tensor_cores_for_groups(device: torch.device) -> bool:
 
 
 def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies all groups in one kernel here: bfloat16 on CUDA from compute capability 8.0, with rows
-    of whole 16 bytes."""
+    """Whether torch's grouped kernel supports these tensors: bfloat16 on CUDA, compute capability 8.0 or higher, rows
+    aligned to 16 bytes."""
     return (
         x.is_cuda
         and x.dtype == weight.dtype == torch.bfloat16
@@ -85,10 +89,10 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
 
     Args:
         x: rows ``[t, i]``, sorted by matrix.
-        weight: ``[e, i, o]``; matrices without rows cost nothing, and get a gradient of zero.
+        weight: ``[e, i, o]``; matrices without rows are not computed and get a zero gradient.
         counts: int64 ``[e]``, rows of each matrix; they sum to t.
-        kernel: whether torch's grouped kernel does it, or a loop over the matrices that have rows; by default as
-            :func:`has_grouped_kernel` says.
+        kernel: use torch's grouped kernel (True) or a loop over the matrices with rows (False); by default
+            :func:`has_grouped_kernel` decides.
 
     Returns:
         Tensor ``[t, o]``.
@@ -96,3 +100,25 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
     if has_grouped_kernel(x, weight) if kernel is None else kernel:
         return F.grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
     return _forward(x, weight, counts)
+
+
+class _FrozenGroupedMM(torch.autograd.Function):
+    """Products with frozen matrices, which are decoded in the forward pass and again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Tensor, decode: Callable[..., Tensor], *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(counts, *stored)
+        ctx.decode = decode
+        return grouped_mm(x, decode(*stored), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        counts, *stored = ctx.saved_tensors
+        grad_x = grouped_mm(grad.contiguous(), ctx.decode(*stored).transpose(1, 2), counts)
+        return grad_x, None, None, *(None for _ in stored)
+
+
+def frozen_grouped_mm(x: Tensor, weight: Stored, counts: Tensor) -> Tensor:
+    """:func:`grouped_mm` with a frozen weight, of which it keeps the stored tensors only."""
+    return _FrozenGroupedMM.apply(x, counts, weight.decode, *weight.tensors)

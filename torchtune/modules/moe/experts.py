@@ -1,4 +1,4 @@
-"""The experts of a mixture: feed-forward layers of one shape, their weights stacked."""
+"""Experts with stacked weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,20 +8,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.feed_forward import swiglu
-from torchtune.modules.moe._grouped import grouped_mm
+from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm
+from torchtune.modules.stored_linear import Stored
 
 _CLAMPED_SLOPE = 1.702  # of the sigmoid that stands for GELU
 
 
 class GroupedExperts(nn.Module):
-    """``down(activation(gate(x)) * up(x))`` with matrices of its own for every expert.
+    """``down(activation(gate(x)) * up(x))`` with separate matrices for every expert.
 
-    Parameters are ``gate_proj`` and ``up_proj`` ``[e, dim, hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``:
-    whoever holds some of the experts holds some of the first dimension.
+    Parameters are ``gate_proj`` and ``up_proj`` ``[e, dim, hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``.
+    Expert parallelism shards dimension 0.
 
     Args:
         dim: d, width of input and output.
-        hidden_dim: width in between.
+        hidden_dim: intermediate width.
         num_experts: e.
         activation: elementwise, applied to the gate.
     """
@@ -48,7 +49,19 @@ class GroupedExperts(nn.Module):
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Multiply rows ``[t, i]``, sorted by expert, with the parameter called ``name``, ``[e, i, o]``."""
-        return grouped_mm(x, getattr(self, name), num_tokens_per_expert)
+        weight = self.stored_weight(name)
+        if isinstance(weight, Stored):
+            return frozen_grouped_mm(x, weight, num_tokens_per_expert)
+        return grouped_mm(x, weight, num_tokens_per_expert)
+
+    def stored_weight(self, name: str) -> Tensor | Stored:
+        """The parameter called ``name``, or what stores it in another form."""
+        return getattr(self, name)
+
+    def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Name of every stack of matrices, and its shape ``[e, i, o]``."""
+        wide = (self.num_experts, self.dim, self.hidden_dim)
+        return {"gate_proj": wide, "down_proj": (self.num_experts, self.hidden_dim, self.dim), "up_proj": wide}
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Rows ``[t, d]`` sorted by expert, and how many each expert has, int64 ``[e]``, to ``[t, d]``."""
@@ -68,9 +81,9 @@ class GroupedExperts(nn.Module):
 class ClampedExperts(GroupedExperts):
     """``down(gate · sigmoid(1.702 gate) · (up + 1))``, where gate is at most ``limit`` and up within ``±limit``.
 
-    Gate and up are one product: its even columns and its odd ones. Parameters are ``gate_up_proj``
+    Gate and up are the even and the odd columns of one product. Parameters are ``gate_up_proj``
     ``[e, dim, 2 hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``, each with a bias for every expert,
-    ``gate_up_proj_bias`` ``[e, 2 hidden_dim]`` and ``down_proj_bias`` ``[e, dim]``. So gpt-oss has them.
+    ``gate_up_proj_bias`` ``[e, 2 hidden_dim]`` and ``down_proj_bias`` ``[e, dim]``, as in gpt-oss.
 
     Args:
         dim: d, width of input and output.
@@ -90,6 +103,13 @@ class ClampedExperts(GroupedExperts):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
+
+    def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Name of every stack of matrices, and its shape ``[e, i, o]``."""
+        return {
+            "gate_up_proj": (self.num_experts, self.dim, 2 * self.hidden_dim),
+            "down_proj": (self.num_experts, self.hidden_dim, self.dim),
+        }
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Multiply rows ``[t, i]``, sorted by expert, with the parameter called ``name``, and add its bias."""

@@ -1,12 +1,14 @@
 """Experts with low-rank adapters."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.modules._recast import recast
 from torchtune.modules.moe._grouped import grouped_mm
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft.lora import check_adapter_numbers
@@ -15,10 +17,10 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
 class LoRAGroupedExperts(GroupedExperts):
-    """Experts whose matrices are frozen, each with a low-rank update of its own: ``x W + (alpha / rank) · x A B``.
+    """Frozen experts with a LoRA adapter per expert and matrix: ``x W + (alpha / rank) · x A B``.
 
-    Beside the weights of :class:`GroupedExperts` these are ``lora_gate_a`` ``[e, dim, rank]``, ``lora_gate_b``
-    ``[e, rank, hidden_dim]``, and so on for ``up`` and ``down``.
+    In addition to the weights of :class:`GroupedExperts` it has ``lora_gate_a`` ``[e, dim, rank]``, ``lora_gate_b``
+    ``[e, rank, hidden_dim]``, and the same for ``up`` and ``down``.
 
     Args:
         dim: d, width of input and output.
@@ -47,53 +49,56 @@ class LoRAGroupedExperts(GroupedExperts):
         num_experts: int = 1,
         activation: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:
-        check_adapter_numbers(rank, dropout)
         super().__init__(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, activation=activation)
+        self._set_up(rank, alpha, dropout, self.gate_proj.dtype)
+
+    def _set_up(self, rank: int, alpha: float, dropout: float, dtype: torch.dtype) -> None:
+        check_adapter_numbers(rank, dropout)
         self.requires_grad_(False)
         self.rank = rank
         self.alpha = alpha
         self.scaling = alpha / rank
         self.disabled = False
         self.dropout = nn.Dropout(p=dropout)
-        self._make_adapter()
-
-    def _make_adapter(self) -> None:
-        for name in _MATRICES:
-            weight, part = getattr(self, name), name.removesuffix("_proj")
-            experts, rows, columns = weight.shape
-            setattr(self, f"lora_{part}_a", nn.Parameter(weight.new_empty(experts, rows, self.rank)))
-            setattr(self, f"lora_{part}_b", nn.Parameter(weight.new_empty(experts, self.rank, columns)))
+        kind = {"dtype": dtype, "device": self.gate_proj.device}
+        for name, (experts, rows, columns) in self.matrix_shapes().items():
+            part = name.removesuffix("_proj")
+            setattr(self, f"lora_{part}_a", nn.Parameter(torch.empty(experts, rows, rank, **kind)))
+            setattr(self, f"lora_{part}_b", nn.Parameter(torch.empty(experts, rank, columns, **kind)))
         self.initialize_parameters()
 
     @classmethod
     def from_experts(
         cls, experts: GroupedExperts, *, rank: int, alpha: float, dropout: float = 0.0
     ) -> "LoRAGroupedExperts":
-        """Wrap ``experts``: the new ones have the very same weights, frozen; device and dtype are kept."""
-        sizes = {"dim": experts.dim, "hidden_dim": experts.hidden_dim, "num_experts": experts.num_experts}
-        with torch.device("meta"):
-            new = cls(**sizes, rank=rank, alpha=alpha, dropout=dropout, activation=experts.activation)
-        for name in _MATRICES:
-            setattr(new, name, getattr(experts, name).requires_grad_(False))
-        new._make_adapter()
+        """Wrap ``experts``: the new module shares their weights, frozen, with device and dtype unchanged.
+
+        Args:
+            experts: plain or quantised.
+            rank: width of the bottleneck.
+            alpha: updates are scaled by alpha / rank.
+            dropout: dropout on the adapters' input, in training.
+        """
+        new = recast(experts, cls if type(experts) is GroupedExperts else _on_stored(cls, type(experts)))
+        new._set_up(rank, alpha, dropout, experts.stored_weight("gate_proj").dtype)
         return new.train(experts.training)
 
     def without_adapter(self) -> GroupedExperts:
-        """Plain experts with the very same weights, frozen."""
-        sizes = {"dim": self.dim, "hidden_dim": self.hidden_dim, "num_experts": self.num_experts}
-        with torch.device("meta"):
-            plain = GroupedExperts(**sizes, activation=self.activation)
-        for name in _MATRICES:
-            setattr(plain, name, getattr(self, name))
-        return plain.train(self.training)
+        """The experts without their adapters; they share the weights, frozen."""
+        plain = recast(self, getattr(self, "stored_kind", GroupedExperts))
+        for name in (*self.adapter_params(), "dropout"):
+            delattr(plain, name)
+        for name in ("rank", "alpha", "scaling", "disabled"):
+            plain.__dict__.pop(name)
+        return plain
 
     def reset_parameters(self) -> None:
-        """Fill the weights, if there are no adapters yet."""
+        """Initialise the base weights; called before the adapters exist."""
         if not hasattr(self, "rank"):
             super().reset_parameters()
 
     def initialize_parameters(self) -> None:
-        """Fill the adapters so that they change nothing yet: A random (as LoRA's), B zero. No-op on meta."""
+        """Initialise the adapters: A as in LoRA (Kaiming uniform), B zero. No-op on meta."""
         for name in self.adapter_params():
             parameter = getattr(self, name)
             if parameter.is_meta:
@@ -119,7 +124,7 @@ class LoRAGroupedExperts(GroupedExperts):
         return torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling).to(weight.dtype)
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Multiply rows with a matrix of their expert, and add the update of its adapter."""
+        """Multiply rows by their expert's matrix and add its LoRA update."""
         out = super().project(name, x, num_tokens_per_expert)
         if self.disabled:
             return out
@@ -130,3 +135,10 @@ class LoRAGroupedExperts(GroupedExperts):
     def extra_repr(self) -> str:
         """Sizes, rank and alpha."""
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"
+
+
+@cache
+def _on_stored(adapted: type[LoRAGroupedExperts], stored: type[GroupedExperts]) -> type[LoRAGroupedExperts]:
+    """The class of adapted experts that store their weights as ``stored`` does."""
+    members = {"stored_weight": stored.stored_weight, "stored_kind": stored}
+    return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), members)

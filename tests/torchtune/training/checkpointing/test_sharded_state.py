@@ -107,7 +107,7 @@ def resume(how: str, kind: str, *, same: bool = False) -> Callable[[Path], None]
             assert torch.equal(found[name], tensor), f"{where}: {name}"
         assert torch.equal(torch.rand(3), drawn) == (rank < 2), where
         (folder / f"{kind} {how} {rank} of {size}").write_text(str(torch.initial_seed()))
-        store.output_dir = folder / where.replace(f"on rank {rank} ", "")
+        store.store.output_dir = folder / where.replace(f"on rank {rank} ", "")
         again = moments(store.save("step_2", model, state=state))
         expected = moments(folder / kind / "step_2")
         assert len(expected) >= 2 * len(at_save), where
@@ -148,6 +148,7 @@ def check_files(folder: Path) -> None:
     assert {path.suffix for path in saved.rglob("*") if path.is_file()} == {".json", ".safetensors", ""}
 
 
+@pytest.mark.slow
 def test_state_on_other_ranks_and_meshes(folder: Path) -> None:
     ranks.run(
         2,

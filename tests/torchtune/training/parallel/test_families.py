@@ -52,10 +52,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
         for way, settings in WAYS.items():
             cases[f"{name} {way}"] = ({"tp": 2}, {**settings, "source": name, "steps": 2}, {})
     (folder / "cases.json").write_text(json.dumps(cases))
-    launch("worker.py", 2, folder)
+    launch("training.parallel.worker", 2, folder)
     return json.loads((folder / "outcomes.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_split_layer_computes_what_one_device_does(outcomes: dict, name: str, way: str) -> None:
