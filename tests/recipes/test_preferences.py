@@ -175,20 +175,18 @@ def test_what_does_not_fit_the_loss_is_one_sentence(name: str, settings: dict, w
 def test_two_processes_train_as_one_however_they_share_the_work(tmp_path: Path) -> None:
     """Frozen copies of shards are the reference; log-probs of split sequences add up."""
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2}
+    runs = [("full", "data_parallel_shard_dim"), ("full", "context_parallel_dim"), ("lora", "tensor_parallel_dim")]
     forker = Forker()
     try:
-        for kind in ("full", "lora"):
-            whole = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6)
-            for split in ("data_parallel_shard_dim", "context_parallel_dim", "tensor_parallel_dim"):
-                batch_size = 3 if split == "data_parallel_shard_dim" else 6
-                output_dir = tmp_path / f"{kind}_{split}"
-                name = f"{kind}_dpo_distributed"
-                config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
-                forker.start(name, config, ranks=2)
-                assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
-                run = Run(None, output_dir)
-                assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
-                for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
-                    assert of_terms(run, figure) == pytest.approx(of_terms(whole, figure), abs=1e-4), (kind, split)
+        for kind, split in runs:
+            batch_size = 3 if split == "data_parallel_shard_dim" else 6
+            name, output_dir = f"{kind}_dpo_distributed", tmp_path / split
+            config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
+            forker.start(name, config, ranks=2)
+            assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+            whole, run = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6), Run(None, output_dir)
+            assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
+            for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
+                assert of_terms(run, figure) == pytest.approx(of_terms(whole, figure), abs=1e-4), (kind, split)
     finally:
         forker.close()
