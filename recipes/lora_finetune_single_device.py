@@ -201,7 +201,8 @@ class LoRAFinetuneRecipeSingleDevice:
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
         require_adapters(model)
-        self.checkpointer.check_contents(model, adapter_only=True)
+        contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
+        self.checkpointer.check_contents(model, contents=contents)
         self.checkpointer.load_model(model, device=self.device)
         training.fit_vocabulary(model, self.tokenizer, resize=cfg.resize_token_embeddings)
         if cfg.enable_activation_checkpointing:
@@ -326,15 +327,13 @@ class LoRAFinetuneRecipeSingleDevice:
         """Write the adapter, the merged model after an epoch, and, unless training is over, what a resume needs."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
-        behind = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
             name,
             self.model,
+            contents=("adapter", "merged") if merge else "adapter",
             state=state,
             cfg=self.cfg,
-            adapter_only=not merge,
-            merge=merge,
-            async_save=behind,
+            async_save=self.cfg.enable_async_checkpointing and optional,
             optional=optional,
         )
 

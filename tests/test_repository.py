@@ -39,8 +39,8 @@ ROOM_BUDGET = {
     # writes, state is read from the files of any number of ranks, and whatever is wrong with a file is one sentence.
     # 600 are what recipes copied from earlier releases call (compat/, quantization.py): half of it docstrings.
     # What is read of a recipe's settings has its names, types and defaults in one place: 200 lines.
-    # A simulated cluster (what it counts, devices and links, the search of what fits), low-bit optimizers and exports of
-    # quantized weights are 2,500.
+    # A simulated cluster (operators, devices and links, the search for a configuration that fits), low-bit optimizers,
+    # the export of quantized weights: 2,500 lines.
     "torchtune/training": 14500,
     # Of these a third is docstrings and blank lines: what is left over 1,200 is what messages cost that name the file,
     # the line, the reason and the nearest right name, and that follow **kwargs to the function that takes them.

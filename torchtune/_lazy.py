@@ -10,7 +10,7 @@ from typing import Any
 def attach(
     package: str, exports: Mapping[str, str], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Build ``__getattr__``, ``__dir__`` and ``__all__`` (PEP 562) of a package whose names load on first use.
+    """Build ``__getattr__``, ``__dir__`` and ``__all__`` (PEP 562) of a package with lazily imported names.
 
     Args:
         package: ``__name__`` of the package.

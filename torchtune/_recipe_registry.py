@@ -1,7 +1,7 @@
-"""What recipes and configs exist: read off the files, so that a new file is all it takes to add one.
+"""The registry of shipped recipes and configs, derived from the files: a new file is all it takes to add one.
 
-A recipe is a ``.py`` file of the ``recipes`` package that lies beside ``torchtune``, in a checkout as in an
-installation; a config is a ``.yaml`` file under ``recipes/configs`` whose first key, ``recipe:``, names its recipe.
+A recipe is a ``.py`` file of the ``recipes`` package beside ``torchtune``. A config is a ``.yaml`` file under
+``recipes/configs``; its first key, ``recipe:``, names its recipe.
 """
 
 import ast
@@ -94,7 +94,7 @@ def find_recipe(name: str) -> Path | None:
 
 
 def recipe_at(path: str | Path) -> str | None:
-    """The name of the shipped recipe whose file this is, or ``None``."""
+    """The name of the shipped recipe in this file, or ``None``."""
     return next((recipe.name for recipe in _scan() if recipe.path == Path(path).resolve()), None)
 
 

@@ -221,13 +221,13 @@ def from_whatever_forward_returns(draw: Bug, model: Any, input_pos: Any, x: Any,
 # Losses in silence: (what carries the bug, the bug, the promise that it breaks).
 SILENT: dict[str, tuple[str, Bug, Callable[..., None], str]] = {
     "adapter of a full recipe not saved": (
-        "torchtune.training.checkpointing._checkpointer.check_contents",
+        "torchtune.training.checkpointing._store.check_contents",
         nothing,
         silence.what_was_trained_is_saved,
         "what was trained is saved",
     ),
     "adapter left out of a save": (
-        "torchtune.training.checkpointing._checkpointer.check_contents",
+        "torchtune.training.checkpointing._store.check_contents",
         nothing,
         silence.a_save_of_a_model_with_an_adapter_has_it,
         "a save has what was trained",
@@ -257,13 +257,13 @@ SILENT: dict[str, tuple[str, Bug, Callable[..., None], str]] = {
         "an output folder has one run at a time",
     ),
     "settings of a resume not compared": (
-        "torchtune.training.checkpointing._checkpointer.check_resumed_settings",
+        "torchtune.training.checkpointing._store.check_resumed_settings",
         nothing,
         silence.a_resumed_run_has_the_learning_rate_that_it_was_given,
         "a setting that a resume is given takes effect, or is refused",
     ),
     "checksums not compared": (
-        "torchtune.training.checkpointing._checkpointer.damage",
+        "torchtune.training.checkpointing._store.damage",
         lambda damage, *args: [],
         silence.a_flipped_bit_is_not_resumed,
         "a flipped bit does not get into a resumed run",

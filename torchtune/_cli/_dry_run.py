@@ -8,15 +8,15 @@ from torchtune.utils import UserError
 
 
 def dry_run(settings: Any, processes: int) -> None:
-    """Print what a run needs and what keeps it from starting.
+    """Print what a run needs and the errors that would stop it.
 
     Args:
         settings: checked settings of a recipe.
-        processes: of the run.
+        processes: number of processes.
 
     Raises:
         RecipeSettingsError: a name that the library reads is missing, or its value has another type.
-        RunError: it cannot start; everything that can be known without training is printed all the same.
+        RunError: the run cannot start; everything else is printed first.
     """
     from torchtune.config._secrets import hide
     from torchtune.training import RunError, plan_data, plan_run

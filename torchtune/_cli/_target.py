@@ -1,4 +1,4 @@
-"""From what a user typed to files: which recipe, and which config."""
+"""Find the files of the recipe and config that a user named."""
 
 import importlib
 import importlib.util
@@ -100,7 +100,7 @@ def recipe_named_by(config: Path) -> RecipeTarget:
     """The recipe that ``config`` names in its first key.
 
     Raises:
-        UserError: it names none.
+        UserError: the config has no key ``recipe:``.
     """
     name = recipe_of(config)
     if name is None:
@@ -112,6 +112,6 @@ def recipe_named_by(config: Path) -> RecipeTarget:
 
 
 def add_to_path(folder: str) -> None:
-    """Let ``folder`` be imported from, after everything that is already on the path."""
+    """Append ``folder`` to the import path."""
     if folder not in sys.path:
         sys.path.append(folder)

@@ -1,4 +1,4 @@
-"""What ``tune run`` hands to torchrun, and what it makes of how that ends."""
+"""Torchrun: the arguments that ``tune run`` passes to it, and the exit code afterwards."""
 
 import argparse
 import logging
@@ -8,13 +8,12 @@ import sys
 
 from torchtune.utils import UserError
 
-# What a worker ends with after it has said why: a mistake of the user, a run that stood still, or a signal after which
-# everything was saved.
+# Exit codes of workers that have printed the reason: user error, stalled run, or saved after a signal.
 _OWN_EXIT_CODES = (2, 75, 76, 130)
-# Seconds that workers have to save after SIGTERM before torchrun kills them, unless --shutdown-timeout says otherwise.
-# It is also how long workers that hang on one that died keep the group from starting again.
+# Default of --shutdown-timeout: seconds between SIGTERM and SIGKILL, for workers to save. It also delays a restart if
+# workers hang in a collective with a dead rank.
 GRACE = 120
-# What torchrun runs, and how, is the recipe's affair.
+# Options of torchrun that conflict with the recipe argument.
 _NOT_OURS = {"module": "--module", "no_python": "--no-python"}
 
 
@@ -27,7 +26,7 @@ def _parser(usage: str) -> argparse.ArgumentParser:
 
 
 def count_options(tokens: list[str], usage: str) -> int:
-    """How many of ``tokens`` are options of torchrun: its own parser knows which of them take a value."""
+    """The number of leading ``tokens`` that are torchrun's options and their values."""
     if not tokens or not tokens[0].startswith("-"):
         return 0
     parsed = _parser(usage).parse_args([*tokens, "<end>"])
@@ -38,14 +37,14 @@ def count_options(tokens: list[str], usage: str) -> int:
 
 
 def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
-    """How many processes torchrun would start at most, as far as that shows without looking at the machine.
+    """The largest number of processes that torchrun would start, as far as the options state it.
 
     Args:
-        options: as given.
-        exactly: None where their number may change, or does not show.
+        options: torchrun's options from the command line.
+        exactly: return None if the number may change or is not stated.
 
     Raises:
-        UserError: the number does not show, and not ``exactly``.
+        UserError: the number is not stated, and ``exactly`` is False.
     """
     if not options:
         return 1
@@ -59,22 +58,22 @@ def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
 
 
 def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Namespace:
-    """Arguments of torchrun, with defaults that fit the rest.
+    """Parse torchrun's options, and set defaults that they leave out.
 
-    - One machine needs no address: it is ``--standalone``.
-    - ``--rdzv-endpoint`` without a backend or a rank of this machine means the backend ``c10d``: the machines then
-      number themselves, so that the command is the same on all of them.
-    - ``--shutdown-timeout`` leaves time to save.
+    - ``--standalone`` on one machine.
+    - The backend ``c10d`` if ``--rdzv-endpoint`` is given without a backend or node rank: it assigns node ranks, so
+      that the command is the same on all machines.
+    - A ``--shutdown-timeout`` that is long enough to save.
 
     Args:
-        options: as given.
-        program: what to run: ``path …`` or ``--module name …``.
+        options: torchrun's options from the command line.
+        program: ``path …`` or ``--module name …``.
     """
     parser = _parser("")
     open_questions = {
         name: parser.get_default(name)
         for name in ("rdzv_backend", "node_rank")
-        if f"PET_{name.upper()}" not in os.environ  # where torchrun's options may stand too
+        if f"PET_{name.upper()}" not in os.environ  # torchrun reads its options from these too
     }
     parser.set_defaults(**dict.fromkeys(open_questions))
     args = parser.parse_args([*options, *program])
@@ -91,7 +90,7 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
 
 
 def _says_more(record: logging.LogRecord) -> bool:
-    """Whether torchrun has more to say than that workers end which have said why, and that the others follow."""
+    """Whether a log record of torchrun says more than that workers have ended."""
     text = record.getMessage()
     return not text.startswith(("Sending process", *(f"failed (exitcode: {code})" for code in _OWN_EXIT_CODES)))
 
@@ -99,23 +98,22 @@ def _says_more(record: logging.LogRecord) -> bool:
 def run(args: argparse.Namespace) -> None:
     """Run torchrun, and end this process unless all workers succeeded.
 
-    Exit codes: 2 after a mistake of the user, 75 if the run was asked to stop and has saved, 76 if it stood still, 130
-    after Ctrl-C, else 1.
+    Exit codes: 2 after a user error, 75 if the run saved after a signal, 76 if it stalled, 130 after Ctrl-C, else 1.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run as torchrun
 
     if args.max_restarts > 0 or len(set(args.nnodes.split(":"))) > 1:
-        # A store for each life of the workers, instead of one that still says where those before them could be reached.
+        # A new store for every restart: an old one still has the addresses of the previous workers.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_says_more)
     try:
         torchrun(args)
-    except SignalException as error:  # the workers were told, and have saved
+    except SignalException as error:  # the workers got the signal and have saved
         sys.exit(75 if error.sigval == signal.SIGTERM else 128 + error.sigval)
     except ChildFailedError as error:
-        # That one process has said why it ends is why another breaks off; either may have been seen first.
+        # A worker's user error makes others fail; torchrun may report either first.
         codes = {failure.exitcode for failure in error.failures.values()}
         own = next((code for code in _OWN_EXIT_CODES if code in codes), None)
         if own is None:

@@ -8,7 +8,7 @@ from torchtune._cli.subcommand import Subcommand
 
 
 class Checkpoint(Subcommand):
-    """Looks after checkpoints that were saved."""
+    """Verifies saved checkpoints."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         parser = subparsers.add_parser(

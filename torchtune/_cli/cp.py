@@ -16,7 +16,7 @@ _EXTENSION = re.compile(r"\.[A-Za-z]{1,4}")  # not the ".6B_lora" of "0.6B_lora"
 
 
 def destination_of(source: Path, destination: str) -> Path:
-    """Where a copy of ``source`` goes: into a directory, or to a file with the suffix of its kind."""
+    """The path of a copy of ``source``: in a directory, or a file with the right suffix."""
     path = Path(destination)
     if path.is_dir() or destination.endswith(("/", os.sep)):
         return path / source.name
@@ -27,9 +27,9 @@ def destination_of(source: Path, destination: str) -> Path:
 
 
 def keep(path: Path, content: bytes) -> Path | None:
-    """Save ``path`` as ``<name>.bak`` (``.bak1``, … if those hold something else), where it is not ``content`` anyway.
+    """Save ``path`` as ``<name>.bak`` (or ``.bak1``, …) unless it equals ``content``.
 
-    Returns the file that now holds it, or ``None`` where nothing would be lost.
+    Returns the backup, or ``None`` if nothing would be lost.
     """
     if not path.is_file() or (old := path.read_bytes()) == content:
         return None

@@ -66,7 +66,8 @@ def download(repo_id: str, output_dir: Path, *, token: str | None, ignore_patter
     """Download ``repo_id`` into ``output_dir``; what is already there is not fetched again.
 
     Raises:
-        UserError: no such repository, no access to it, no network, or no space; or ``output_dir`` is another user's.
+        UserError: the repository does not exist or access is denied, there is no network or no disk space, or another
+            user owns ``output_dir``.
     """
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
@@ -74,7 +75,7 @@ def download(repo_id: str, output_dir: Path, *, token: str | None, ignore_patter
         raise UserError("--hf-token: a token is of letters, digits and signs, without spaces: copy it again.")
     refuse_foreign(output_dir, "--output-dir")
     try:
-        # Asked first: with no network, snapshot_download is content with a folder that is only partly there.
+        # Checked first: without a network, snapshot_download accepts a partial folder.
         HfApi(token=token).model_info(repo_id)
         _make_own(output_dir)
         folder = snapshot_download(repo_id, local_dir=output_dir, ignore_patterns=ignore_patterns, token=token)
@@ -109,7 +110,7 @@ def download(repo_id: str, output_dir: Path, *, token: str | None, ignore_patter
 
 
 def _make_own(folder: Path) -> None:
-    """Make ``folder`` and look again whose it is: another user may have been faster."""
+    """Make ``folder``, then check its owner: another user may have made it first."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -19,7 +19,7 @@ _USAGE = "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [
 
 @dataclass
 class Command:
-    """The parts of a ``tune run`` command line."""
+    """A parsed ``tune run`` command line."""
 
     torchrun: list[str]
     recipe: str | None
@@ -34,10 +34,10 @@ def _is_override(token: str) -> bool:
 
 
 def split(tokens: list[str]) -> Command:
-    """Take a command line apart.
+    """Parse a command line.
 
     Raises:
-        UserError: an option that is unknown, misplaced or lacks its value.
+        UserError: an option is unknown, misplaced or lacks its value.
     """
     command = Command([], None, None, [])
     rest: list[str] = []
@@ -75,7 +75,7 @@ class Run(Subcommand):
     """Runs a recipe."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
-        # No character starts an option here: tokens are taken apart by `split`, some of them by torchrun's parser.
+        # prefix_chars disables argparse's options: `split` and torchrun's parser parse the tokens.
         self._parser = subparsers.add_parser(
             "run",
             prog="tune run",
@@ -134,7 +134,7 @@ class Run(Subcommand):
         print(describe_settings(settings_of(recipe.load_main())), end="")
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
-        """Print what can be known of the run, and then, last on the screen, why it cannot start."""
+        """Print what a run needs, and last the reason why it cannot start."""
         from torchtune._cli._dry_run import dry_run
         from torchtune.config import load_and_check
 
@@ -159,7 +159,7 @@ class Run(Subcommand):
         self._check_distributed(recipe, wanted=True)
         settings = load_and_check(config, command.overrides, recipe.load_main())
         if (processes := count_processes(command.torchrun, exactly=True)) is not None:
-            # Here, where the reasons stand last on the screen; the workers find what one machine alone knows.
+            # Checked before the workers start, so that errors are printed once; workers check what depends on ranks.
             check_run(settings, processes)
         program = [str(recipe.path)] if recipe.path is not None else ["--module", recipe.module]
         args = torchrun_arguments(command.torchrun, [*program, "--config", str(config), *command.overrides])

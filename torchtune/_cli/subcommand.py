@@ -7,7 +7,7 @@ from typing import Any
 class Subcommand:
     """A subcommand: adds its parser to ``subparsers`` and says, as ``func``, what runs it.
 
-    Modules of subcommands import what is heavy inside that function, so that ``tune --help`` stays light.
+    Subcommands import heavy modules inside that function, so that ``tune --help`` stays fast.
     """
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:

@@ -54,12 +54,12 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
+    except BrokenPipeError:  # the reader of our output has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
         if isinstance(getattr(args.func, "__self__", None), Run):
-            raise  # in the midst of a recipe: where it was matters
+            raise  # inside a recipe: the traceback matters
         print(f"error: {error.filename}: {error.strerror}: choose another path.", file=sys.stderr)
         sys.exit(2)
 

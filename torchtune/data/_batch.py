@@ -38,6 +38,7 @@ class Batch(MutableMapping[str, Any]):
         inputs: other keyword arguments of the model's forward, for example ``mask`` or ``encoder_input``.
         num_padding_documents: documents at the end of ``documents`` that are padding.
         shard: (rank, size) of the context-parallel split: this batch has the ``rank``-th of ``size`` equal parts.
+        terms: :attr:`num_terms` where it is not the number of labels, for example of pairs.
 
     Raises:
         DataError: shapes do not fit together, or a name occurs twice.
@@ -52,6 +53,7 @@ class Batch(MutableMapping[str, Any]):
     inputs: dict[str, Any] = field(default_factory=dict)
     num_padding_documents: int = 0
     shard: tuple[int, int] = (0, 1)
+    terms: int | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)
@@ -105,6 +107,16 @@ class Batch(MutableMapping[str, Any]):
     def num_labels(self) -> int:
         """Number of labelled tokens. On an accelerator the host waits for it: count before :meth:`to`."""
         return 0 if self.labels is None else int((self.labels != CROSS_ENTROPY_IGNORE_IDX).sum())
+
+    @property
+    def num_terms(self) -> int:
+        """What a loss over this batch is a sum of: labelled tokens, unless collation counted something else.
+
+        Terms add up over the ranks of a context-parallel group, of which the first one counts :attr:`terms`.
+        """
+        if self.terms is None:
+            return self.num_labels
+        return self.terms if self.shard[0] == 0 else 0
 
     @property
     def num_documents(self) -> int:

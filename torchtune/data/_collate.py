@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -60,32 +61,54 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     return Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
 
 
-def collate_preference(batch: Sequence[Mapping[str, Sequence[int]]]) -> Batch:
-    """Concatenate pairs of answers, padding-free: every answer is a document.
+def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
+    """Concatenate the answers of pairs, or single answers that are labelled good or bad, padding-free.
 
-    :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected` turn per-token log-probs into those of the
-    answers of each pair.
+    Every answer is a document. :meth:`Batch.sum_per_document` and :meth:`Batch.chosen_and_rejected` turn per-token
+    log-probs into those of the answers of each pair.
 
     Args:
-        batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``.
+        batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``, or
+            with ``tokens``, ``labels`` and ``is_chosen``. Numbers under other names (``margin``, and for pairs
+            ``chosen_*`` with ``rejected_*``) become entries per document.
 
     Returns:
-        the batch of :func:`collate_documents`: all chosen answers, then all rejected ones. Entries per document:
-        ``pair``, int64 ``[n]``, the index of the example, and ``is_chosen``, bool ``[n]``.
+        the batch of :func:`collate_documents`; of pairs all chosen answers, then all rejected ones. Entries per
+        document: ``is_chosen``, bool ``[n]``, ``label_counts``, int64 ``[n]``, and for pairs ``pair``, int64 ``[n]``,
+        the index of the example. ``terms`` is the number of examples with labels.
 
     Raises:
         DataError: an example lacks one of the keys, or tokens and labels differ in length.
     """
-    documents = []
-    for side in _SIDES:
-        for example in batch:
-            if missing := {f"{side}_input_ids", f"{side}_labels"} - example.keys():
-                found = ", ".join(map(str, example)) or "nothing"
-                raise DataError(f"A preference example has no '{min(missing)}', it has {found}.")
-            documents.append({"tokens": example[f"{side}_input_ids"], "labels": example[f"{side}_labels"]})
-    pairs = torch.arange(len(batch)).repeat(2)
-    is_chosen = torch.arange(2 * len(batch)) < len(batch)
-    return replace(collate_documents(documents), per_document={"pair": pairs, "is_chosen": is_chosen})
+    paired = not all("is_chosen" in example for example in batch)
+    documents = [_answer(example, side) for side in (_SIDES if paired else ("",)) for example in batch]
+    out = collate_documents([{name: document[name] for name in ("tokens", "labels")} for document in documents])
+    names = sorted(set.intersection(*(set(document) for document in documents)) - {"tokens", "labels"})
+    entries = {name: torch.tensor([document[name] for document in documents]) for name in names}
+    counts = [np.count_nonzero(np.asarray(one["labels"]) != CROSS_ENTROPY_IGNORE_IDX) for one in documents]
+    entries["label_counts"] = torch.tensor(counts)
+    if paired:
+        entries["pair"] = torch.arange(len(batch)).repeat(2)
+        counts = [min(pair) for pair in zip(counts[: len(batch)], counts[len(batch) :], strict=True)]
+    return replace(out, per_document=entries, terms=sum(count > 0 for count in counts))
+
+
+def _answer(example: Mapping[str, Any], side: str) -> dict[str, Any]:
+    """Tokens and labels of one answer of an example, and the numbers that belong to it."""
+    names = (
+        {"tokens": f"{side}_input_ids", "labels": f"{side}_labels"}
+        if side
+        else {name: name for name in ("tokens", "labels")}
+    )
+    if missing := set(names.values()) - example.keys():
+        found = ", ".join(map(str, example)) or "nothing"
+        raise DataError(f"A preference example has no '{min(missing)}', it has {found}.")
+    rest = {name: value for name, value in example.items() if isinstance(value, int | float)}
+    numbers = {name: value for name, value in rest.items() if not name.startswith(tuple(f"{one}_" for one in _SIDES))}
+    if side:
+        numbers |= {name.removeprefix(f"{side}_"): rest[name] for name in rest if name.startswith(f"{side}_")}
+        numbers["is_chosen"] = side == "chosen"
+    return {**numbers, **{name: example[key] for name, key in names.items()}}
 
 
 def left_pad_sequence(

@@ -12,16 +12,15 @@ from torchtune.modules.transformer import TransformerDecoder
 
 
 def sample(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, q: Tensor | None = None) -> Tensor:
-    """Draw a token from its distribution.
+    """Sample a token from logits.
 
-    Drawing is by exponential noise (the largest ``p / q`` with q ~ Exp(1) is a draw from p), which needs no
-    synchronisation with the device.
+    Sampling takes the argmax of ``p / q`` with q ~ Exp(1), which needs no host synchronization.
 
     Args:
         logits: ``[..., v]``.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw among the k most likely tokens only; ``None`` or 0 draws among all.
-        q: noise ``[..., v]``; by default drawn here.
+        temperature: divides the logits; 0 takes the most likely token (greedy).
+        top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
+        q: exponential noise ``[..., v]``; by default sampled here.
 
     Returns:
         int64 ``[..., 1]``.
@@ -53,7 +52,7 @@ def generate_next_token(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the model and draw the token that follows the last position.
+    """Run the model and sample the next token.
 
     Args:
         model: the decoder.
@@ -72,12 +71,12 @@ def generate_next_token(
 
 
 def _last_logits(model: TransformerDecoder, x: Tensor, input_pos: Tensor, mask: Tensor | None) -> Tensor:
-    """float32 ``[b, 1, v]``: only the last position passes through the output projection."""
+    """float32 ``[b, 1, v]``: the output projection runs on the last position only."""
     return model.output(last_hidden(model, x, input_pos, mask, -1)).float()
 
 
 def last_hidden(model: TransformerDecoder, x: Tensor, input_pos: Tensor, mask: Tensor | None, at: int) -> Tensor:
-    """Hidden states ``[b, 1, d]`` of one position, whatever flags the model carries."""
+    """Hidden states ``[b, 1, d]`` of one position, independent of ``skip_output_layer``."""
     hidden = model(x, input_pos=input_pos, mask=mask, output="hidden")
     hidden = hidden[-1] if model.output_hidden_states else hidden
     return hidden.narrow(1, at % hidden.shape[1], 1)
@@ -97,33 +96,32 @@ def generate(
     compiled_generate_next_token: Callable[..., tuple[Tensor, Tensor]] | None = None,
     prompt_lengths: Tensor | Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Continue prompts, token by token, and keep the logits of every step.
+    """Generate token by token, and return the logits of every step.
 
-    :func:`generate_tokens` returns log-probabilities instead of logits, which take the size of the vocabulary less
-    memory. With key-value caches (``model.setup_caches``, or :func:`torchtune.modules.local_kv_cache`) each step costs
-    one position; the caches must be empty and hold prompt and continuation. Without, each step reads everything again.
-    The model is in evaluation mode meanwhile.
+    :func:`generate_tokens` returns log-probabilities instead of logits and so needs less memory by a factor of the
+    vocabulary size. With KV caches (``model.setup_caches``, or :func:`torchtune.modules.local_kv_cache`) a step runs
+    the model on one position; the caches must be empty and fit prompt and continuation. Without caches, every step
+    runs on the whole sequence. The model runs in evaluation mode.
 
     Args:
         model: the decoder.
         prompt: tokens ``[b, s]`` or ``[s]``; shorter prompts are padded on their left.
-        max_generated_tokens: length of the longest continuation.
-        pad_id: what prompts begin with where they are shorter, and what follows a stop token. By default no token
-            is padding, and a stop token is followed by itself.
+        max_generated_tokens: maximum number of new tokens.
+        pad_id: token of left padding, and of positions after a stop token. By default there is no padding, and stop
+            tokens are repeated.
         temperature: see :func:`sample`.
         top_k: see :func:`sample`.
-        stop_tokens: tokens that end a row (they are kept). Generation ends when all rows have.
-        rng: source of randomness, on the device of the model.
-        compiled_generate_next_token: takes the place of :func:`generate_next_token` after the first token.
-        prompt_lengths: number of tokens of each prompt; by default, all but the ``pad_id`` that it begins with.
+        stop_tokens: tokens that end a row; they are kept. Generation ends when all rows have ended.
+        rng: random generator, on the model's device.
+        compiled_generate_next_token: replaces :func:`generate_next_token` after the first token.
+        prompt_lengths: number of tokens of each prompt; by default counted without leading ``pad_id``.
 
     Returns:
-        Tokens ``[b, s + new]``, prompts first, and the logits ``[b, new, v]`` of the new ones, which are 0 after a
-        stop token.
+        Tokens ``[b, s + new]``, prompts included, and logits ``[b, new, v]`` of the new tokens (0 after a stop token).
 
     Raises:
-        ValueError: fewer than one token asked for, caches too small, or prompts some of which begin with token 0 as
-            if they were padded, without a word on what pads them.
+        ValueError: ``max_generated_tokens`` is below 1, the caches are too small, or some prompts begin with token 0
+            and neither ``pad_id`` nor ``prompt_lengths`` says whether that is padding.
     """
     with evaluating(model):
         return _generate(
@@ -141,7 +139,7 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; after it, every module has the mode that it had."""
+    """Context manager for evaluation mode; restores the training mode of every module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -196,7 +194,7 @@ def _generate(
 
 
 def _lengths(tokens: Tensor, pad_id: int | None) -> Tensor:
-    """Lengths ``[b]`` of prompts ``[b, s]`` without the padding that they begin with."""
+    """Lengths ``[b]`` of prompts ``[b, s]`` without left padding."""
     b, s = tokens.shape
     if pad_id is None:
         zeros = tokens[:, 0] == 0
@@ -217,7 +215,7 @@ def noise(model: TransformerDecoder, b: int, rng: torch.Generator | None, like: 
 
 
 class Progress:
-    """Tokens so far, and what the model needs to see for the next ones.
+    """The tokens generated so far, and the model's inputs for the next step.
 
     Args:
         tokens: prompts ``[b, s]``, padded on the left.
@@ -234,7 +232,7 @@ class Progress:
         self._padded = not bool(self._real.all())
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may come more than once."""
+        """Keep these rows, in this order; rows may repeat."""
         self.tokens, self._real = self.tokens[rows], self._real[rows]
 
     def append(self, tokens: Tensor) -> None:
@@ -243,7 +241,7 @@ class Progress:
         self._real = torch.nn.functional.pad(self._real, (0, 1), value=True)
 
     def inputs(self, again: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens, positions and mask of the next call of the model, whose caches are empty at first and ``again``."""
+        """Tokens, positions and mask of the next forward pass; all positions at first and if ``again``."""
         s = self.tokens.shape[1]
         if self._padded:
             input_pos = get_position_ids_from_padding_mask(self._real)

@@ -1,4 +1,4 @@
-"""Masks and positions of prompts that are padded on the left."""
+"""Masks and positions of left-padded prompts."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch.nn import functional as F
 
 
 def get_causal_mask_from_padding_mask(padding_mask: Tensor, target_seq_len: int | None = None) -> Tensor:
-    """Who attends to whom in a padded batch.
+    """Make the causal mask of a padded batch.
 
     Args:
         padding_mask: bool ``[b, s]``, True for real tokens.
-        target_seq_len: number of key positions t, at least s (the length of a key-value cache); by default s.
+        target_seq_len: number of key positions t (the length of the KV cache), at least s; by default s.
 
     Returns:
         bool ``[b, s, t]``: a token attends to itself and to earlier real tokens. Padding attends to itself, so that

@@ -1,4 +1,4 @@
-"""One prompt in, tokens out as they are made."""
+"""Streaming generation from one prompt."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,16 +18,16 @@ def stream(
     stop_tokens: Sequence[int] | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
-    """Continue one prompt and yield every new token at once; a stop token ends it and is not yielded.
+    """Generate from one prompt and yield every new token; a stop token ends the stream and is not yielded.
 
     Args:
         model: the decoder.
         prompt: tokens ``[s]``.
-        max_generated_tokens: length of the longest continuation.
+        max_generated_tokens: maximum number of new tokens.
         temperature: 0 takes the most likely token.
-        top_k: draw among the k most likely tokens only; ``None`` or 0 draws among all.
-        stop_tokens: tokens that end the continuation.
-        use_cache: keep keys and values of earlier tokens while this runs.
+        top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
+        stop_tokens: tokens that end generation.
+        use_cache: use a KV cache.
     """
     steps = stream_tokens(
         model,

@@ -1,4 +1,4 @@
-"""Many prompts in, tokens and their log-probabilities out, as they are made or all at once."""
+"""Batched generation of tokens and their log-probabilities, streaming or whole."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,15 +20,15 @@ Prompts = Sequence[Tensor | Sequence[int]]
 
 
 class GenerationError(UserError, ValueError):
-    """Prompts or counts that a model cannot generate from."""
+    """Invalid prompts or settings of generation."""
 
 
 @dataclass(frozen=True)
 class TokenStep:
-    """One token of every sequence that is still being written.
+    """The next token of every unfinished sequence.
 
     Args:
-        rows: which sequences, int64 ``[m]``: sample j of prompt i is ``i * num_samples + j``.
+        rows: indices of the sequences, int64 ``[m]``: sample j of prompt i is ``i * num_samples + j``.
         tokens: int64 ``[m]``.
         log_probs: float32 ``[m]``.
     """
@@ -40,11 +40,11 @@ class TokenStep:
 
 @dataclass(frozen=True)
 class GeneratedTokens:
-    """Continuations, without prompts and without padding: sample j of prompt i is item ``i * num_samples + j``.
+    """Generated sequences without prompts and padding; sample j of prompt i is item ``i * num_samples + j``.
 
     Args:
-        tokens: of every continuation, int64 ``[length]``, the stop token included.
-        log_probs: of these tokens, float32 ``[length]``.
+        tokens: of each sequence, int64 ``[length]``, the stop token included.
+        log_probs: of each token, float32 ``[length]``.
     """
 
     tokens: list[Tensor]
@@ -63,7 +63,7 @@ def generate_tokens(
     rng: torch.Generator | None = None,
     use_cache: bool = True,
 ) -> GeneratedTokens:
-    """Continue every prompt ``num_samples`` times; arguments and errors are those of :func:`stream_tokens`.
+    """Generate ``num_samples`` continuations of every prompt. Arguments and errors: see :func:`stream_tokens`.
 
     Returns:
         Tokens and their log-probabilities, on the device of the prompts.
@@ -104,35 +104,33 @@ def stream_tokens(
     rng: torch.Generator | None = None,
     use_cache: bool = True,
 ) -> Iterator[TokenStep]:
-    """Continue every prompt ``num_samples`` times, and yield the tokens of each step.
+    """Generate ``num_samples`` continuations of every prompt, and yield the tokens of each step.
 
-    Prompts go through the model once, whatever ``num_samples`` is; a sequence that has ended leaves the batch. The
-    model is in evaluation mode with key-value caches of its own; when the iterator ends, is closed or raises, it has
-    the modes and caches of before. Logits are asked for explicitly: a flag that an older recipe has set does not
-    matter.
+    Each prompt is prefilled once and expanded to ``num_samples`` rows; finished sequences leave the batch. The model
+    runs in evaluation mode with its own KV caches. When the iterator ends, is closed or raises, training mode and
+    caches are restored. ``skip_output_layer`` has no effect.
 
-    With FSDP, all ranks call it together, each with at least one prompt of its own, and the same ``max_new_tokens``
-    and ``use_cache``. With tensor parallelism, the ranks that share a model give the same prompts and get the same
-    tokens.
+    With FSDP, all ranks must call it together, each with at least one prompt and the same ``max_new_tokens`` and
+    ``use_cache``. With tensor parallelism, the ranks of a group pass the same prompts and get the same tokens.
 
     Args:
         model: the decoder.
-        prompts: tokens of each, int64 ``[s]`` or a list, of any lengths above 0.
-        max_new_tokens: length of the longest continuation.
-        num_samples: continuations of each prompt.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw among the k most likely tokens only; ``None`` or 0 draws among all.
+        prompts: tokens of each prompt, int64 ``[s]`` or a list, not empty.
+        max_new_tokens: maximum number of new tokens per sequence.
+        num_samples: number of continuations per prompt.
+        temperature: divides the logits; 0 takes the most likely token (greedy).
+        top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
         stop_tokens: tokens that end a sequence; they are returned.
-        rng: source of randomness, on the device of the prompts.
-        use_cache: keep keys and values; without, every step computes those of all tokens again.
+        rng: random generator, on the device of the prompts.
+        use_cache: use a KV cache; without one, every step runs the model on the whole sequence.
 
     Yields:
-        A token of every sequence that has not ended, and its log-probability under softmax(logits / temperature), at
-        temperature 0 under softmax(logits). ``top_k`` does not change log-probabilities.
+        The next token of every unfinished sequence and its log-probability under softmax(logits / temperature), or
+        under softmax(logits) at temperature 0. ``top_k`` does not change log-probabilities.
 
     Raises:
-        GenerationError: no prompt or an empty one, a count below 1, more tokens than the model's ``max_seq_len``, or a
-            model that splits sequences (context parallelism).
+        GenerationError: there is no prompt or an empty one, a count is below 1, the sequence exceeds the model's
+            ``max_seq_len``, or the model is context parallel.
     """
     ranks = _Ranks(model)
     tokens, lengths = _padded(model, prompts, max_new_tokens, num_samples)
@@ -140,7 +138,7 @@ def stream_tokens(
     rows = torch.arange(len(tokens), device=tokens.device).repeat_interleave(num_samples)
     cache_length = ranks.multiple(tokens.shape[1] + max_new_tokens) if use_cache else None
     caches = nullcontext([]) if cache_length is None else _own_caches(model, len(rows), cache_length, tokens)
-    idle = False  # everything has ended here, but other ranks need this one's part in their forward passes
+    idle = False  # this rank has finished, but must join the collectives of the other ranks' forward passes
     with ranks, evaluating(model), caches as kv_caches:
         state = Progress(tokens, lengths, cache_length)
         for step in range(max_new_tokens):
@@ -166,7 +164,7 @@ def stream_tokens(
 
 
 def _padded(model: TransformerDecoder, prompts: Prompts, max_new_tokens: int, num_samples: int) -> tuple[Tensor, ...]:
-    """Prompts ``[b, s]`` padded on the left, and their lengths ``[b]``."""
+    """Left-padded prompts ``[b, s]`` and their lengths ``[b]``."""
     if max_new_tokens < 1 or num_samples < 1:
         raise GenerationError(
             f"max_new_tokens is {max_new_tokens} and num_samples {num_samples}: both must be at least 1."
@@ -187,7 +185,7 @@ def _padded(model: TransformerDecoder, prompts: Prompts, max_new_tokens: int, nu
 
 @contextmanager
 def _own_caches(model: TransformerDecoder, batch_size: int, length: int, like: Tensor) -> Iterator[list[KVCache]]:
-    """Key-value caches inside the block, on the device of ``like``; after it, those of before."""
+    """Context manager for new KV caches on the device of ``like``; restores the previous caches."""
     attentions = _attention_modules(model)
     before = [(module, module.kv_cache, module.cache_enabled) for module in attentions]
     lengths = model.encoder_max_cache_seq_len, model.decoder_max_cache_seq_len
@@ -204,7 +202,7 @@ def _own_caches(model: TransformerDecoder, batch_size: int, length: int, like: T
 
 
 def _select(rows: Tensor, state: Progress, caches: list[KVCache]) -> None:
-    """Keep these rows of everything; a row may come more than once."""
+    """Keep these rows of state and caches; rows may repeat."""
     state.select(rows)
     for cache in caches:
         for kept in (cache.k_cache, cache.v_cache):
@@ -219,7 +217,7 @@ def _next_logits(model: TransformerDecoder, state: Progress, ranks: "_Ranks", ca
         x, input_pos, mask = state.inputs(again=True)
     length = x.shape[1]
     missing = ranks.multiple(length) - length
-    if missing:  # tensor parallelism splits the sequence: padding on the right, which nothing real attends to
+    if missing:  # sequence parallelism: pad on the right to a multiple; causal attention ignores it
         x, input_pos = F.pad(x, (0, missing)), F.pad(input_pos, (0, missing))
         if mask is not None:
             mask = torch.cat([mask, mask[:, -1:].expand(-1, missing, -1)], dim=1)
@@ -231,7 +229,7 @@ def _next_logits(model: TransformerDecoder, state: Progress, ranks: "_Ranks", ca
 
 
 class _Ranks:
-    """The ranks that share the model; as a context manager, it leaves sharded what was."""
+    """The ranks that share the model. As a context manager, it reshards FSDP parameters on exit."""
 
     def __init__(self, model: nn.Module) -> None:
         self._sharded: list[Any] = []
@@ -244,7 +242,7 @@ class _Ranks:
         from torchtune.modules.parallel import ContextParallelAttention
 
         if any(isinstance(m, ContextParallelAttention) for m in (a.attention for a in _attention_modules(model))):
-            raise GenerationError("Generation does not split sequences: set context_parallel_dim to 1.")
+            raise GenerationError("Generation does not support context parallelism: set context_parallel_dim to 1.")
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
         meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
@@ -261,16 +259,16 @@ class _Ranks:
         self._reshard()
 
     def _reshard(self) -> None:
-        """Parameters that an earlier forward pass gathered would be stale after the next optimizer step."""
+        """Free all-gathered parameters, which would be stale after the next optimizer step."""
         for module in self._sharded:
             module.reshard()
 
     def multiple(self, length: int) -> int:
-        """``length``, or the next one that tensor parallelism can split."""
+        """``length`` rounded up to a multiple of the sequence-parallel size."""
         return length if self._tp is None else length + -length % self._tp.size()
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is True on any rank that must make the same forward passes."""
+        """Whether ``flag`` is True on any rank that must run the same forward passes."""
         if not self._groups:
             return flag
         found = torch.tensor(int(flag), device=self._device())
@@ -279,7 +277,7 @@ class _Ranks:
         return bool(found)
 
     def agree(self, drawn: Tensor) -> Tensor:
-        """What the first rank of the tensor-parallel group drew."""
+        """Broadcast the samples of the tensor-parallel group's first rank."""
         if self._tp is not None:
             dist.broadcast(drawn, group=self._tp, group_src=0)
         return drawn

@@ -39,12 +39,11 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 def build(description: Description, spec: ModelSpec | None = None) -> TransformerDecoder:
     """Build a decoder, on the device and in the dtype that tensors are being made in.
 
-    Under ``torch.device("meta")`` it costs nothing, and ``to_empty`` makes it real later: no state lies outside the
-    parameters.
+    Under ``torch.device("meta")`` nothing is allocated; ``to_empty`` allocates later. All state is in the parameters.
 
     Args:
         description: what to build.
-        spec: the family that it belongs to; checkpoints and parallelism read it from the model.
+        spec: the model family; checkpoints and parallelism read it from the model.
 
     Returns:
         The model, with ``description`` and ``spec`` attached.
@@ -88,7 +87,7 @@ def _qk_norm(d: Description, width: int) -> RMSNorm | None:
 
 
 def _added(d: Description) -> nn.Module | None:
-    """What the results of attention and feed-forward go through before they are added."""
+    """Module applied to the outputs of attention and feed-forward before the residual addition."""
     if d.has_post_norm:
         return _norm(d, d.embed_dim)
     return Multiplier(d.residual_scale) if d.residual_scale != 1.0 else None
@@ -154,7 +153,7 @@ def _mixture(d: Description) -> MoE:
 
 
 def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:
-    """Positions of the layers without and with a window; one object if they are the same."""
+    """Rotary embeddings of full-attention and of sliding-window layers; one object if they are equal."""
     rope = _rope(d)
     if d.rope_window_base is None:
         return rope, rope

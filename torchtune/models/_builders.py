@@ -16,47 +16,47 @@ Builder = Callable[..., TransformerDecoder]
 
 _LORA_DOC = """
     Args:
-        lora_attn_modules: projections of attention that get an adapter.
-        apply_lora_to_mlp: whether the feed-forward projections do.
-        apply_lora_to_output: whether the output projection does; it must not be tied to the embeddings.{numbers}
+        lora_attn_modules: attention projections with an adapter.
+        apply_lora_to_mlp: whether the feed-forward projections have an adapter.
+        apply_lora_to_output: whether the output projection has one; it must not be tied to the embeddings.{numbers}
         lora_rank: rank of the adapters.
-        lora_alpha: their scale is ``lora_alpha / lora_rank``.
-        lora_dropout: dropout before the adapters.
-        use_dora: learn the magnitude of the adapted weights apart (DoRA).
-        quantize_base: hold the frozen weights in four bits.{tie}
+        lora_alpha: the adapters are scaled by ``lora_alpha / lora_rank``.
+        lora_dropout: dropout probability of the adapters' input.
+        use_dora: train the magnitude of the adapted weights separately (DoRA).
+        quantize_base: quantize the frozen base weights to NF4.{tie}
     """
 _NUMBERS_DOC = "\n        (sizes of the model): as in :func:`{base}`."
 _TIE_DOC = "\n        tie_word_embeddings: whether the output projection shares its weight with the embeddings."
 
-# What the arguments of builders from numbers are.
+# Argument -> its description in docstrings.
 _NUMBERS = {
     "vocab_size": "number of tokens.",
     "num_layers": "number of layers.",
-    "num_heads": "query heads of a layer.",
-    "head_dim": "size of a head; where it may be left out, ``embed_dim // num_heads``.",
-    "num_kv_heads": "key and value heads of a layer.",
+    "num_heads": "query heads per layer.",
+    "head_dim": "head dimension; by default ``embed_dim // num_heads``.",
+    "num_kv_heads": "key and value heads per layer.",
     "embed_dim": "width of the residual stream.",
-    "intermediate_dim": "width of the feed-forward layers; where it may be left out, it follows from ``embed_dim``.",
+    "intermediate_dim": "width of the feed-forward layers; by default computed from ``embed_dim``.",
     "max_seq_len": "longest sequence.",
-    "attn_dropout": "probability of dropping an attention weight; 0 with a soft cap.",
+    "attn_dropout": "dropout probability of attention weights; must be 0 with a soft cap.",
     "norm_eps": "eps of the norms.",
-    "rope_base": "base of the rotary wavelengths.",
+    "rope_base": "base (theta) of the rotary embeddings.",
     "hidden_capping_value": "bound of attention's scores.",
     "final_capping_value": "bound of the logits.",
-    "sliding_window_size": "positions that a query of the layers 0, 2, 4 … sees.",
-    "query_pre_attn_scalar": "scores are scaled by its inverse square root; by default ``head_dim``.",
-    "scale_factor": "stretches positions by Llama 3.1's rule; SmolLM 2 itself does not (``None``).",
+    "sliding_window_size": "sliding window of layers 0, 2, 4 …, in positions.",
+    "query_pre_attn_scalar": "attention scores are scaled by its inverse square root; by default ``head_dim``.",
+    "scale_factor": "factor of Llama 3.1's RoPE scaling; ``None``, as in SmolLM 2, for no scaling.",
     "tie_word_embeddings": "whether the output projection shares its weight with the embeddings.",
     "q_proj_bias": "whether the query projection has a bias; likewise for the next two.",
     "k_proj_bias": "see ``q_proj_bias``.",
     "v_proj_bias": "see ``q_proj_bias``.",
-    "q_norm": "whether queries are normalised per head (in Qwen 3 before their rotation, else after it).",
-    "k_norm": "the same for keys; both or neither.",
+    "q_norm": "whether queries are normalised per head (before RoPE in Qwen 3, else after it).",
+    "k_norm": "whether keys are normalised per head; must equal ``q_norm``.",
 }
 
 
 def from_numbers(builder: Builder) -> Builder:
-    """Describe the arguments of a builder that takes a family's numbers, and return it."""
+    """Add the ``Args`` section to the docstring of a family's builder, and return the builder."""
     summary, _, rest = (builder.__doc__ or "").partition("\n")
     arguments = "".join(f"\n        {name}: {_NUMBERS[name]}" for name in inspect.signature(builder).parameters)
     builder.__doc__ = f"{summary}\n\n    Args:{arguments}\n{rest}"
@@ -73,11 +73,11 @@ def model_builders(
     qlora: bool = True,
     tie_option: bool = False,
 ) -> dict[str, Builder]:
-    """Builders for every row of a family's table.
+    """Make a builder for every row of a family's table.
 
     Args:
-        module: ``__name__`` of the module that publishes them.
-        title: name of the family in sentences, for example ``"Llama 3"``.
+        module: ``__name__`` of the module that exports them.
+        title: the family's name in docstrings, for example ``"Llama 3"``.
         spec: the family.
         sizes: builder name -> description.
         lora: also make ``lora_*``.
@@ -85,7 +85,7 @@ def model_builders(
         tie_option: whether the builders take ``tie_word_embeddings``.
 
     Returns:
-        Name -> function, with real signatures, annotations and docstrings.
+        Name -> function, with signature, annotations and docstring.
     """
     builders: dict[str, Builder] = {}
     for name, description in sizes.items():
@@ -106,14 +106,14 @@ def model_builders(
 
 
 def lora_builder(base: Builder, name: str, module: str, what: str, *, quantize_base: bool = False) -> Builder:
-    """The LoRA variant of a builder: its own arguments, keyword-only, between the two halves of LoRA's.
+    """Make the LoRA variant of a builder. The base builder's arguments become keyword-only.
 
     Args:
         base: builder without an adapter.
         name: of the new function.
-        module: ``__name__`` of the module that publishes it.
+        module: ``__name__`` of the module that exports it.
         what: what it builds, for its docstring.
-        quantize_base: default of that argument.
+        quantize_base: default of the argument ``quantize_base``.
     """
     own = inspect.signature(base).parameters
     required = any(parameter.default is inspect.Parameter.empty for parameter in own.values())
@@ -146,7 +146,7 @@ def add_lora(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> TransformerDecoder:
-    """Give a model LoRA adapters, by the argument names of the ``lora_*`` builders, and return it."""
+    """Add LoRA adapters to a model, with the arguments of the ``lora_*`` builders, and return it."""
     from torchtune.modules.conversion import apply_conversions
     from torchtune.modules.peft import LoRA
 

@@ -14,12 +14,12 @@ _NEW = "Use torchtune.modules.classifier_model instead."
 
 
 def classifier_builder(base: Builder, name: str, module: str) -> Callable[..., nn.Module]:
-    """The classifier variant of a builder from numbers: ``num_classes`` first, and a head of that many outputs.
+    """Make the classifier variant of a builder: ``num_classes`` first, and a head with ``num_classes`` outputs.
 
     Args:
         base: builder of the language model, ``lora_*`` or not.
         name: of the new function.
-        module: ``__name__`` of the module that publishes it.
+        module: ``__name__`` of the module that exports it.
     """
     own = inspect.signature(base)
     path = f"{base.__module__}.{base.__name__}"

@@ -11,7 +11,7 @@ class ModelError(UserError, ValueError):
     """A model that cannot be described, built or found; the message names the field or name at fault."""
 
 
-# Far beyond any model, and little enough that a module of these sizes can be described, if not be held in memory.
+# Larger than in any model, and small enough that a meta-device module of these sizes can be built.
 _LARGEST = {
     "vocab_size": 2**28,
     "num_layers": 2**11,
@@ -55,34 +55,36 @@ class Description:
     qk_norm_whole: bool = False  # that norm (before rope) spans all heads at once
     attn_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attn_softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    window: int | None = None  # positions that a query of the layers below sees, itself the last
-    window_layers: tuple[int, ...] = ()  # layers in which attention has that window
-    attn_sinks: bool = False  # every head learns the score of looking at nothing
+    window: int | None = None  # sliding window: positions that a query sees, its own included
+    window_layers: tuple[int, ...] = ()  # layers with sliding-window attention
+    attn_sinks: bool = False  # attention sinks: a learned logit per head in the softmax's denominator
 
     # Positions
     rope_base: float = 10_000.0
-    rope_layout: Literal["interleaved", "half"] = "interleaved"  # which two channels of a head turn together
+    rope_layout: Literal["interleaved", "half"] = (
+        "interleaved"  # which channels rotate as a pair: (2i, 2i + 1) or (i, i + d/2)
+    )
     rope_scaling: RopeScaling | None = None
-    rope_dim: int = 0  # first channels of a head that turn; 0 at construction: head_dim
-    rope_window_base: float | None = None  # another base, unscaled, for the layers that have a window
-    unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions
+    rope_dim: int = 0  # partial rotary: only the first rope_dim channels rotate; 0 at construction: head_dim
+    rope_window_base: float | None = None  # base of sliding-window layers, without scaling
+    unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions (NoPE)
 
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     mlp_bias: bool = False
 
     # Mixture of experts
-    num_experts: int = 0  # of a layer; 0: every layer has one feed-forward
+    num_experts: int = 0  # per layer; 0: dense feed-forward layers
     experts_per_token: int = 0
-    expert_dim: int = 0  # width of an expert, as intermediate_dim is that of a feed-forward
-    expert_limit: float | None = None  # experts are of the clamped kind, gate and up in one matrix, with biases
-    expertless_layers: tuple[int, ...] = ()  # layers that have one feed-forward all the same
-    router_scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each
+    expert_dim: int = 0  # intermediate width of an expert
+    expert_limit: float | None = None  # clamped SwiGLU experts with biases (gpt-oss): the clamp's limit
+    expertless_layers: tuple[int, ...] = ()  # layers with a dense feed-forward in spite of num_experts
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or per expert
     router_normalize: bool = False  # scores of the chosen experts sum to one
-    router_scale: float = 1.0  # of the scores
+    router_scale: float = 1.0  # factor of the routing weights
     router_bias: bool = False
-    router_selection_bias: bool = False  # added to scores while choosing, and learnt outside of the loss
-    router_balance: float = 0.0  # weight of the loss that evens out experts, where training asks for that loss
+    router_selection_bias: bool = False  # added to scores for the top-k choice only; not trained by the loss
+    router_balance: float = 0.0  # coefficient of the load-balancing loss, if training enables it
 
     # Norms
     norm_eps: float = 1e-5
@@ -91,13 +93,13 @@ class Description:
 
     # Constant factors
     embed_scale: float = 1.0  # of token embeddings, rounded to their dtype
-    residual_scale: float = 1.0  # of what attention and feed-forward add
-    hidden_scale: float = 1.0  # of what the output projection reads
+    residual_scale: float = 1.0  # of the outputs of attention and feed-forward
+    hidden_scale: float = 1.0  # of the output projection's input
 
     # Output
     logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     num_classes: int = 0  # outputs of a classifier or reward model; 0: the model predicts tokens
-    tie_word_embeddings: bool = False  # logits are taken with the embedding matrix; there is no output.weight
+    tie_word_embeddings: bool = False  # the output projection is the embedding matrix; there is no output.weight
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "intermediate_dim", "max_seq_len", "num_heads"):
@@ -119,7 +121,7 @@ class Description:
         self._check_positions()
         self._check_experts()
         if self.norm_order != "pre" and self.residual_scale != 1.0:
-            raise ModelError(f"residual_scale is for layers whose norm_order is 'pre', got '{self.norm_order}'.")
+            raise ModelError(f"residual_scale needs norm_order 'pre', got '{self.norm_order}'.")
         if not 0.0 <= self.attn_dropout <= 1.0:
             raise ModelError(f"attn_dropout must lie in [0, 1], got {self.attn_dropout}.")
 
@@ -130,7 +132,7 @@ class Description:
             raise ModelError(f"rope_dim must be even and at most head_dim ({self.head_dim}), got {self.rope_dim}.")
         scaling = self.rope_scaling
         if isinstance(scaling, LongRopeScaling) and any(len(f) != self.rope_dim // 2 for f in scaling.both):
-            raise ModelError(f"LongRoPE needs {self.rope_dim // 2} factors, one for each pair of channels that turns.")
+            raise ModelError(f"LongRoPE needs {self.rope_dim // 2} factors, one for each rotated pair of channels.")
         if (self.window is None) != (not self.window_layers) or (self.window is not None and self.window < 1):
             raise ModelError(
                 f"window (got {self.window}) and window_layers (got {len(self.window_layers)} layers) go together."
@@ -142,7 +144,7 @@ class Description:
         if bool(self.num_experts) != bool(self.expert_dim) or not 0 <= self.experts_per_token <= self.num_experts:
             raise ModelError(
                 f"num_experts (got {self.num_experts}), expert_dim ({self.expert_dim}) and experts_per_token "
-                f"({self.experts_per_token}) go together, and a token chooses among the experts that there are."
+                f"({self.experts_per_token}) go together, and experts_per_token is at most num_experts."
             )
         if self.num_experts and not self.experts_per_token:
             raise ModelError(f"experts_per_token must be at least 1 with num_experts = {self.num_experts}.")
@@ -154,13 +156,13 @@ class Description:
 
     @property
     def mlp_layers(self) -> tuple[int, ...]:
-        """Layers with one feed-forward for all tokens."""
+        """Layers with a dense feed-forward."""
         expert_layers = set(self.expert_layers)
         return tuple(i for i in range(self.num_layers) if i not in expert_layers)
 
     @property
     def mlp_bias_layers(self) -> tuple[int, ...]:
-        """Those of ``mlp_layers``, if their projections have biases."""
+        """``mlp_layers`` if their projections have biases, else empty."""
         return self.mlp_layers if self.mlp_bias else ()
 
     @property
@@ -175,22 +177,22 @@ class Description:
 
     @property
     def untied(self) -> bool:
-        """Whether the model has an ``output.weight`` of its own that predicts tokens."""
+        """Whether the output projection has its own weight and predicts tokens."""
         return not self.tie_word_embeddings and not self.num_classes
 
     @property
     def is_classifier(self) -> bool:
-        """Whether the output is classes, or one reward, instead of tokens."""
+        """Whether the model returns class logits or a reward instead of token logits."""
         return self.num_classes > 0
 
     @property
     def has_pre_norm(self) -> bool:
-        """Whether attention and feed-forward read through a norm."""
+        """Whether the inputs of attention and feed-forward are normalised."""
         return self.norm_order != "post"
 
     @property
     def has_post_norm(self) -> bool:
-        """Whether what attention and feed-forward add goes through a norm."""
+        """Whether the outputs of attention and feed-forward are normalised."""
         return self.norm_order != "pre"
 
     @property

@@ -1,4 +1,4 @@
-"""Any checkpoint of a known architecture, without a builder of its own."""
+"""Build a model from the ``config.json`` of its checkpoint."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -13,17 +13,18 @@ from torchtune.utils import read_json
 
 
 def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = ()) -> TransformerDecoder:
-    """Build the model that the ``config.json`` of a Hugging Face checkpoint describes (without its weights).
+    """Build a model from the ``config.json`` of a Hugging Face checkpoint, without its weights.
 
-    Of a model with several parts (vision, audio, text) it is the text decoder. A checkpointer writes the other parts
-    back unchanged.
+    For a composite model (vision, audio, text), build the text decoder. The checkpointer writes the other parts back
+    unchanged.
 
     Args:
-        checkpoint_dir: folder that holds ``config.json``, or the file itself.
+        checkpoint_dir: folder with ``config.json``, or the file itself.
         ignore_fields: fields of the file to skip.
 
     Raises:
-        ModelError: no readable file, an unknown architecture, or a field that a description cannot express.
+        ModelError: the file is missing or unreadable, the architecture is unknown, or a description cannot express a
+            field.
     """
     path = Path(checkpoint_dir)
     path = path / "config.json" if path.is_dir() else path
@@ -32,6 +33,6 @@ def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = 
     config = text_config(read_json(path, ModelError))
     architecture = architecture_of(config)
     if architecture is None:
-        raise ModelError(f"{path} names no architecture (field 'architectures'): it describes no checkpoint.")
+        raise ModelError(f"{path} names no architecture (field 'architectures'): give the config.json of a checkpoint.")
     spec = spec_for_architecture(architecture)
     return build(spec.from_hf_config(config, ignore_fields), spec)

@@ -12,7 +12,7 @@ from torchtune.models._hf_rope import read_rope, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Of the fields that a description may refuse: ours -> theirs.
+# Field of a description -> field of config.json, for error messages.
 _THEIR_NAMES = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
@@ -38,24 +38,25 @@ class HFFormat:
         rope_layout: as in a description: the order in which *this library* keeps the rows of queries and keys.
             ``docs/adding_a_model.rst`` says which goes with which rows of ``hf_names``.
         biases: which attention projections have a bias: none; always queries, keys and values; or those that
-            ``bias_fields`` switches on: queries, keys, values, and the output too with ``output_bias``.
+            ``bias_fields`` enables: queries, keys, values, and with ``output_bias`` the output projection.
         output_bias: whether the flag of ``biases="attention_bias"`` covers the output projection.
         has_mlp_bias: whether a flag for biases of the feed-forward exists.
         bias_fields: names of the two flags, of attention and of the feed-forward; they may be the same.
         qk_norm: as in a description.
-        windows: whether ``sliding_window`` switches windows on, or ``use_sliding_window`` must too, or there are none.
-        window_layers: which layers have the window if ``layer_types`` is absent: all (there is no such field), all but
-            every n-th, those from ``max_window_layers`` on, or those without rotary positions.
-        ropes: what its rotary positions may have: ``"partial"`` (only the first channels of a head are rotated),
-            ``"window"`` (another base in layers with a window).
-        activation: name of the field of the activation, and its value if absent.
-        fixed: (field, value) of a description that no field of the file states.
-        own: fields with names of their own: (theirs, ours, value if absent, which also gives the type).
-        read_more: reads what the rows above cannot say: ``read_more(fields) -> values of a description``. It takes
-            fields with ``fields.take(name, default)``; a field that nothing takes is refused.
+        windows: whether ``sliding_window`` alone enables sliding windows, ``use_sliding_window`` must be true as well,
+            or the architecture has none.
+        window_layers: which layers have a sliding window if ``layer_types`` is absent: all (there is no such field),
+            all but every n-th, layers from ``max_window_layers`` on, or layers without rotary positions.
+        ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head rotate), ``"window"``
+            (a separate base in sliding-window layers).
+        activation: name of the activation field, and its default.
+        fixed: (field, value) pairs of a description that the file does not state.
+        own: fields with another name than in a description: (theirs, ours, default, which also gives the type).
+        read_more: reads what the attributes above cannot express: ``read_more(fields) -> values of a description``. It
+            reads fields with ``fields.take(name, default)``; a field that is never read raises an error.
         write_more: the inverse: ``write_more(description) -> fields``.
-        defaults: (field, value) that ``transformers`` assumes if the file lacks the field. Copy those of its
-            configuration class that differ from the ones in :meth:`read`.
+        defaults: (field, value) pairs that ``transformers`` assumes if the file lacks the field. Copy the defaults of
+            its configuration class that differ from those in :meth:`read`.
     """
 
     architecture: str
@@ -81,10 +82,10 @@ class HFFormat:
 
         Args:
             config: the file's contents.
-            ignore_fields: names of fields not to look at.
+            ignore_fields: names of fields to skip.
 
         Raises:
-            ModelError: a field is missing, or says something that a description cannot express; it is named.
+            ModelError: a field is missing or has a value that a description cannot express. The message names it.
         """
         said = {name: value for name, value in config.items() if value is not None or name not in _NEVER_NULL}
         fields = Fields({**dict(self.defaults), **said}, self.architecture, set(ignore_fields))
@@ -129,10 +130,10 @@ class HFFormat:
         return description
 
     def write(self, description: Description) -> dict[str, Any]:
-        """The contents of a ``config.json`` with which ``transformers`` builds the same model.
+        """Make a ``config.json`` from which ``transformers`` builds the same model.
 
         Raises:
-            ModelError: this architecture cannot express the description; the field is named.
+            ModelError: this architecture cannot express the description. The message names the field.
         """
         config = {
             "architectures": [self.architecture],
@@ -158,7 +159,7 @@ class HFFormat:
             config["partial_rotary_factor"] = description.rope_dim / description.head_dim
         if description.rope_window_base is not None:
             config["rope_local_base_freq"] = description.rope_window_base
-        if isinstance(description.rope_scaling, LongRopeScaling):  # some architectures read it there alone
+        if isinstance(description.rope_scaling, LongRopeScaling):  # the only place where some architectures read it
             config["original_max_position_embeddings"] = description.rope_scaling.original_max_seq_len
         if description.is_classifier:
             config["architectures"] = [self.architecture.replace("ForCausalLM", _CLASSIFIER)]
@@ -202,12 +203,12 @@ class HFFormat:
         if self.windows == "use_sliding_window" and not switch:
             if kinds is not None and layers and window is not None:
                 raise ModelError(
-                    f"config.json of {self.architecture} has layer_types with a window, and use_sliding_window is not "
-                    "true: set it, or make all of layer_types 'full_attention'."
+                    f"config.json of {self.architecture} has sliding windows in layer_types, but "
+                    "use_sliding_window is not true: set it to true, or make all of layer_types 'full_attention'."
                 )
             return {}
         if self.window_layers == "all" and kinds is not None and window is not None and len(layers) < num_layers:
-            raise fields.refusal("layer_types", kinds)  # transformers does not look at it, and uses the window
+            raise fields.refusal("layer_types", kinds)  # transformers ignores it and uses the window
         return {"window": window, "window_layers": layers} if window is not None and layers else {}
 
     def _write_windows(self, d: Description) -> dict[str, Any]:
@@ -224,7 +225,7 @@ class HFFormat:
 
 _NEVER_NULL = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")  # else null is a value
 _CLASSIFIER = "ForSequenceClassification"
-_LATE = 28  # max_window_layers where it is left out
+_LATE = 28  # default of max_window_layers
 
 
 def _read_classes(config: Mapping[str, Any], fields: Fields) -> int:

@@ -1,11 +1,11 @@
-"""A ``config.json`` of Hugging Face, field by field."""
+"""Typed access to the fields of a Hugging Face ``config.json``."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torchtune.models._description import ModelError
 
-# Fields that say nothing about the forward pass of a text decoder.
+# Fields that do not affect the forward pass of a text decoder.
 _HARMLESS = frozenset(
     """architectures model_type transformers_version torch_dtype dtype name_or_path initializer_range use_cache
     bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id pretraining_tp
@@ -23,7 +23,7 @@ _HARMLESS = frozenset(
 )
 
 _LENGTH, _COUNT = 2**40, 2**16
-# Largest value of every field that is a whole number; sizes have smaller ones in a description.
+# Largest value of each integer field; a description has lower limits for sizes.
 _WHOLE = {
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), _LENGTH),
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), _LENGTH),
@@ -45,7 +45,7 @@ _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, small enough for float32."""
+    """Whether ``value`` is a finite number within float32's range."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
 
@@ -55,10 +55,10 @@ def is_whole(value: Any, most: float) -> bool:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str | None:
-    """The architecture that a ``config.json`` names first, if it does.
+    """The first entry of ``architectures``, or None.
 
     Raises:
-        ModelError: ``architectures`` is no list of names.
+        ModelError: ``architectures`` is not a list of names.
     """
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -69,13 +69,13 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it, on a part of a line."""
+    """A value as error messages show it, shortened."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]} …"
 
 
 class Fields:
-    """A ``config.json`` that remembers what has been read."""
+    """A ``config.json`` that records which fields were read."""
 
     _REQUIRED = object()
 
@@ -85,10 +85,10 @@ class Fields:
         self._seen = {*_HARMLESS, *ignored}
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A field's value; ``null`` counts as absent where there is a default.
+        """Return a field's value, or the default if it is absent or ``null``.
 
         Raises:
-            ModelError: it is absent and has no default, or is not of the type that the field has.
+            ModelError: the field is absent and has no default, or has the wrong type.
         """
         self._seen.add(name)
         value = self._config.get(name)
@@ -108,7 +108,7 @@ class Fields:
         return value
 
     def list_of(self, name: str, num_layers: int, kind: type) -> list[Any] | None:
-        """A field that has one value for each layer, or numbers of layers; None if it is absent."""
+        """A list with one value per layer, or with layer numbers; None if the field is absent."""
         value = self.take(name, None)
         fits = value is None or (isinstance(value, list) and all(isinstance(v, kind) for v in value))
         self._expect(fits, name, value, f"a list for {num_layers} layers")
@@ -122,22 +122,22 @@ class Fields:
             )
 
     def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
-        """A field's value, translated; refused if it is not among the choices."""
+        """A field's value, translated by the choices; raises if it is not among them."""
         value = self.take(name, default)
         if not isinstance(value, str) or value not in choices:
             raise self.refusal(name, value)
         return choices[value]
 
     def has(self, name: str) -> bool:
-        """Whether the file has the field, be it ``null``."""
+        """Whether the file has the field, even if it is ``null``."""
         return name in self._config
 
     def peek(self, name: str) -> Any:
-        """A field's value, not marked as read."""
+        """A field's value, without marking it as read."""
         return self._config.get(name)
 
     def refusal(self, name: str, value: Any, *, is_unread: bool = False) -> ModelError:
-        """The error for a field that cannot be expressed; one that nothing reads may also be ignored."""
+        """The error for a value that a description cannot express; an unread field may also be ignored."""
         ignore = ", or name the field in ignore_fields if it changes nothing" if is_unread else ""
         return ModelError(
             f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "
@@ -145,7 +145,7 @@ class Fields:
         )
 
     def refuse_rest(self) -> None:
-        """Raise for the first field that nobody has read and that says something."""
+        """Raise for the first unread field that may affect the model."""
         for name, value in self._config.items():
             if name not in self._seen and not name.startswith("_") and value not in (None, False, 0, [], {}, ""):
                 raise self.refusal(name, value, is_unread=True)

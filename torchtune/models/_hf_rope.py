@@ -14,7 +14,7 @@ from torchtune.models._rope_scaling import (
     YarnRopeScaling,
 )
 
-# rope_type -> class, and its fields: theirs, ours, type.
+# rope_type -> class and its fields (their name, our name, type).
 _FACTOR = ("factor", "factor", float)
 _ORIGINAL = ("original_max_position_embeddings", "original_max_seq_len", int)
 _MAGNITUDE = ("attention_factor", "attention_factor", float)
@@ -53,17 +53,17 @@ _SAY_NOTHING = {"finetuned", "original_max_position_embeddings", "rope_theta", "
 
 
 def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """Positions, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+    """Read RoPE settings from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
 
     Args:
-        fields: of the file.
-        allowed: what the architecture may have: ``"partial"``, ``"window"``.
+        fields: the file's fields.
+        allowed: variants that the architecture supports: ``"partial"``, ``"window"``.
 
     Returns:
         Values of a description.
 
     Raises:
-        ModelError: something that a description cannot express.
+        ModelError: a description cannot express the settings.
     """
     found: dict[str, Any] = {}
     base, partial = fields.take("rope_theta", 10_000.0), fields.take("partial_rotary_factor", 1.0)
@@ -71,7 +71,7 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     together, scaling = dict(fields.take("rope_parameters", None) or {}), fields.take("rope_scaling", None)
     name = "rope_scaling" if scaling or not together else "rope_parameters"
     if "window" in allowed:  # one set of parameters for each kind of layer
-        if together and not together.keys() & _KINDS_OF_LAYERS:  # transformers looks for these alone
+        if together and not together.keys() & _KINDS_OF_LAYERS:  # transformers reads these only
             raise fields.refusal("rope_parameters", together)
         whole, windowed = (_object(fields, "rope_parameters", together.get(kind)) for kind in _KINDS_OF_LAYERS)
         local = windowed.get("rope_theta", local)
@@ -111,7 +111,7 @@ def _number(fields: Fields, name: str, value: Any, default: float = 0.0) -> floa
 
 
 def _convert(fields: Fields, name: str, value: Any, kind: type) -> Any:
-    """A parameter of a scaling in its type."""
+    """A parameter of RoPE scaling, converted to its type."""
     if kind is tuple and isinstance(value, list | tuple) and 0 < len(value) < 2**14 and all(map(is_number, value)):
         return tuple(map(float, value))
     if (kind is float and is_number(value)) or (kind is int and is_whole(value, 2**40) and value):

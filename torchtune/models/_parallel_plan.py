@@ -1,21 +1,21 @@
-"""How a decoder is split over a tensor-parallel group."""
+"""The tensor-parallel plan of a decoder."""
 
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-if TYPE_CHECKING:  # DTensor takes its time to import
+if TYPE_CHECKING:  # DTensor is slow to import
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
 def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
-    """The plan of every decoder that the builder makes: heads, channels of the MLP and the vocabulary are split.
+    """The tensor-parallel plan of a decoder: heads, MLP channels and the vocabulary are sharded.
 
     Args:
         model: a :class:`torchtune.modules.TransformerDecoder`.
 
     Returns:
-        Style by pattern of module names, for ``torch.distributed.tensor.parallel.parallelize_module``.
+        Module name pattern -> style, for ``torch.distributed.tensor.parallel.parallelize_module``.
 
     Raises:
         ParallelError: the model has experts.
@@ -27,7 +27,7 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     layer = model.layers[0]
     if any(isinstance(module, MoE) for module in model.modules()):
         raise ParallelError(
-            "tensor_parallel_dim: a model with experts is not split like that; set it to 1, and "
+            "tensor_parallel_dim: a model with experts has no tensor-parallel plan: set it to 1, and "
             "data_parallel_shard_dim to -1 to shard the experts' weights."
         )
     block: dict[str, ParallelStyle] = {
@@ -42,7 +42,7 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     }
     if layer.mlp.w3 is not None:
         block["mlp.w3"] = ByColumns()
-    for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale"):  # some models lack them, or multiply there
+    for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale"):  # absent, or a scale, in some models
         if any(True for _ in layer.get_submodule(name).parameters()):
             block[name] = ReplicatedNorm()
     if layer.attn.q_norm is not None:

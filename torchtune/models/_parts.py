@@ -1,4 +1,4 @@
-"""Models with several parts: how a checkpoint of the whole names the text decoder, and how its config holds it."""
+"""Composite models (vision, audio, text): the names and the config of their text decoder."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,9 +14,9 @@ _TEXT_ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Fields that the config of the whole states for the text decoder too.
+# Fields of the composite config that also apply to the text decoder.
 _SHARED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
-# Layouts of checkpoints: first components of a name in a checkpoint of the text decoder alone -> in one of the whole.
+# Layouts: name prefix in a text-only checkpoint -> prefix in the composite checkpoint.
 _LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"model.": "model.language_model.", "lm_head.": "lm_head."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
@@ -25,14 +25,13 @@ _LAYOUTS: tuple[Mapping[str, str], ...] = (
 
 
 def text_prefixes(names: Iterable[str]) -> dict[str, str]:
-    """Find the text decoder in a checkpoint of a model with several parts.
+    """Find the text decoder in a composite checkpoint.
 
     Args:
-        names: of all tensors of the checkpoint.
+        names: all tensor names of the checkpoint.
 
     Returns:
-        prefix of a name in a checkpoint of the text decoder alone -> prefix of that name here; empty if the checkpoint
-        holds a text decoder and nothing else.
+        name prefix in a text-only checkpoint -> prefix here; empty if the checkpoint is text-only.
     """
     names = list(names)
     for layout in _LAYOUTS:
@@ -43,16 +42,16 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
 
 
 def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """``name`` with the longest of ``prefixes`` that it starts with replaced; unchanged if it starts with none."""
+    """Replace the longest matching prefix of ``name``; without a match, return ``name``."""
     found = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
     return name if found is None else prefixes[found] + name.removeprefix(found)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` of the text decoder: ``text_config`` of a model with several parts, else the file's own.
+    """The ``config.json`` of the text decoder: ``text_config`` of a composite model, else ``config`` itself.
 
     Raises:
-        ModelError: no family here reads the text decoder, or ``architectures`` is no list of names.
+        ModelError: no model family reads the text decoder, or ``architectures`` is not a list of names.
     """
     architecture_of(config)
     inner = config.get("text_config")
@@ -68,14 +67,14 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`text_config`: ``config`` of a model with several parts, with another text decoder.
+    """The inverse of :func:`text_config`: replace the text decoder's config in a composite ``config``.
 
     Args:
-        config: ``config.json`` of the whole.
-        text: ``config.json`` of the text decoder alone.
+        config: composite ``config.json``.
+        text: ``config.json`` of the text decoder.
 
     Returns:
-        ``config`` with ``text`` in ``text_config``, and with the fields that it states for the text decoder too.
+        ``config`` with ``text`` in ``text_config`` and the shared fields updated.
     """
     inner = config["text_config"]
     own = {key: value for key, value in text.items() if key in inner or key not in _SHARED_FIELDS}
@@ -83,5 +82,5 @@ def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict
     own |= {key: inner[key] for key in ("architectures",) if key in inner}
     shared = {key: text[key] for key in _SHARED_FIELDS if key in config and key in text}
     whole = {**config, **shared, "text_config": own}
-    whole.pop("quantization_config", None)  # what is written is not quantised
+    whole.pop("quantization_config", None)  # exported weights are not quantized
     return whole

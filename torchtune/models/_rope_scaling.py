@@ -1,4 +1,4 @@
-"""The ways in which rotary positions are stretched beyond the context of pre-training, in numbers."""
+"""Parameters of RoPE scaling: context extension beyond the pre-training length."""
 
 import math
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama 3.1's stretching of the slow rotary frequencies (``rope_type: llama3`` in a Hugging Face config).
+    """Llama 3.1's scaling of low rotary frequencies (``rope_type: llama3`` in a Hugging Face config).
 
     Attributes:
-        factor: frequencies whose wavelength exceeds ``original_max_seq_len / low_freq_factor`` are divided by it.
+        factor: divisor of frequencies with wavelengths above ``original_max_seq_len / low_freq_factor``.
         low_freq_factor: see ``factor``.
-        high_freq_factor: wavelengths below ``original_max_seq_len / high_freq_factor`` are left alone; those in
-            between are interpolated.
-        original_max_seq_len: context length of the pre-training that is being stretched.
+        high_freq_factor: frequencies with wavelengths below ``original_max_seq_len / high_freq_factor`` are unchanged;
+            those in between are interpolated.
+        original_max_seq_len: pre-training context length.
     """
 
     factor: float = 8.0
@@ -24,10 +24,10 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRopeScaling:
-    """Every position divided by a number (``rope_type: linear``).
+    """Linear scaling: positions are divided by ``factor`` (``rope_type: linear``).
 
     Attributes:
-        factor: the number.
+        factor: divisor of the positions.
     """
 
     factor: float
@@ -35,11 +35,11 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicRopeScaling:
-    """A base that grows with texts longer than ``original_max_seq_len`` (``rope_type: dynamic``).
+    """Dynamic NTK scaling: the base grows with sequences beyond ``original_max_seq_len`` (``rope_type: dynamic``).
 
     Attributes:
-        factor: how fast it grows.
-        original_max_seq_len: up to this length nothing changes.
+        factor: growth rate of the base.
+        original_max_seq_len: sequences up to this length are not scaled.
     """
 
     factor: float
@@ -51,14 +51,14 @@ class YarnRopeScaling:
     """YaRN (https://arxiv.org/abs/2309.00071; ``rope_type: yarn``).
 
     Attributes:
-        factor: by which channels that turn seldom are slowed down.
-        original_max_seq_len: context length of the pre-training that is being stretched.
-        beta_fast: channels with at least so many turns in it stay as they are.
-        beta_slow: channels with at most so many are slowed down in full.
-        truncate: whether the ramp between the two begins and ends at whole channels.
-        attention_factor: what cosine and sine are multiplied by; None: it follows from ``factor`` and the next two.
-        mscale: if it and the next are given, the factor is the ratio of what each makes of ``factor``.
-        mscale_all_dim: see ``mscale``.
+        factor: divisor of low frequencies.
+        original_max_seq_len: pre-training context length.
+        beta_fast: channels with at least this many rotations in ``original_max_seq_len`` are unchanged.
+        beta_slow: channels with at most this many rotations are divided by ``factor``; others are interpolated.
+        truncate: whether the interpolation range is rounded to whole channels.
+        attention_factor: factor of cosine and sine; None: computed from ``factor``, ``mscale`` and ``mscale_all_dim``.
+        mscale: numerator's coefficient of the computed factor, if ``mscale_all_dim`` is given too.
+        mscale_all_dim: denominator's coefficient; see ``mscale``.
     """
 
     factor: float
@@ -86,12 +86,12 @@ class LongRopeScaling:
     """LongRoPE (https://arxiv.org/abs/2402.13753; ``rope_type: longrope``).
 
     Attributes:
-        short_factors: by which wavelengths are multiplied in texts of up to ``original_max_seq_len`` tokens, one for
-            each pair of channels that turns.
-        long_factors: the same for longer texts.
-        original_max_seq_len: context length of the pre-training that is being stretched.
-        factor: how far it is stretched in all.
-        attention_factor: what cosine and sine are multiplied by; None: it follows from ``factor``.
+        short_factors: multipliers of the wavelengths in sequences of up to ``original_max_seq_len`` tokens, one per
+            rotated pair of channels.
+        long_factors: multipliers in longer sequences.
+        original_max_seq_len: pre-training context length.
+        factor: ratio of the extended to the pre-training context length.
+        attention_factor: factor of cosine and sine; None: computed from ``factor``.
     """
 
     short_factors: tuple[float, ...]

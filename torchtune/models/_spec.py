@@ -1,4 +1,4 @@
-"""What a family of models is: the object that a built model carries, and the registry of them."""
+"""Model families: the specification attached to every model, and the registry."""
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
@@ -18,22 +18,20 @@ ENTRY_POINT_GROUP = "torchtune.models"
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """Everything about a family that is not one model's numbers.
+    """What all models of a family share: names, weight maps, config format, parallel plan.
 
     Attributes:
         name: name in the registry, for example ``"qwen3"``.
-        architectures: ``architectures`` entries of a Hugging Face ``config.json`` that it reads and writes; the first
-            is written.
-        from_hf_config: reads such a ``config.json`` (a dict); raises :class:`ModelError` with the first field that a
-            description cannot express. Its second argument lists fields to leave unread.
-        to_hf_config: the inverse: a ``config.json`` with which ``transformers`` builds the same model.
+        architectures: ``architectures`` entries of a Hugging Face ``config.json`` that it reads; it writes the first.
+        from_hf_config: converts a ``config.json`` (a dict) to a description; raises :class:`ModelError` for the first
+            field that a description cannot express. The second argument lists fields to skip.
+        to_hf_config: the inverse: a ``config.json`` from which ``transformers`` builds the same model.
         weight_maps: by format: ``"hf"``, ``"meta"``, ``"gguf"``.
         model_types: names that ``model_type:`` in YAML may give for it.
-        parallel_plan: how its layers are split over devices: ``plan(model) -> {module name pattern: style}``; by
-            default as those of the one builder are.
-        meshes: which modules have their parameters sharded over a mesh of their own: module name pattern (as in
-            ``parallel_plan``) -> dimension of the device mesh, for example ``{"layers.*.mlp.experts": "dp_shard"}``.
-            Every other parameter is sharded over the data mesh.
+        parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default that of
+            :class:`~torchtune.modules.TransformerDecoder`.
+        meshes: modules with parameters sharded over another mesh than the data-parallel one: module name pattern (as
+            in ``parallel_plan``) -> mesh dimension, for example ``{"layers.*.mlp.experts": "dp_shard"}``.
     """
 
     name: str
@@ -46,29 +44,30 @@ class ModelSpec:
     meshes: Mapping[str, str] = field(default_factory=dict)
 
     def weight_map(self, kind: str = "hf") -> WeightMap:
-        """The map of one format. Raises :class:`ModelError` if the family has none for it."""
+        """The weight map of a format. Raises :class:`ModelError` if the family has none."""
         if kind not in self.weight_maps:
             known = ", ".join(sorted(self.weight_maps))
             raise ModelError(f"The model family '{self.name}' has no weight names for '{kind}', only for: {known}.")
         return self.weight_maps[kind]
 
     def as_part(self, prefixes: Mapping[str, str]) -> "ModelSpec":
-        """The family as the text decoder of a model with several parts.
+        """The family as the text decoder of a composite model.
 
         Args:
-            prefixes: prefix of a name in Hugging Face's checkpoint of the text decoder -> prefix of that name in the
-                checkpoint of the whole, for example from :func:`torchtune.models.text_prefixes`.
+            prefixes: name prefix in a text-only Hugging Face checkpoint -> prefix in the composite checkpoint, for
+                example from :func:`torchtune.models.text_prefixes`.
 
         Returns:
-            this spec with the weight names of the whole, in Hugging Face's format alone.
+            this spec with the composite checkpoint's names, for the Hugging Face format only.
         """
         return replace(self, weight_maps={"hf": self.weight_map("hf").prefixed(prefixes)})
 
     def check_adapters(self, paths: Collection[str], description: Description) -> None:
-        """Refuse now, and not when it is saved, an adapter that has no place in PEFT's files.
+        """Check before training that PEFT's format can express the adapters.
 
         Raises:
-            ModelError: a module of ``paths`` is a part of one in checkpoints of which other parts are left out.
+            ModelError: a module has no name in checkpoints, or is one of several that a checkpoint fuses and ``paths``
+                lacks another of them.
         """
         if "hf" not in self.weight_maps:
             return
@@ -76,18 +75,19 @@ class ModelSpec:
         known = names.adapted_modules(description)
         for path in paths:
             if path.endswith(".router.gate"):
-                raise ModelError(f"LoRA: '{path}' is a router, of which peft knows no adapter: leave it out.")
+                raise ModelError(f"LoRA: '{path}' is a router, which peft cannot adapt: leave it out.")
             if path not in known:
-                raise ModelError(f"LoRA: '{path}' has no name of its own in checkpoints of {self.name}: leave it out.")
+                raise ModelError(
+                    f"LoRA: '{path}' is not a module of its own in checkpoints of {self.name}: leave it out."
+                )
             if absent := [other for other in names.adapted_together(path, description) if other not in chosen]:
                 raise ModelError(
-                    f"LoRA: '{path}' and '{absent[0]}' are one projection in checkpoints of {self.name}, and so for "
+                    f"LoRA: '{path}' and '{absent[0]}' are one fused projection in checkpoints of {self.name} and in "
                     "peft: adapt all of its parts (q_proj, k_proj and v_proj; w1 and w3), or none."
                 )
 
 
-# Architectures that several families of this library write -> the one that reads them. Every other architecture belongs
-# to the one family whose ``SPEC`` lists it.
+# Architectures that several families list -> the family that reads them. Others belong to the one that lists them.
 _READERS = {"LlamaForCausalLM": "llama3", "Phi3ForCausalLM": "phi3", "Qwen2ForCausalLM": "qwen2"}
 
 _registered: dict[str, ModelSpec] = {}
@@ -95,22 +95,22 @@ _registered: dict[str, ModelSpec] = {}
 
 @cache
 def _builtin() -> Mapping[str, ModelSpec]:
-    """The families of this library by name: every folder beside this file whose ``SPEC`` bears the folder's name."""
+    """Built-in families by name: the packages beside this file with a ``SPEC`` of the package's name."""
     specs = {}
     for name in packages_in([str(Path(__file__).parent)]):
         spec = importlib.import_module(f"torchtune.models.{name}").SPEC
-        if spec.name == name:  # a folder may only give new names to sizes of another family
+        if spec.name == name:  # else the package re-exports sizes of another family
             specs[name] = spec
     return specs
 
 
 def register(spec: ModelSpec) -> ModelSpec:
-    """Add a family from outside, and return it. Its architectures then resolve to it, before the library's own.
+    """Register a family and return it. Its architectures take precedence over built-in families.
 
-    A package can instead declare an entry point in the group ``torchtune.models`` that names its ``ModelSpec``.
+    A package can instead declare an entry point for its ``ModelSpec`` in the group ``torchtune.models``.
 
     Raises:
-        ModelError: the name is taken by another family.
+        ModelError: another family has the name.
     """
     taken = _registered.get(spec.name)
     if spec.name in _builtin() or (taken is not None and taken is not spec):
@@ -120,15 +120,15 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 
 def list_specs() -> list[str]:
-    """Names of all families: the library's, registered ones, and those of installed packages."""
+    """Names of all families: built-in, registered, and from entry points of installed packages."""
     return sorted({*_builtin(), *_registered, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def get_spec(name: str) -> ModelSpec:
-    """The family called ``name``, or at a dotted path such as ``"my_package.models.SPEC"``.
+    """Return the family with this name or dotted path (``"my_package.models.SPEC"``).
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no such family.
     """
     if name in _registered:
         return _registered[name]
@@ -146,10 +146,10 @@ def get_spec(name: str) -> ModelSpec:
 
 
 def spec_for_architecture(architecture: str) -> ModelSpec:
-    """The family that reads checkpoints of an architecture such as ``"LlamaForCausalLM"``.
+    """Return the family that reads an architecture such as ``"LlamaForCausalLM"``.
 
     Raises:
-        ModelError: no family does.
+        ModelError: no family reads it.
     """
     for spec in _registered.values():
         if architecture in spec.architectures:

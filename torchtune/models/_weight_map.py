@@ -1,11 +1,11 @@
-"""Names and layouts of weights in other formats, as data, and the one interpreter that reads them both ways.
+"""Weight maps: names and layouts of weights in other formats, as data that is read in both directions.
 
 A :class:`WeightMap` is a table of :class:`Row`: template of the external names, template of ours, and a reversible
 :class:`Op`. Templates hold ``{layer}`` (and, for mixtures of experts, ``{expert}``). For a given
 :class:`~torchtune.models.Description` the rows expand into :class:`Group` objects: the smallest sets of tensors that
 can be converted alone. Usually a group is one tensor on either side; a fused projection is one external tensor and
-several of ours; stacked experts are several external tensors and one of ours. Conversion therefore streams: no more
-than one group is held at a time.
+several of ours; stacked experts are several external tensors and one of ours. Conversion streams: at most one group is
+in memory at a time.
 
 Reading::
 
@@ -34,7 +34,7 @@ from torchtune.models._parts import rename_prefix
 from torchtune.models._weight_ops import Box, FusedAdapter, Identity, Op, Piece, Split, Stack
 from torchtune.utils import UserError
 
-# Placeholder in a template -> attribute of the description that counts it.
+# Placeholder in a template -> attribute of the description with its count.
 _PLACEHOLDERS = {"layer": "num_layers", "expert": "num_experts"}
 
 _PEFT_PREFIX = "base_model.model."
@@ -52,7 +52,7 @@ class Row:
         external: template, or templates, of the names in the other format.
         tune: template, or templates, of the names in ours.
         op: turns the external tensors into ours and back.
-        when: attribute of the description that says where the row holds: a bool, or a collection of layer indices.
+        when: attribute of the description that says where the row applies: a bool, or layer indices.
     """
 
     external: str | tuple[str, ...]
@@ -63,15 +63,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Tied:
-    """A tensor that other formats may hold although the model shares it with another.
+    """A tensor that other formats may repeat although the model shares it with another parameter.
 
-    Read: dropped (it must equal its source). Written: only if ``write``, as a copy of the source.
+    Reading drops it; it must equal its source. Writing copies the source if ``write`` is True.
 
     Attributes:
         external: name in the other format, for example ``lm_head.weight``.
         source: our name of the shared tensor, for example ``tok_embeddings.weight``.
-        when: attribute of the description that says that they are shared.
-        write: whether files of that format hold the copy.
+        when: attribute of the description that says whether the weights are tied.
+        write: whether the copy is written.
     """
 
     external: str
@@ -115,7 +115,7 @@ class WeightMap:
     Attributes:
         rows: the table.
         tied: tensors that the format may repeat.
-        ignore: templates of external names that carry nothing (cached rotary frequencies and the like).
+        ignore: templates of external names without weights (for example cached rotary frequencies).
     """
 
     rows: tuple[Row, ...]
@@ -123,16 +123,16 @@ class WeightMap:
     ignore: tuple[str, ...] = ()
 
     def prefixed(self, prefixes: Mapping[str, str]) -> "WeightMap":
-        """The map of a checkpoint that holds this model as one of several parts.
+        """The map of a composite checkpoint with this model as one part.
 
         Args:
-            prefixes: prefix of an external name here -> prefix of that name in the checkpoint of the whole;
-                ``{"": "language_model."}`` puts a prefix before every name. The longest that fits counts.
+            prefixes: prefix of an external name here -> prefix in the composite checkpoint; the longest match counts.
+                ``{"": "language_model."}`` adds a prefix to every name.
         """
         return _prefixed(self, tuple(sorted(prefixes.items())))
 
     def groups(self, description: Description) -> tuple[Group, ...]:
-        """Every group of the model, in the order of the rows and then of the layers."""
+        """All groups of the model, ordered by row, then by layer."""
         return _expand(self, description).groups
 
     def select(
@@ -144,13 +144,13 @@ class WeightMap:
         """The groups to read from a checkpoint that holds ``external_names``, in the order of these names.
 
         Args:
-            external_names: of all tensors of the checkpoint, which may be more than are selected.
-            description: of the whole model.
-            owns: whether a parameter (our name) is wanted; by default all are. A pipeline stage owns some of the
-                layers. A group is selected if one of its parameters is wanted.
+            external_names: all tensor names of the checkpoint.
+            description: the description of the whole model.
+            owns: filter on our parameter names, for example those of a pipeline stage; by default, all. A group is
+                selected if the filter accepts one of its parameters.
 
         Raises:
-            WeightMapError: a name that the model has no place for, or a wanted parameter that the checkpoint lacks.
+            WeightMapError: a name is unknown, or the checkpoint lacks a selected parameter.
         """
         table, names = _expand(self, description), list(external_names)
         present = set(names)
@@ -166,12 +166,12 @@ class WeightMap:
     def to_tune(
         self, tensors: Iterable[tuple[str, Tensor]], description: Description, *, partial: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Convert a stream of external tensors into a stream of ours; holds at most the unfinished groups.
+        """Convert a stream of external tensors into a stream of ours; only incomplete groups stay in memory.
 
         Args:
             tensors: (external name, tensor) pairs in any order.
             description: of the model.
-            partial: the stream need not hold the whole model (an adapter, one shard): missing groups are no error.
+            partial: allow missing groups (an adapter, one shard file).
 
         Raises:
             WeightMapError: unknown, missing or repeated names, or a shared tensor that differs from its source.
@@ -206,7 +206,7 @@ class WeightMap:
         Args:
             tensors: (our name, tensor) pairs in any order.
             description: of the model.
-            partial: the stream need not hold the whole model.
+            partial: allow missing groups.
 
         Raises:
             WeightMapError: unknown or missing names.
@@ -258,11 +258,11 @@ class WeightMap:
         return _derive_peft(self)
 
     def adapted_modules(self, description: Description) -> frozenset[str]:
-        """Our names of the modules whose adapters have names in PEFT's files."""
+        """Our names of the modules that have adapters in PEFT's format."""
         return frozenset(name.partition(".lora_")[0] for name in _expand(self.peft(), description).by_tune)
 
     def adapted_together(self, tune_module: str, description: Description) -> tuple[str, ...]:
-        """Our names of the modules of which a checkpoint's one projection is made, the given one among them."""
+        """Our names of all modules that a checkpoint fuses with this one, itself included."""
         group = _expand(self.peft(), description).by_tune.get(f"{tune_module}.lora_a.weight")
         end = ".lora_a.weight"
         return tuple(name.removesuffix(end) for name in group.tune if name.endswith(end)) if group else (tune_module,)
@@ -293,7 +293,7 @@ class WeightMap:
 
 
 class _TiedCheck:
-    """Compares repeated tensors with their sources while a stream passes."""
+    """Compares tied tensors with their sources while a stream passes."""
 
     def __init__(self, weight_map: WeightMap, description: Description) -> None:
         table = _expand(weight_map, description)
@@ -329,7 +329,7 @@ def _templates(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _fill(template: str, description: Description, **fixed: int) -> list[str]:
-    """All names of a template; placeholders in ``fixed`` take one value, the others run over their count."""
+    """All names of a template: placeholders in ``fixed`` have one value, others take every value."""
     free = [key for key in _PLACEHOLDERS if f"{{{key}}}" in template and key not in fixed]
     counts = [range(getattr(description, _PLACEHOLDERS[key])) for key in free]
     return [template.format(**fixed, **dict(zip(free, values, strict=True))) for values in product(*counts)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torchtune.models._weight_map import Row, Tied, WeightMap
 from torchtune.models._weight_ops import Identity, InterleaveRope, Op, Split, Stack
 
-# Our module inside a layer -> its name in each format, and the description's attribute for its bias and for itself.
+# Modules of a layer: their name in each format, and the attribute of the description that says where they exist.
 _LINEARS = (
     # ours, Hugging Face, Meta, GGUF, bias
     ("attn.q_proj", "self_attn.q_proj", "attention.wq", "attn_q", "q_bias"),
@@ -30,7 +30,7 @@ _ENDS = (
     ("norm.scale", "model.norm.weight", "norm.weight", "output_norm.weight", None),
     ("output.weight", "lm_head.weight", "output.weight", "output.weight", "untied"),
 )
-# Projections in one matrix: Hugging Face's module, ours, rows of each, when it has a bias.
+# Fused projections: Hugging Face's module, ours, rows of each, attribute for the bias.
 _FUSED = {
     "qkv": (
         "self_attn.qkv_proj",
@@ -45,7 +45,7 @@ _LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{l
 
 
 def _rows(column: int, qk: Op) -> tuple[Row, ...]:
-    """Rows of one format; ``qk`` is what happens to the rows of queries and keys."""
+    """Rows of one format; ``qk`` reorders the rows of query and key projections."""
     rows = [Row(row[column], row[0], when=row[4]) for row in _ENDS]
     for row in _LINEARS:
         op = qk if row[0] in ("attn.q_proj", "attn.k_proj") else Identity()
@@ -66,12 +66,11 @@ def hf_names(
     qk_norms: Mapping[str, str] | None = None,
     fused: tuple[str, ...] = (),
 ) -> WeightMap:
-    """The map of a Hugging Face decoder of the Llama shape.
+    """The weight map of a Llama-shaped Hugging Face decoder.
 
     Args:
-        qk: how the rows of queries and keys are reordered: ``InterleaveRope()`` if the checkpoint keeps the two
-            channels of a rotation half a head apart and this library side by side, ``Identity()`` if both keep the
-            same order.
+        qk: reorders the rows of query and key projections: ``InterleaveRope()`` if the checkpoint rotates the channel
+            pairs (i, i + d/2) and the description says "interleaved", ``Identity()`` if both use the same layout.
         norms: names of the norms of a layer, ours (``sa_norm``, ``sa_scale``, ``mlp_norm``, ``mlp_scale``) -> theirs;
             by default Llama's two.
         qk_norms: names of the norms of queries and keys, ours (``attn.q_norm``, ``attn.k_norm``) -> theirs; by
@@ -107,14 +106,14 @@ def hf_names(
 
 
 def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) -> WeightMap:
-    """A map with mixtures of experts, each matrix of each expert a tensor of its own.
+    """Add mixtures of experts to a weight map; the checkpoint has one tensor per expert and matrix.
 
     Args:
-        weight_map: Hugging Face's, of the rest.
-        block: their name of the mixture in a layer, which holds ``gate`` and ``experts``.
-        gate: their name of an expert's ``gate_proj``; likewise for the next two.
-        up: see ``gate``.
-        down: see ``gate``.
+        weight_map: Hugging Face map of all other weights.
+        block: their name of the mixture in a layer, the parent of ``gate`` and ``experts``.
+        gate: their name of an expert's ``gate_proj``.
+        up: their name of an expert's ``up_proj``.
+        down: their name of an expert's ``down_proj``.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.", "layers.{layer}.mlp."
     rows = [Row(f"{theirs}gate.weight", f"{ours}router.gate.weight", when="expert_layers")]
@@ -128,9 +127,9 @@ def _when_norm(ours: str) -> str:
     return "has_pre_norm" if ours.endswith("norm") else "has_post_norm"
 
 
-# Hugging Face names where we keep the channels of a rotation side by side (Llama, Mistral, SmolLM2) …
+# Hugging Face names of families with rope_layout "interleaved" (Llama, Mistral, SmolLM2) …
 HF_INTERLEAVED = hf_names(InterleaveRope())
-# … and where we keep them half a head apart as Hugging Face does (Qwen).
+# … and of families with rope_layout "half", as Hugging Face has it (Qwen).
 HF_HALF = hf_names(Identity())
 # Meta's consolidated files hold queries and keys interleaved, as we do, and repeat a shared output matrix.
 META = WeightMap(

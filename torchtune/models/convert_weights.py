@@ -1,7 +1,7 @@
-"""Compatibility: whole state dicts renamed at once, for code written against these functions.
+"""Compatibility: functions that convert whole state dicts.
 
-Everything here is a thin face of the weight maps (:class:`torchtune.models.WeightMap`), which convert tensor by tensor
-and know the model from its description; new code uses those.
+They call the weight maps (:class:`torchtune.models.WeightMap`), which convert tensor by tensor and read the model's
+description. New code should use weight maps.
 """
 
 import re
@@ -19,7 +19,7 @@ _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def get_mapped_key(key: str, mapping_dict: dict[str, str]) -> str:
-    """Translate a name by a table in which ``{}`` stands for the layer number.
+    """Translate a name by a table; ``{}`` in its entries stands for the layer number.
 
     Raises:
         WeightMapError: the table lacks the name.
@@ -41,7 +41,7 @@ def describe_state_dict(
     intermediate_dim: int = 1,
     biases: bool = True,
 ) -> Description:
-    """As much of a description as renaming needs: layers counted from the names, norms and biases allowed."""
+    """Make the description that renaming needs: layers are counted from the names; norms and biases are optional."""
     layers = [int(found[1]) for found in map(_LAYER_NUMBER.search, names) if found]
     return Description(
         vocab_size=1,
@@ -87,7 +87,7 @@ def tune_to_hf(
 
 
 def meta_to_tune(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights, and adapters, under the names of Meta's files to ours."""
+    """Convert weights and adapters from Meta's names to ours."""
     description = describe_state_dict(state_dict)
     ours = {group.external[0]: group.tune[0] for group in META.groups(description)}
     weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_ADAPTER_SUFFIXES)}
@@ -135,7 +135,7 @@ def tune_to_peft_adapter_weights(
 ) -> dict[str, Tensor]:
     """Adapters of a Llama-shaped model under PEFT's names.
 
-    Models whose queries and keys are not reordered (Qwen) go through ``spec.weight_map("hf").peft()``.
+    For models with unchanged query and key layouts (Qwen), use ``spec.weight_map("hf").peft()``.
     """
     description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim)
     return dict(HF_INTERLEAVED.peft().to_external(state_dict.items(), description, partial=True))
@@ -144,7 +144,7 @@ def tune_to_peft_adapter_weights(
 def convert_by(
     weight_map: WeightMap, state_dict: dict[str, Tensor], description: Description, *, to_tune: bool
 ) -> dict[str, Tensor]:
-    """A whole state dict through a map, either way; what is not there is not asked for."""
+    """Convert a whole state dict by a weight map, in either direction; missing tensors are no error."""
     convert = weight_map.to_tune if to_tune else weight_map.to_external
     return dict(convert(state_dict.items(), description, partial=True))
 

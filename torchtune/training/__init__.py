@@ -16,11 +16,13 @@ _CHECKPOINTING = (
     "TOTAL_EPOCHS_KEY",
     "VAL_DATALOADER_KEY",
     "CheckpointError",
+    "CheckpointStore",
     "Checkpointer",
     "FormattedCheckpointFiles",
     "FullModelHFCheckpointer",
     "FullModelMetaCheckpointer",
     "FullModelTorchTuneCheckpointer",
+    "ModelSource",
     "ModelType",
     "update_state_dict_for_classifier",
 )

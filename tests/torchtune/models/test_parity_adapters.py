@@ -70,7 +70,7 @@ def test_adapters_go_both_ways_through_files(pair: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         for name, parameter in get_adapter_params(model).items():
             parameter.normal_(std=0.1 if "lora_b" in name else 0.2)
-    saved = checkpointer.save("epoch_0", model, adapter_only=True)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
     in_peft = PeftModel.from_pretrained(copy.deepcopy(pair.hf), saved).eval()
     assert (logits(model) - base).abs().max() > 0.01
     assert (logits(in_peft) - logits(model)).abs().max() <= 1e-4

@@ -1,4 +1,4 @@
-"""The sizes of Code Llama: a Llama 2 with another base of positions."""
+"""The sizes of Code Llama: Llama 2 with another RoPE base."""
 
 from dataclasses import replace
 

@@ -9,8 +9,8 @@ from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterf
 class GemmaChatTemplate(PromptTemplateInterface):
     """``<start_of_turn>user\\n{text}<end_of_turn>\\n<start_of_turn>model\\n{text}<end_of_turn>\\n``.
 
-    White space around a text is dropped. The system's text stands before that of the user turn that follows it, as
-    Gemma 3 has it. With this template a conversation begins once, and ends with its last turn.
+    White space around a text is stripped. The system text is put before the text of the next user turn, as in Gemma 3.
+    The row has one beginning-of-sequence token and ends with its last turn.
     """
 
     template: ClassVar[dict[Role, tuple[str, str]]] = {
@@ -20,12 +20,12 @@ class GemmaChatTemplate(PromptTemplateInterface):
     end_of_turn: ClassVar[str] = "<end_of_turn>"
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """The messages with the layout added; system turns are merged into the next user turn.
+        """Add the layout to the messages; system turns are merged into the next user turn.
 
-        With ``inference`` a last turn of the assistant stays open.
+        With ``inference`` a final assistant turn stays open.
 
         Raises:
-            DataError: a turn is neither the system's nor a user's nor the assistant's, or holds an image.
+            DataError: a role is not ``system``, ``user`` or ``assistant``, or a message has an image.
         """
         system: list[str] = []
         formatted, messages = [], as_messages(messages)
@@ -62,7 +62,7 @@ def _stripped(texts: list[str]) -> list[str]:
 
 
 def _joined(*lists: list[str]) -> list[str]:
-    """One list of parts, neighbours of two lists in one part: they are one text for the vocabulary."""
+    """Concatenate lists of parts; the parts at a seam are joined, so that they are tokenized as one text."""
     joined: list[str] = []
     for parts in lists:
         joined = [*joined[:-1], joined[-1] + parts[0], *parts[1:]] if joined and parts else [*joined, *parts]

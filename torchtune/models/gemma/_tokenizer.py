@@ -7,9 +7,9 @@ from torchtune.modules.transforms.tokenizers._sentencepiece_chat import Sentence
 
 
 class GemmaTokenizer(SentencePieceChatTokenizer):
-    """SentencePiece tokenizer for Gemma and Gemma 2, whose layout is left to ``prompt_template``.
+    """SentencePiece tokenizer for Gemma and Gemma 2. ``prompt_template`` adds the chat layout.
 
-    The markers of turns are control tokens in a template alone, never in the text of a turn.
+    Turn markers are control tokens in the template only; in the text of a turn they are plain text.
 
     Args:
         path: ``tokenizer.model``.

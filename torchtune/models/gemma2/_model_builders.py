@@ -21,7 +21,7 @@ NORMS = {
 
 
 def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) -> dict[str, Any]:
-    """Soft caps, scale of scores and of embeddings; ``attn`` and ``final`` stand for caps that are left out."""
+    """Soft caps and scales of scores and embeddings; ``attn`` and ``final`` are the defaults of the caps."""
     caps = {"attn_logit_softcapping": attn, "final_logit_softcapping": final}
     for name, default in caps.items():
         caps[name] = fields.take(name, None if fields.has(name) else default)
@@ -77,7 +77,7 @@ SPEC = ModelSpec(
 
 
 def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, **numbers: Any) -> Description:
-    """A description with what all of Gemma 2 has; ``numbers`` are further fields."""
+    """A description with Gemma 2's settings; ``numbers`` are further fields."""
     common = {
         "head_dim": 256,
         "max_seq_len": 8192,

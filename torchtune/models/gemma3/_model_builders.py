@@ -18,7 +18,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     pattern = fields.take("sliding_window_pattern", 6)
     if pattern != 6 and fields.peek("layer_types") is None:
         raise fields.refusal("sliding_window_pattern", pattern)
-    if fields.take("attn_logit_softcapping", None) is not None:  # which transformers does not look at
+    if fields.take("attn_logit_softcapping", None) is not None:  # transformers ignores it
         raise fields.refusal("attn_logit_softcapping", fields.peek("attn_logit_softcapping"))
     return read_softcaps(fields, attn=None, final=None)
 

@@ -1,4 +1,4 @@
-"""The tokenizer of gpt-oss, whose turns have channels."""
+"""The tokenizer of gpt-oss (Harmony layout with channels)."""
 
 from collections.abc import Mapping
 from datetime import date
@@ -89,7 +89,7 @@ def gpt_oss_tokenizer(
 
     Args:
         path: ``tokenizer.json``, or tiktoken's file of ranks, ``o200k_base.tiktoken``.
-        special_tokens_path: a ``tokenizer.json`` whose special tokens are used instead of gpt-oss's.
+        special_tokens_path: a ``tokenizer.json`` with special tokens that replace gpt-oss's.
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.

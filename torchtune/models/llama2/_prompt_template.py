@@ -10,7 +10,7 @@ from torchtune.data._prompt_templates import with_tags
 class Llama2ChatTemplate(PromptTemplateInterface):
     """``[INST] <<SYS>>\\n{system}\\n<</SYS>>\\n\\n{user} [/INST] {assistant}``.
 
-    The system's text stands inside the user turn that follows it, once.
+    The system text is put inside the next user turn.
     """
 
     template: ClassVar[dict[Role, tuple[str, str]]] = {
@@ -21,7 +21,7 @@ class Llama2ChatTemplate(PromptTemplateInterface):
     }
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
-        """The messages with the layout added; system turns are merged into the next user turn."""
+        """Add the layout to the messages; system turns are merged into the next user turn."""
         system: list[dict[str, Any]] = []
         formatted = []
         for message in as_messages(messages):

@@ -1,4 +1,4 @@
-"""Compatibility: the tensor-parallel plan under the name that configs give it."""
+"""Compatibility: the tensor-parallel plan under the name that older configs use."""
 
 from typing import TYPE_CHECKING
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 def base_llama_tp_plan(
     model: nn.Module, *, inference: bool = False, enable_fp8_training: bool = False
 ) -> dict[str, "ParallelStyle"]:
-    """How a Llama is split over a tensor-parallel group; every model has this plan without being told.
+    """The tensor-parallel plan of Llama. Models use it by default.
 
     Args:
         model: a :class:`torchtune.modules.TransformerDecoder`.
-        inference: refused: generation runs on one device.
-        enable_fp8_training: refused: there is no training in float8.
+        inference: must be False: generation runs on one device.
+        enable_fp8_training: must be False: float8 training is not supported.
 
     Raises:
-        ModelError: one of the two was asked for.
+        ModelError: ``inference`` or ``enable_fp8_training`` is True.
     """
     for name, value in (("inference", inference), ("enable_fp8_training", enable_fp8_training)):
         if value:

@@ -67,7 +67,7 @@ def llama3_tokenizer(
 
     Args:
         path: Meta's ``tokenizer.model``.
-        special_tokens_path: a ``tokenizer.json`` whose special tokens are used instead of Llama 3's.
+        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Llama 3's.
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.

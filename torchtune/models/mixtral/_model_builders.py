@@ -1,4 +1,4 @@
-"""The sizes of Mixtral: Mistral's layers with eight experts each, of which a token uses two."""
+"""The sizes of Mixtral: Mistral's layers with eight experts, two per token."""
 
 from dataclasses import replace
 

@@ -115,7 +115,7 @@ def phi3_mini_tokenizer(
 
     Args:
         path: ``tokenizer.model``.
-        special_tokens_path: a ``tokenizer.json`` whose special tokens are used instead of Phi-3's.
+        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Phi-3's.
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.

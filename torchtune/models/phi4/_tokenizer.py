@@ -9,7 +9,7 @@ from torchtune.modules.transforms.tokenizers._byte_level_bpe import ByteLevelBPE
 from torchtune.modules.transforms.tokenizers._marked_turns import MarkedTurnsTokenizer, required_ids
 from torchtune.modules.transforms.tokenizers._patterns import CL100K_PATTERN
 
-# The named ids are those of tiktoken's cl100k_base, of which the vocabulary is made; hence the pattern too.
+# The vocabulary, the ids of these tokens and the split pattern are tiktoken's cl100k_base.
 _NAMED = {
     100257: "<|endoftext|>",
     100258: "<|fim_prefix|>",
@@ -103,7 +103,7 @@ def phi4_tokenizer(
     Args:
         vocab_path: ``vocab.json``.
         merges_path: ``merges.txt``.
-        special_tokens_path: a ``tokenizer.json`` whose special tokens are used instead of Phi-4's.
+        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Phi-4's.
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.

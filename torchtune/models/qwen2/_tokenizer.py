@@ -21,8 +21,8 @@ DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE = 152064
 class Qwen2Tokenizer(ChatMLTurns):
     """Byte-level BPE with Qwen 2's layout of conversations.
 
-    Control tokens (``<|…|>``) that the text of a turn spells are plain text, unless ``parse_special_tokens`` asks for
-    them; marks that are written in texts, such as ``<think>``, are always read.
+    Control tokens (``<|…|>``) in the text of a turn are encoded as plain text unless ``parse_special_tokens`` is True.
+    Tags such as ``<think>`` are always encoded as special tokens.
 
     Args:
         path: ``vocab.json``.
@@ -30,17 +30,17 @@ class Qwen2Tokenizer(ChatMLTurns):
         special_tokens: text -> id.
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: texts added to the turns before the layout.
-        errors: accepted for compatibility; bytes that are no character decode to the replacement character.
-        unk_token: special token of the unknown, unused by a byte-level vocabulary.
-        bos_token: special token put first, if there is one.
-        eos_token: special token put last.
-        pad_token: special token of padding.
+        errors: accepted for compatibility; invalid bytes decode to the replacement character.
+        unk_token: the unknown token, which byte-level BPE never uses.
+        bos_token: the beginning-of-sequence token, or None.
+        eos_token: the end-of-sequence token.
+        pad_token: the padding token.
         bpe_cache_size: accepted for compatibility.
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.
         parse_special_tokens: control tokens in the text of a turn become their ids.
 
     Raises:
-        DataError: a file is missing or broken, or ``special_tokens`` lacks one that is named.
+        DataError: a file is missing or broken, or ``special_tokens`` lacks one of the tokens above.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ def tokenizer_arguments(
     prompt_template: TemplateType | None,
     truncation_type: str,
 ) -> dict[str, Any]:
-    """Arguments of a tokenizer of the Qwen family from the settings of its builder."""
+    """Convert the settings of a Qwen tokenizer's builder to the arguments of the tokenizer class."""
     return {
         "path": path,
         "merges_file": merges_file or str(Path(path).expanduser().with_name("merges.txt")),
@@ -113,7 +113,7 @@ def qwen2_tokenizer(
     Args:
         path: ``vocab.json``.
         merges_file: ``merges.txt``; by default the one beside ``path``.
-        special_tokens_path: a ``tokenizer.json`` whose special tokens are used instead of Qwen's.
+        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Qwen's.
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.

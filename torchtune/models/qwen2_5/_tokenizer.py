@@ -107,7 +107,7 @@ def qwen2_5_tokenizer(
     Args:
         path: ``vocab.json``.
         merges_file: ``merges.txt``.
-        special_tokens_path: a ``tokenizer.json`` whose special tokens are used instead of Qwen's.
+        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Qwen's.
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.

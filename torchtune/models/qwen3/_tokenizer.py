@@ -26,11 +26,10 @@ QWEN3_SPECIAL_TOKENS = {
 class Qwen3Tokenizer(Qwen2_5Tokenizer):
     """Byte-level BPE with Qwen 3's special tokens and Qwen 2.5's layout.
 
-    Takes the arguments of :class:`torchtune.models.qwen2.Qwen2Tokenizer`, and ``thinking``: with ``None`` no
-    reasoning is added or taken away; ``True`` and ``False`` write it as Qwen 3's chat template does, which shows the
-    reasoning (``<think>`` in the text, or the field ``reasoning_content``) after the last question only and gives the
-    last turn an empty block where it has none. ``False`` begins the model's turn with such a block, so that a
-    generated answer has no reasoning.
+    Takes the arguments of :class:`torchtune.models.qwen2.Qwen2Tokenizer`, and ``thinking``. ``None`` leaves the
+    reasoning of turns as it is. ``True`` and ``False`` follow Qwen 3's chat template: reasoning (``<think>`` in the
+    text, or the field ``reasoning_content``) is kept after the last question only, and a last turn without reasoning
+    gets an empty block. ``False`` also starts a generated turn with an empty block, which turns reasoning off.
     """
 
     def __init__(
@@ -87,13 +86,13 @@ class Qwen3Tokenizer(Qwen2_5Tokenizer):
 
 
 def _asks(message: Message) -> bool:
-    """Whether a user asks here, rather than that a tool answers in a user's turn."""
+    """Whether the message is a user's question, not a tool result in a user turn."""
     text = message.text_content
     return message.role == "user" and not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
 
 
 def _reasoning(message: Message, text: str) -> tuple[str, str]:
-    """The reasoning of a turn, from its field or its text, and the rest of the text."""
+    """Return the reasoning of a turn (from its field or its text) and the remaining text."""
     given = message.extra.get("reasoning_content")
     if isinstance(given, str):
         return given, text
@@ -117,7 +116,7 @@ def qwen3_tokenizer(
     Args:
         path: ``vocab.json``.
         merges_file: ``merges.txt``.
-        special_tokens_path: a ``tokenizer.json`` whose special tokens are used instead of Qwen's.
+        special_tokens_path: a ``tokenizer.json`` with special tokens that replace Qwen's.
         max_seq_len: longest row; ``None`` does not cut.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
         truncation_type: which end of a long row is kept: ``"right"`` cuts the end, ``"left"`` the beginning.

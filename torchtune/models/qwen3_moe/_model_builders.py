@@ -1,4 +1,4 @@
-"""Qwen 3's mixtures of experts: its dense layers but for feed-forwards, of which a token uses 8 among 128."""
+"""Qwen 3's mixtures of experts: 128 experts per layer, 8 per token, otherwise Qwen 3's layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from torchtune.models._weight_names import HF_HALF, experts
 def _read(fields: Fields) -> dict[str, Any]:
     layers, every = fields.take("num_hidden_layers"), max(fields.take("decoder_sparse_step", 1), 1)
     dense = {*(fields.list_of("mlp_only_layers", layers, int) or ()), *(i for i in range(layers) if (i + 1) % every)}
-    number = fields.take("num_local_experts", 128)  # so transformers 5 calls it
+    number = fields.take("num_local_experts", 128)  # the name in transformers 5
     return {
         "num_experts": fields.take("num_experts", number),
         "expertless_layers": tuple(i for i in range(layers) if i in dense),

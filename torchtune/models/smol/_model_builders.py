@@ -1,4 +1,4 @@
-"""The sizes of SmolLM 2. Its positions are not scaled."""
+"""The sizes of SmolLM 2 (no RoPE scaling)."""
 
 from functools import partial
 

@@ -2,6 +2,7 @@
 
 from torchtune.modules.loss._linear_log_probs import linear_log_probs
 from torchtune.modules.loss._setup import LossError, TokenLoss, setup_loss
+from torchtune.modules.loss._token_log_probs import token_log_probs
 from torchtune.modules.loss.ce_chunked_output_loss import CEWithChunkedOutputLoss
 from torchtune.modules.loss.cross_entropy_loss import LinearCrossEntropyLoss
 from torchtune.modules.loss.kd_losses import (
@@ -29,4 +30,5 @@ __all__ = [
     "TokenLoss",
     "linear_log_probs",
     "setup_loss",
+    "token_log_probs",
 ]

@@ -11,6 +11,7 @@ from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_to_hf import gguf_to_hf
 from torchtune.training.checkpointing._legacy import get_largest_iter_folder
+from torchtune.training.checkpointing._model_source import ModelSource
 from torchtune.training.checkpointing._model_type import (
     ADAPTER_CONFIG,
     ADAPTER_KEY,
@@ -27,6 +28,7 @@ from torchtune.training.checkpointing._model_type import (
     ModelType,
 )
 from torchtune.training.checkpointing._sources import FormattedCheckpointFiles, safe_torch_load
+from torchtune.training.checkpointing._store import CheckpointStore
 
 Checkpointer = FullModelHFCheckpointer | FullModelMetaCheckpointer | FullModelTorchTuneCheckpointer
 
@@ -44,12 +46,14 @@ __all__ = [
     "TOTAL_EPOCHS_KEY",
     "VAL_DATALOADER_KEY",
     "CheckpointError",
+    "CheckpointStore",
     "Checkpointer",
     "FormattedCheckpointFiles",
     "FullModelHFCheckpointer",
     "FullModelMetaCheckpointer",
     "FullModelTorchTuneCheckpointer",
     "GGUFFile",
+    "ModelSource",
     "ModelType",
     "ResumePoint",
     "checkpoints_in",

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._state import STATE_DIR, load_progress
+from torchtune.training.checkpointing._state import MODELS, STATE_DIR, STRUCTURE, load_progress
 from torchtune.utils import atomic_directory, get_logger, log_once
 
 MARKER = ".complete"
@@ -25,7 +25,7 @@ _LEFTOVER = re.compile(r"^\.(?:removed_)?((?:epoch|step)_\d+)\.[0-9a-f]+(\.old)?
 # Of the checkpoints by steps so many are kept by default; those of epochs all.
 KEPT_STEPS = 3
 # What a run cannot go on from if it is damaged. The rest of a checkpoint (configs, a tokenizer) may well be edited.
-_NEEDED = (".safetensors", ".index.json", ".bin", ".pt", f"{STATE_DIR}/state.json")
+_NEEDED = (".safetensors", ".index.json", ".bin", ".pt", f"{STATE_DIR}/{STRUCTURE}", f"{STATE_DIR}/{MODELS}")
 _CHUNK = 2**22
 
 # Size of a file and its CRC-32, by its path in the folder. It is the checksum of the standard library: xxhash is five

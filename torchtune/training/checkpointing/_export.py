@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchtune.models import Description, Group, ModelError, ModelSpec, text_config, with_text_config
+from torchtune.training.checkpointing._directories import MARKER
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import identity, read_json
@@ -87,12 +88,13 @@ def group_part(group: Group, weights: FullWeights, ranks: Ranks, turn: int, *, m
     return outline, make
 
 
-def shards(parts: Iterable[Part], max_shard_bytes: int) -> tuple[list[TensorFile], dict | None]:
-    """``model.safetensors``, or shards and the contents of their index.
+def shards(parts: Iterable[Part], max_shard_bytes: int, folder: str = "") -> tuple[list[TensorFile], dict | None]:
+    """``model.safetensors``, or shard files and the contents of their index.
 
     Args:
-        parts: the tensors. Larger types come first, so that everything is aligned; the order is otherwise kept.
-        max_shard_bytes: larger models are split.
+        parts: the tensors. Larger dtypes come first, so that every tensor is aligned; the order is otherwise kept.
+        max_shard_bytes: larger models are split into several files.
+        folder: subfolder of the checkpoint, with a slash at its end.
     """
     parts = sorted(parts, key=lambda part: -max(tensor.element_size() for tensor in part[0].values()))
     split: list[list[Part]] = [[]]
@@ -105,12 +107,12 @@ def shards(parts: Iterable[Part], max_shard_bytes: int) -> tuple[list[TensorFile
         split[-1].append(part)
         size += part_size
     if len(split) == 1:
-        return [TensorFile("model.safetensors", parts)], None
+        return [TensorFile(f"{folder}model.safetensors", parts)], None
     files = [
-        TensorFile(f"model-{number:05d}-of-{len(split):05d}.safetensors", shard)
+        TensorFile(f"{folder}model-{number:05d}-of-{len(split):05d}.safetensors", shard)
         for number, shard in enumerate(split, 1)
     ]
-    index = {name: file.path for file in files for name in file.outline}
+    index = {name: file.path.removeprefix(folder) for file in files for name in file.outline}
     return files, {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": index}
 
 
@@ -178,9 +180,16 @@ def carry_files(source_dir: Path, folder: Path) -> None:
     are copied that make a tokenizer.
     """
     own = (source_dir / "config.json").is_file()
+    # A checkpoint may hold further models, each in a folder of its own; exports write these by themselves.
+    models = [path.parent.name for path in source_dir.glob("*/config.json")] if (source_dir / MARKER).exists() else []
     for path in sorted(source_dir.rglob("*") if own else source_dir.glob("*")):
         relative, target = path.relative_to(source_dir), folder / path.relative_to(source_dir)
-        if _stays_behind(relative) or not (own or path.name.startswith(_TOKENIZER_FILES)) or target.exists():
+        if (
+            _stays_behind(relative)
+            or relative.parts[0] in models
+            or not (own or path.name.startswith(_TOKENIZER_FILES))
+            or target.exists()
+        ):
             continue
         if path.is_file() and path.stat().st_size <= _MAX_CARRIED_BYTES:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -19,11 +19,13 @@ from torchtune.training.checkpointing._directories import complete_directories, 
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import carry_files, write_parts
 from torchtune.training.checkpointing._load import read_json, recognise
+from torchtune.training.checkpointing._model_source import ModelSource
 from torchtune.training.checkpointing._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, ModelType
 from torchtune.training.checkpointing._open_source import open_source
 from torchtune.training.checkpointing._safetensors_file import save_tensors, whole_part
 from torchtune.training.checkpointing._sources import resolve_files, safe_torch_load, stream
 from torchtune.training.checkpointing._state import STATE_DIR
+from torchtune.training.checkpointing._store import CheckpointStore
 from torchtune.utils import atomic_write, get_logger, write_json
 
 _RECIPE_STATE = "recipe_state.pt"
@@ -35,9 +37,11 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 class LegacyInterface:
     """``load_checkpoint`` and ``save_checkpoint``: the whole model passes through a dict.
 
-    It is mixed into the checkpointers and uses their attributes ``checkpoint_dir``, ``checkpoint_files``,
-    ``model_type``, ``keep_last_n_checkpoints``, ``should_load_recipe_state`` and the lock of the output folder.
+    Base class of the checkpointers, which have ``store`` and ``should_load_recipe_state``.
     """
+
+    store: CheckpointStore
+    should_load_recipe_state: bool
 
     # Under whose names weights are written, and read where the folder has no config.json.
     _legacy_names = "hf"
@@ -55,16 +59,23 @@ class LegacyInterface:
             CheckpointError: files are missing or corrupt, or the folder does not say what the model is.
         """
         if not self.should_load_recipe_state:
-            return {MODEL_KEY: self._read_model(resolve_files(self.checkpoint_dir, self.checkpoint_files))}
+            return {MODEL_KEY: self._read_model(self._weight_files())}
         latest = self._latest()
         adapter = latest / _ADAPTER_PT
         loaded: dict[str, Any] = {}
         if adapter.is_file():
-            loaded[MODEL_KEY] = self._read_model(resolve_files(self.checkpoint_dir, self.checkpoint_files))
+            loaded[MODEL_KEY] = self._read_model(self._weight_files())
             loaded[ADAPTER_KEY] = safe_torch_load(adapter)
         else:
             loaded[MODEL_KEY] = self._read_model(resolve_files(latest, None))
         return loaded | safe_torch_load(self._recipe_state(latest), mmap=False)
+
+    @property
+    def _source(self) -> ModelSource:
+        return self.store.source()
+
+    def _weight_files(self) -> list[Path]:
+        return resolve_files(self._source.checkpoint_dir, self._source.checkpoint_files)
 
     def _read_model(self, paths: list[Path]) -> dict[str, torch.Tensor]:
         source = open_source(paths)
@@ -72,7 +83,7 @@ class LegacyInterface:
             return dict(stream(source))
         if self._legacy_names == "meta":
             converted = meta_to_tune(dict(stream(source)))
-            if self.model_type is ModelType.LLAMA3_2:
+            if self._source.model_type is ModelType.LLAMA3_2:
                 converted.pop("output.weight", None)  # shared with the embedding
             return converted
         spec, description = self._identity()
@@ -112,18 +123,18 @@ class LegacyInterface:
             raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
         number = step if dir_prefix == "step" and step is not None else epoch
         limit = _bytes(max_shard_size)
-        with self._lock.held(), new_directory(self._output_dir(), f"{dir_prefix}_{number}") as folder:
+        with self.store.lock.held(), new_directory(self.store.require_output_dir(), f"{dir_prefix}_{number}") as folder:
             if not adapter_only:
                 self._write_model(state_dict[MODEL_KEY], folder, limit)
             if ADAPTER_KEY in state_dict:
                 self._write_adapter(state_dict, folder, beside_model=not adapter_only)
-            if (self.checkpoint_dir / "config.json").is_file():
-                write_json(folder / "config.json", text_config(read_json(self.checkpoint_dir / "config.json")))
-            carry_files(self.checkpoint_dir, folder)
+            if (self._source.checkpoint_dir / "config.json").is_file():
+                write_json(folder / "config.json", text_config(read_json(self._source.checkpoint_dir / "config.json")))
+            carry_files(self._source.checkpoint_dir, folder)
             if intermediate_checkpoint:
                 rest = {k: v for k, v in state_dict.items() if k not in (MODEL_KEY, ADAPTER_KEY, ADAPTER_CONFIG)}
                 _torch_save(rest, folder / _RECIPE_STATE)
-        prune(self._output_dir(), self.keep_last_n_checkpoints)
+        prune(self.store.require_output_dir(), self.store.keep_last_n_checkpoints)
 
     def _write_model(self, model: Mapping[str, torch.Tensor], folder: Path, limit: int) -> None:
         if self._legacy_names == "tune":
@@ -165,11 +176,11 @@ class LegacyInterface:
         if ADAPTER_CONFIG in state_dict:
             settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
             modules = sorted(settings.pop("target_modules"))
-            write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self._base_name(), settings, modules))
+            write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self._source.base_name(), settings, modules))
 
     def _latest(self) -> Path:
         """The newest directory to go on from; older checkpoints have no marker, there the largest number counts."""
-        output_dir = self._output_dir()
+        output_dir = self.store.require_output_dir()
         complete = complete_directories(output_dir)
         names = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]
         found = complete or [output_dir / name for name in names if name is not None]
@@ -190,12 +201,12 @@ class LegacyInterface:
 
     def _identity(self) -> tuple[ModelSpec, Description]:
         """What the checkpoint's ``config.json`` says the model is; ``model_type`` chooses among its families."""
-        path = self.checkpoint_dir / "config.json"
+        path = self._source.checkpoint_dir / "config.json"
         if not path.is_file():
             raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
         config = text_config(read_json(path))
-        if self.model_type is not None:
-            spec = get_spec(self.model_type.value)
+        if self._source.model_type is not None:
+            spec = get_spec(self._source.model_type.value)
         elif config.get("architectures"):
             spec = spec_for_architecture(config["architectures"][0])
         else:

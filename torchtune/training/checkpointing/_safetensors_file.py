@@ -161,7 +161,7 @@ class FileWriter:
         self.file = file
         self.size = self.crc = self._next = 0
         path = folder / file.path
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             self._append(file.header)

@@ -33,6 +33,8 @@ from torchtune.training.parallel._shards import ShardGrid
 
 STATE_DIR = "state"
 STRUCTURE = "state.json"
+# Which models the run trains and which are frozen, if there is any beside the policy.
+MODELS = "models.json"
 # Of earlier releases, with all tensors.
 _TENSORS = "state.safetensors"
 # Key of the structure under which the names of the optimizers' parameters stand, beside the values of the run.
@@ -105,20 +107,30 @@ def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
         yield f"{key}/{name}", optimizer
 
 
-def _parameter_names(state: Mapping[str, Any], model: nn.Module) -> dict[str, list[list[str]]]:
-    """Names of the parameters of every optimizer, group by group: their own state knows them by number only."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        path: [[names.get(parameter, "?") for parameter in group["params"]] for group in optimizer.param_groups]
-        for key, value in state.items()
-        for path, optimizer in optimizers_of(key, value)
-    }
+def _parameter_names(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, list[list[str]]]:
+    """Names of the parameters of every optimizer, group by group: its ``state_dict`` has their numbers only.
+
+    Raises:
+        CheckpointError: an optimizer has a parameter of another model, which a checkpoint would lose.
+    """
+    names = {parameter: name for name, parameter in parameters.items()}
+    found: dict[str, list[list[str]]] = {}
+    for key, value in state.items():
+        for path, optimizer in optimizers_of(key, value):
+            groups = [group["params"] for group in optimizer.param_groups]
+            if any(parameter not in names for group in groups for parameter in group):
+                raise CheckpointError(
+                    f"'{path}' trains a parameter that is in none of the models to be saved or resumed: pass every "
+                    "trained model, by name."
+                )
+            found[path] = [[names[parameter] for parameter in group] for group in groups]
+    return found
 
 
-def _parameters(state: Mapping[str, Any], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Path of what an optimizer keeps about a parameter -> the parameter; by number, as torch does it, and by name."""
+def _parameters(state: Mapping[str, Any], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Path of an optimizer's state of a parameter -> the parameter; by number, as in torch, and by name."""
     found: dict[str, torch.Tensor] = {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in named.items()}
     for key, value in state.items():
         for path, optimizer in optimizers_of(key, value):
             every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -142,14 +154,14 @@ class SavedState:
     agreed: bytes
 
 
-def state_parts(state: Mapping[str, Any], model: nn.Module, ranks: Ranks) -> SavedState:
+def state_parts(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ranks: Ranks) -> SavedState:
     """The state of every value, its ``state_dict()`` or a plain dict as it is: the tensors, and the rest as JSON.
 
     What is not sharded is rank 0's, but for the random generators: each rank has its own.
 
     Args:
         state: see above.
-        model: names the parameters of the optimizers.
+        named: the parameters of the models; names those of the optimizers.
         ranks: each makes what it holds.
 
     Raises:
@@ -157,7 +169,7 @@ def state_parts(state: Mapping[str, Any], model: nn.Module, ranks: Ranks) -> Sav
     """
     tensors: _Tensors = {}
     own_tensors: _Tensors = {}
-    structure, values, parameters = {}, {}, _parameters(state, model)
+    structure, values, parameters = {}, {}, _parameters(state, named)
     with ranks.together():
         for key, value in state.items():
             plain = value.state_dict() if hasattr(value, "state_dict") else value
@@ -165,7 +177,7 @@ def state_parts(state: Mapping[str, Any], model: nn.Module, ranks: Ranks) -> Sav
                 structure[key], values[key] = {_OWN: key}, _encode(plain, key, own_tensors)
             else:
                 structure[key] = _encode(plain, key, tensors)
-    structure |= {_NAMES: _parameter_names(state, model), _FILES: ranks.size}
+    structure |= {_NAMES: _parameter_names(state, named), _FILES: ranks.size}
     parts, starts = [], {}
     for turn, (name, (path, tensor, node)) in enumerate(tensors.items()):
         like = parameters.get(path.rpartition("/")[0])
@@ -355,7 +367,7 @@ def _check_number(value: Any, what: str, path: Path, most: int = 2**63 - 1) -> N
         )
 
 
-def load_state(state: Mapping[str, Any], model: nn.Module, folder: Path, rank: int) -> None:
+def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], folder: Path, rank: int) -> None:
     """Put a saved state into the values of ``state``: ``load_state_dict``, or an update in place of plain dicts.
 
     Of what belongs to sharded parameters only this rank's part is read. A rank that the saved run had not gets
@@ -371,8 +383,8 @@ def load_state(state: Mapping[str, Any], model: nn.Module, folder: Path, rank: i
         raise CheckpointError(
             f"{folder}: {where} '{key}' and the other has not: resume with the saved torchtune_config.yaml."
         )
-    _check_names(saved_names, _parameter_names(state, model), folder)
-    parameters, path = _parameters(state, model), folder / STATE_DIR / STRUCTURE
+    _check_names(saved_names, _parameter_names(state, named), folder)
+    parameters, path = _parameters(state, named), folder / STATE_DIR / STRUCTURE
     count = structure.pop(_FILES, None)
     if count is not None:
         _check_number(count, f"the number of its {_FILES}", path, most=_MOST_RANKS)

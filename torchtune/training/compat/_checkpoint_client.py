@@ -149,12 +149,14 @@ class CheckpointClient:
             raise CheckpointError("save_adapter_weights_only: the model has no adapter: set it to False.")
         if self._enable_async and intermediate:
             number = training_progress.steps_run if dir_prefix == "step" else epoch
+            contents = "model"
+            if get_adapter_params(model):
+                contents = "adapter" if adapter_only else ("adapter", "merged")
             self._checkpointer.save(
                 f"{dir_prefix}_{number}",
                 model,
                 state={_OPTIMIZER: optimizer, _PROGRESS: training_progress.state_dict()},
-                adapter_only=adapter_only,
-                merge=bool(get_adapter_params(model)) and not adapter_only,
+                contents=contents,
                 async_save=True,
             )
             return

@@ -127,7 +127,9 @@ def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: An
     elif file is None or recipe_at(file) is None:
         return
     if hasattr(checkpointer, "check_contents"):
-        checkpointer.check_contents(model, adapter_only=of_adapters)
+        merged = of_adapters and not cfg.save_adapter_weights_only
+        contents = ("adapter", "merged") if merged else "adapter" if of_adapters else "model"
+        checkpointer.check_contents(model, contents=contents)
 
 
 def _plan(cfg: RecipeSettings) -> Callable[[torch.nn.Module], Any] | None:

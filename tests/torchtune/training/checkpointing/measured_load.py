@@ -46,7 +46,7 @@ def main(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, size
     store.save("step_2", model)
     found["one file"] = status("VmHWM")
     if how != "tp":
-        store.save("step_3", model, merge=True, max_shard_bytes=shard_bytes)
+        store.save("step_3", model, contents=("adapter", "merged"), max_shard_bytes=shard_bytes)
         found["merged"] = status("VmHWM")
     print(json.dumps(found))
     if size > 1:

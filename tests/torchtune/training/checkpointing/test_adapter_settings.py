@@ -80,13 +80,13 @@ def test_adapters_out_of_the_base_are_saved_and_merged(shape: str, init: str, tm
     expected = logits(made[0].eval())
     assert (expected - logits(made[1].eval())).abs().max() > 0.1
 
-    step = checkpointer.save("step_1", made[0], state={"progress": {}}, adapter_only=True)
+    step = checkpointer.save("step_1", made[0], state={"progress": {}}, contents="adapter")
     in_peft = PeftModel.from_pretrained(hf_model(shape), step)
     torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
     checkpointer.resume(checkpointer.find_resume_point(), made[1], {"progress": {}})
     assert same_bits(dict(made[1].state_dict()), dict(made[0].state_dict()))  # the base is changed once
 
-    epoch = checkpointer.save("epoch_0", made[0], merge=True)
+    epoch = checkpointer.save("epoch_0", made[0], contents=("adapter", "merged"))
     merged = AutoModelForCausalLM.from_pretrained(epoch)
     torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
     apart = PeftModel.from_pretrained(hf_model(shape), epoch / "adapter")
@@ -115,9 +115,8 @@ def test_an_adapter_out_of_another_base(tmp_path: Path) -> None:
     store = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path), adapter_checkpoint=str(tmp_path / "plain"))
     model = build(source, lora())
     store.load_model(model)
-    store.save("step_1", model, state={"progress": {}}, adapter_only=True)
-    store.adapter_checkpoint = str(tmp_path / "pissa")
-    store.load_model(model)
+    store.save("step_1", model, state={"progress": {}}, contents="adapter")
+    FullModelHFCheckpointer(str(source), adapter_checkpoint=str(tmp_path / "pissa")).load_model(model)
     with pytest.raises(CheckpointError, match="adapter of the kind pissa already"):
         store.resume(store.find_resume_point(), model, {"progress": {}})
 

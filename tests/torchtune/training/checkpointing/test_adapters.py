@@ -65,7 +65,7 @@ def test_with_peft_both_ways(shape: str, targets: str, dora: bool, tmp_path: Pat
     expected = logits(model)
     assert (expected - base).abs().max() > 0.1
 
-    saved = checkpointer.save("epoch_0", model, adapter_only=True)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
     assert not list(saved.glob("model*"))
     settings = read(saved / "adapter_config.json")
     assert sorted(settings["target_modules"]) == sorted(theirs)
@@ -96,14 +96,14 @@ def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, tmp_path: Pa
     expected = logits(model)
     assert (expected - base).abs().max() > 0.1
 
-    saved = checkpointer.save("epoch_0", model, adapter_only=True)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
     settings = read(saved / "adapter_config.json")
     assert sorted(settings["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
     assert settings["lora_dropout"] == 0  # peft refuses to load any other
     in_peft = PeftModel.from_pretrained(hf_model("qwen3_moe"), saved)
     torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
 
-    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, merge=True))
+    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))
     torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
     shutil.copytree(saved, source, dirs_exist_ok=True)
     again = load(source, conversion)
@@ -147,13 +147,13 @@ def test_fused_projections_with_peft_both_ways(shape: str, dora: bool, tmp_path:
     checkpointer.load_model(model)
     randomize_adapter(model)  # the parts differ now
     expected = logits(model.eval())
-    saved = checkpointer.save("epoch_0", model, adapter_only=True)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
     in_peft = PeftModel.from_pretrained(hf_model(shape), saved)
     torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
     in_peft.save_pretrained(source)
     again = load(source, conversion)
     assert same_bits(adapters(again), adapters(model))
-    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, merge=True))
+    merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))
     torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -190,7 +190,7 @@ def test_merged_export(shape: str, dora: bool, tmp_path: Path) -> None:
     checkpointer.load_model(model)
     randomize_adapter(model)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    saved = checkpointer.save("epoch_0", model, merge=True, max_shard_bytes=40_000)
+    saved = checkpointer.save("epoch_0", model, contents=("adapter", "merged"), max_shard_bytes=40_000)
     assert same_bits(before, {name: parameter.detach() for name, parameter in model.named_parameters()})
     # Loaders would take an adapter beside the merged weights for theirs and count it twice.
     assert not list(saved.glob("adapter_*"))
@@ -210,7 +210,7 @@ def test_adapter_of_a_bf16_model_resumes_bit_exact(shape: str, merge: bool, tmp_
         checkpointer.load_model(model)
     randomize_adapter(made[0])
     state = {"progress": {"global_step": 3}}
-    checkpointer.save("step_3", made[0], state=state, adapter_only=not merge, merge=merge)
+    checkpointer.save("step_3", made[0], state=state, contents=("adapter", "merged") if merge else "adapter")
     found = {"progress": {}}
     checkpointer.resume(checkpointer.find_resume_point(), made[1], found)
     assert found == state
@@ -255,7 +255,7 @@ def _write_adapter(source: Path, tmp_path: Path, conversion: LoRA) -> None:
     checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
     model = build(source, conversion)
     checkpointer.load_model(model)
-    saved = checkpointer.save("epoch_0", model, adapter_only=True)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
     for path in saved.glob("adapter_*"):
         shutil.copyfile(path, source / path.name)
 
@@ -332,7 +332,7 @@ def test_base_of_an_adapter_is_named(tmp_path: Path) -> None:
     checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
     model = build(source, LoRA(4, 8))
     checkpointer.load_model(model)
-    saved = checkpointer.save("epoch_0", model, adapter_only=True)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
     assert read(saved / "adapter_config.json")["base_model_name_or_path"] == "org/model"
 
 

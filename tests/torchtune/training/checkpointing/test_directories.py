@@ -106,7 +106,7 @@ def test_last_n_are_kept(source: Path, model: nn.Module, tmp_path: Path) -> None
     for step in (8, 9, 10, 11):
         save(store, f"step_{step}", model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_11"]
-    store.keep_last_n_checkpoints = 1
+    store.store.keep_last_n_checkpoints = 1
     save(store, "epoch_0", model)
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_0"]
 
@@ -123,7 +123,7 @@ def test_kept_by_default(source: Path, model: nn.Module, tmp_path: Path, caplog:
     left = [f"epoch_{number}" for number in range(1, 6)] + ["step_0", "step_3", "step_4", "step_5"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     assert sum("the last 3 are kept" in record.getMessage() for record in caplog.records) <= 1
-    store.keep_last_n_checkpoints = 100
+    store.store.keep_last_n_checkpoints = 100
     save(store, "step_6", model)
     assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "step_6"]
 

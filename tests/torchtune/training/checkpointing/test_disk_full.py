@@ -30,18 +30,19 @@ def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, **options)
 def test_full_at_any_point(disk: Path, tmp_path: Path, adapter: bool) -> None:
     folder = write_folder(tmp_path / "source")
     conversions = [LoRA(rank=2, alpha=4)] if adapter else []
+    contents = ("adapter", "merged") if adapter else "model"
     model = load(folder, *conversions)
     if adapter:
         randomize_adapter(model)
     store = FullModelHFCheckpointer(str(folder), output_dir=str(disk / "run"), keep_last_n_checkpoints=1)
-    first = save(store, "step_1", model, merge=adapter)
+    first = save(store, "step_1", model, contents=contents)
     before = stored(first)
     needed = sum(path.stat().st_size + 4096 for path in first.rglob("*"))
     failed = 0
     for part in range(10):
         filler = leave_free(disk, needed * part // 10)
         try:
-            save(store, "step_2", model, merge=adapter)
+            save(store, "step_2", model, contents=contents)
         except UserError as error:
             failed += 1
             text = str(error)
@@ -61,7 +62,7 @@ def test_full_at_any_point(disk: Path, tmp_path: Path, adapter: bool) -> None:
     store.load_model(again)
     store.resume(point, again, {"momentum": {}, "progress": {}})
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    save(store, "step_2", again, merge=adapter)
+    save(store, "step_2", again, contents=contents)
     assert store.find_resume_point().path.name == "step_2"
 
 

@@ -119,7 +119,7 @@ def resume(how: str, kind: str, *, same: bool = False) -> Callable[[Path], None]
             assert torch.equal(found[name], tensor), f"{where}: {name}"
         assert torch.equal(torch.rand(3), drawn) == (rank < 2), where
         (folder / f"{kind} {how} {rank} of {size}").write_text(str(torch.initial_seed()))
-        store.output_dir = folder / where.replace(f"on rank {rank} ", "")
+        store.store.output_dir = folder / where.replace(f"on rank {rank} ", "")
         again = moments(store.save("step_2", model, state=state))
         expected = moments(folder / kind / "step_2")
         assert len(expected) >= 2 * len(at_save), where

@@ -76,11 +76,11 @@ def test_an_adapter_on_top(dora: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), logits(reference(tmp_path / "in")), rtol=1e-4, atol=1e-4)
     randomize_adapter(model)
     wanted = logits(model)
-    merged = load(saved(model, tmp_path, "merged", merge=True))
+    merged = load(saved(model, tmp_path, "merged", contents=("adapter", "merged")))
     assert type(merged.layers[0].attn.q_proj) is nn.Linear
     torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
     # A resume reads the base again, and the adapter of the checkpoint.
-    saved(model, tmp_path, "run", adapter_only=True, state={"progress": {"step": 1}})
+    saved(model, tmp_path, "run", contents="adapter", state={"progress": {"step": 1}})
     store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "run"))
     resumed, progress = build(tmp_path / "in", Int8Rows(), lora(dora)), {"step": 0}
     store.load_model(resumed)
@@ -135,7 +135,12 @@ def same_as_alone(how: str, kind: str, contents: dict[str, bool]) -> Callable[[P
     return case
 
 
-KINDS = {"by rows": {}, "whole": {}, "lora": {"merge": True}, "dora": {"merge": True}}
+KINDS = {
+    "by rows": {},
+    "whole": {},
+    "lora": {"contents": ("adapter", "merged")},
+    "dora": {"contents": ("adapter", "merged")},
+}
 
 
 def conversions(kind: str) -> list[Any]:

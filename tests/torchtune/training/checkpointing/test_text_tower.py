@@ -157,7 +157,7 @@ def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b.weight"):
                 parameter.normal_(generator=torch.Generator().manual_seed(3))
-    merged = checkpointer.save("epoch_0", model, merge=True)
+    merged = checkpointer.save("epoch_0", model, contents=("adapter", "merged"))
     found = _saved(merged)
     _same_other_parts(found, source)
     changed = {key for key in source if not torch.equal(found[key], source[key])}

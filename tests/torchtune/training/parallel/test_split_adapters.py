@@ -54,7 +54,7 @@ def same_as_alone(targets: str, dora: bool) -> Callable[[Path], None]:
         for name, gradient in theirs.items():
             difference = (ranks.whole(gradients[name]) - gradient).abs().max() / gradient.abs().max()
             assert difference < 2e-5, f"{case.__name__}: {name} differs by {difference}"  # of the largest element
-        store.save("step_1", model, adapter_only=True)
+        store.save("step_1", model, contents="adapter")
         dist.barrier()
 
     case.__name__ = f"{targets} {dora}"

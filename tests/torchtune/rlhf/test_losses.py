@@ -1,0 +1,254 @@
+"""Losses of preferences equal their formulas in plain floats, and so do their gradients."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtune.data import DataError, collate_preference
+from torchtune.rlhf import ChosenRejectedOutputs
+from torchtune.rlhf.loss import (
+    CPOLoss,
+    DPOLoss,
+    HingeLoss,
+    IPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    PPOLoss,
+    PreferenceLoss,
+    RewardLoss,
+    RobustDPOLoss,
+    RSOLoss,
+    SigmoidNormLoss,
+    SimPOLoss,
+    pooled_scores,
+)
+
+# Sums of log-probs of three pairs, policy and reference, and labelled tokens of their answers.
+POLICY = ((-12.0, -3.5, -30.25), (-15.5, -2.25, -11.0))
+REFERENCE = ((-12.5, -3.0, -29.0), (-13.0, -4.0, -11.5))
+LENGTHS = ((7, 2, 15), (9, 3, 6))
+
+
+def nls(x: float) -> float:
+    """−log σ(x)"""
+    return math.log1p(math.exp(-x))
+
+
+def odds(p: float) -> float:
+    return math.log(math.exp(p) / (1.0 - math.exp(p)))
+
+
+# Of a pair: c, r (policy), C, R (reference) and lengths n, k.
+FORMULAS: dict[str, tuple[PreferenceLoss, Callable[..., float]]] = {
+    "dpo": (DPOLoss(0.3), lambda c, r, C, R, n, k: nls(0.3 * (c - r - C + R))),
+    "cdpo": (
+        DPOLoss(0.3, 0.2),
+        lambda c, r, C, R, n, k: 0.8 * nls(0.3 * (c - r - C + R)) + 0.2 * nls(-0.3 * (c - r - C + R)),
+    ),
+    "robust": (
+        RobustDPOLoss(0.3, 0.2),
+        lambda c, r, C, R, n, k: (0.8 * nls(0.3 * (c - r - C + R)) - 0.2 * nls(-0.3 * (c - r - C + R))) / 0.6,
+    ),
+    "hinge": (HingeLoss(0.2), lambda c, r, C, R, n, k: max(0.0, 1 - 0.2 * (c - r - C + R))),
+    "ipo": (IPOLoss(0.4), lambda c, r, C, R, n, k: ((c - C) / n - (r - R) / k - 1 / 0.8) ** 2),
+    "sigmoid-norm": (SigmoidNormLoss(2.0), lambda c, r, C, R, n, k: nls(2.0 * ((c - C) / n - (r - R) / k))),
+    "simpo": (SimPOLoss(2.5, 0.7), lambda c, r, C, R, n, k: nls(2.5 * (c / n - r / k) - 0.7)),
+    "orpo": (ORPOLoss(0.3), lambda c, r, C, R, n, k: -c / n + 0.3 * nls(odds(c / n) - odds(r / k))),
+    "cpo": (CPOLoss(0.3, 0.5), lambda c, r, C, R, n, k: nls(0.3 * (c - r)) - 0.5 * c / n),
+    "reward": (RewardLoss(0.02), lambda c, r, C, R, n, k: nls(c - r) + 0.02 * (c + r) ** 2),
+}
+
+
+def outputs(sums: tuple, lengths: tuple = LENGTHS) -> ChosenRejectedOutputs:
+    chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in sums)
+    return ChosenRejectedOutputs(chosen, rejected, None, None, *(torch.tensor(side) for side in lengths))
+
+
+def slope(formula: Callable[..., float], values: list[float], at: int) -> float:
+    """Central difference by argument ``at``."""
+    step = 1e-5
+    high, low = ([value + sign * step * (i == at) for i, value in enumerate(values)] for sign in (1, -1))
+    return (formula(*high) - formula(*low)) / (2 * step)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_equals_its_formula(name: str) -> None:
+    loss, formula = FORMULAS[name]
+    policy, reference = outputs(POLICY), outputs(REFERENCE)
+    losses, chosen, rejected = loss(policy, None if loss.is_reference_free else reference)
+    losses.sum().backward()
+    for i in range(3):
+        pair = [POLICY[0][i], POLICY[1][i], REFERENCE[0][i], REFERENCE[1][i], LENGTHS[0][i], LENGTHS[1][i]]
+        assert losses[i].item() == pytest.approx(formula(*pair), abs=1e-9)
+        assert policy.chosen_logps.grad[i].item() == pytest.approx(slope(formula, pair, 0), abs=1e-6)
+        assert policy.rejected_logps.grad[i].item() == pytest.approx(slope(formula, pair, 1), abs=1e-6)
+    assert not chosen.requires_grad
+    assert not rejected.requires_grad
+
+
+def test_the_first_loss_is_ln_2_and_known_values_come_out() -> None:
+    """At margins of 0, 10 and 20 and β = 0.1; the hinge reaches 0 at its margin."""
+    margins, zero = torch.tensor([0.0, 10.0, 20.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    losses, chosen, rejected = DPOLoss(0.1)(margins, zero, zero, zero)
+    assert losses.tolist() == pytest.approx([0.693147, 0.313262, 0.126928], abs=1e-6)
+    assert (chosen.tolist(), rejected.tolist()) == ((0.1 * margins).tolist(), [0.0, 0.0, 0.0])
+    with pytest.warns(FutureWarning, match="HingeLoss"):
+        hinge = RSOLoss(gamma=0.1)
+    assert hinge(margins, zero, zero, zero)[0].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them() -> None:
+    policy, reference = outputs(POLICY), outputs(REFERENCE)
+    tensors = (policy.chosen_logps, policy.rejected_logps, reference.chosen_logps, reference.rejected_logps)
+    assert torch.equal(DPOLoss()(*tensors)[0], DPOLoss()(policy, reference)[0])
+    means = SimPOLoss()(policy.chosen_mean, policy.rejected_mean)[0]
+    assert torch.equal(means, SimPOLoss()(policy)[0])
+    assert SimPOLoss().is_reference_free
+    assert not DPOLoss().is_reference_free
+    for wrong in ((policy,), tensors[:2], tensors[:3], (policy, reference, policy)):
+        with pytest.raises(TypeError, match="DPOLoss takes"):
+            DPOLoss()(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DPOLoss(beta=0.0), "beta is 0.0"),
+        (lambda: DPOLoss(label_smoothing=0.5), "label_smoothing is 0.5"),
+        (lambda: KTOLoss(beta=-1.0), "beta is -1.0"),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def pair(chosen: int, rejected: int, labels: bool = True, **numbers: float) -> dict:
+    """A pair of answers of so many tokens after a prompt of two; labels are shifted."""
+    example = dict(numbers)
+    for side, count in (("chosen", chosen), ("rejected", rejected)):
+        tokens = list(range(1, 3 + count))
+        example[f"{side}_input_ids"] = tokens
+        example[f"{side}_labels"] = [-100, *(tokens[2:] if labels else [-100] * count), -100][: len(tokens)]
+    return example
+
+
+def test_a_pair_without_labels_adds_nothing() -> None:
+    """It is the example of a rank that has none; so accumulation and ranks change nothing."""
+    whole = collate_preference([pair(3, 2), pair(1, 4)])
+    padded = collate_preference([pair(3, 2), pair(1, 4), pair(2, 2, labels=False)])
+    assert (whole.num_terms, padded.num_terms) == (2, 2)
+    scores = torch.tensor([-1.0, -2.0, -3.0, -2.5], requires_grad=True)
+    more = torch.tensor([-1.0, -2.0, 0.0, -3.0, -2.5, 0.0], requires_grad=True)
+    for loss in (DPOLoss(), SimPOLoss(), ORPOLoss(), CPOLoss(), RewardLoss()):
+        reference = (None, None) if loss.is_reference_free else (torch.zeros(4), torch.zeros(6))
+        one, metrics = loss.sum_and_metrics(whole, scores, reference[0])
+        other, more_metrics = loss.sum_and_metrics(padded, more, reference[1])
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(metrics, more_metrics)
+        (gradient,) = torch.autograd.grad(other, more)
+        assert gradient[[2, 5]].tolist() == [0.0, 0.0]
+    assert float(metrics["rewards/accuracies"][0]) == 2.0
+
+
+def test_a_margin_of_the_examples_is_taken_off() -> None:
+    batch = collate_preference([pair(1, 2, margin=0.5), pair(2, 1, margin=2.0)])
+    scores = torch.tensor([1.0, 2.0, 0.25, -1.0], dtype=torch.float64)
+    total, _ = RewardLoss(0.0).sum_and_metrics(batch, scores)
+    assert total.item() == pytest.approx(nls(1.0 - 0.25 - 0.5) + nls(2.0 + 1.0 - 2.0), abs=1e-9)
+
+
+def answer(prompt: list[int], completion: list[int], good: bool) -> dict:
+    labels = [-100] * (len(prompt) - 1) + completion + [-100]
+    return {"tokens": prompt + completion, "labels": labels, "is_chosen": good}
+
+
+ANSWERS = [answer([1, 2, 3], [11, 12], True), answer([4], [13, 14, 15], False), answer([5, 6], [16], True)]
+
+
+def test_kto_equals_its_formula() -> None:
+    batch = collate_preference(ANSWERS)
+    policy = torch.tensor([-4.0, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-5.0, -2.5, -0.5], dtype=torch.float64)
+    for baseline in (0.25, -0.25):
+        z = max(0.0, baseline)
+        total, metrics = KTOLoss(0.3, 1.5, 0.5).sum_and_metrics(
+            batch, policy, reference, torch.tensor(baseline, dtype=torch.float64)
+        )
+        ratios, signs, weights = (1.0, 0.5, -0.5), (1, -1, 1), (1.5, 0.5, 1.5)
+
+        def one(ratio: float, sign: int, weight: float, z: float = z) -> float:
+            return weight * (1 - 1 / (1 + math.exp(-sign * 0.3 * (ratio - z))))
+
+        assert total.item() == pytest.approx(sum(map(one, ratios, signs, weights)), abs=1e-9)
+        (gradient,) = torch.autograd.grad(total, policy)
+        for i in range(3):
+            assert gradient[i].item() == pytest.approx(slope(one, [ratios[i], signs[i], weights[i]], 0), abs=1e-6)
+    assert float(metrics["rewards/chosen"][0] / metrics["rewards/chosen"][1]) == pytest.approx(0.3 * 0.25)
+    assert float(metrics["rewards/rejected"][0]) == pytest.approx(0.3 * 0.5)
+
+
+def test_kto_mismatches_prompts_with_the_next_answer() -> None:
+    found = KTOLoss().mismatched(collate_preference(ANSWERS))
+    rows = [
+        ([1, 2, 3, 13, 14], [-100, -100, 13, 14, 15]),  # no longer than the longest document, five tokens
+        ([4, 16], [16, -100]),
+        ([5, 6, 11, 12], [-100, 11, 12, -100]),
+    ]
+    assert found.tokens.tolist() == [[token for tokens, _ in rows for token in tokens]]
+    assert found.labels.tolist() == [[label for _, labels in rows for label in labels]]
+    assert found.documents.lengths == (5, 2, 4)
+    assert found.input_pos.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3]]
+
+
+def test_kto_says_what_it_cannot_read() -> None:
+    with pytest.raises(DataError, match="batch_size to 2 or more"):
+        KTOLoss().mismatched(collate_preference(ANSWERS[:1]))
+    with pytest.raises(DataError, match="kto_dataset"):
+        KTOLoss().mismatched(collate_preference([pair(1, 1)]))
+    with pytest.raises(DataError, match="collate_preference"):
+        DPOLoss().sum_and_metrics(collate_preference(ANSWERS), torch.zeros(3), torch.zeros(3))
+
+
+def test_scores_are_pooled_at_the_last_token_of_a_document_not_at_padding() -> None:
+    batch = collate_preference([pair(3, 2), pair(1, 4)])
+    hidden = torch.arange(batch.num_tokens, dtype=torch.float64)[None, :, None].expand(-1, -1, 3)
+    head = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    ends = torch.tensor(batch.documents.lengths).cumsum(0) - 1
+    wanted = ends.double() * head.weight.sum()
+    torch.testing.assert_close(pooled_scores(hidden, batch, head), wanted)
+    padded = batch.pad_to_multiple(8)
+    more = torch.arange(padded.num_tokens, dtype=torch.float64)[None, :, None].expand(-1, -1, 3)
+    torch.testing.assert_close(pooled_scores(more, padded, head), wanted)
+    halves = [padded.split(rank, 2) for rank in (0, 1)]
+    parts = [pooled_scores(part, half, head) for part, half in zip(more.chunk(2, 1), halves, strict=True)]
+    torch.testing.assert_close(parts[0] + parts[1], wanted)
+    assert [half.num_terms for half in halves] == [2, 0]
+
+
+def test_ppo_equals_its_formula() -> None:
+    rng = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, 4, generator=rng, dtype=torch.float64) * 0.5 for _ in range(6)]
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
+    found = PPOLoss(0.2, 0.1, 0.3)(*drawn, mask, mask)
+
+    def clip(x: float, low: float, high: float) -> float:
+        return min(max(x, low), high)
+
+    def at(values: Tensor) -> list[float]:
+        return values[mask].tolist()
+
+    policy, value, clipped = [], [], 0
+    for o, n, a, ov, v, r in zip(*map(at, drawn), strict=True):
+        ratio = math.exp(n - o)
+        plain, limited = -a * ratio, -a * clip(ratio, 0.8, 1.2)
+        clipped += limited > plain
+        policy.append(max(plain, limited))
+        value.append(max((v - r) ** 2, (clip(v, ov - 0.1, ov + 0.1) - r) ** 2))
+    wanted = [sum(policy) / 5, 0.5 * sum(value) / 5]
+    ratio = sum(math.exp(n - o) for o, n in zip(*map(at, drawn[:2]), strict=True)) / 5
+    wanted = [wanted[0] + 0.3 * wanted[1], *wanted, ratio, clipped / 5]
+    assert [one.item() for one in found] == pytest.approx(wanted, abs=1e-7)

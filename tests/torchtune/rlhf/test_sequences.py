@@ -1,0 +1,156 @@
+"""Log-probs of answers, and rewards and advantages of tokens, against plain formulas."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune import rlhf
+from torchtune.data import collate_preference
+from torchtune.modules import TiedLinear
+from torchtune.modules.loss import token_log_probs
+from torchtune.modules.peft import LoRALinear
+from torchtune.modules.tied_linear import CappedLinear
+
+DIM, VOCAB = 6, 13
+
+
+def projections() -> dict[str, nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        adapted = LoRALinear(DIM, VOCAB, rank=2, alpha=4)
+        adapted.initialize_parameters()
+        nn.init.normal_(adapted.lora_b.weight)
+        found = {
+            "plain": nn.Linear(DIM, VOCAB, bias=False),
+            "bias": nn.Linear(DIM, VOCAB),
+            "capped": CappedLinear(DIM, VOCAB, 2.0),
+            "tied": TiedLinear(nn.Embedding(VOCAB, DIM)),
+            "tied and capped": TiedLinear(nn.Embedding(VOCAB, DIM), softcap=1.5),
+            "adapted": adapted,
+        }
+    return found
+
+
+@pytest.mark.parametrize("kind", projections())
+@pytest.mark.parametrize("labelled", [True, False])
+def test_token_log_probs_are_those_of_all_logits(kind: str, labelled: bool) -> None:
+    projection, rng = projections()[kind], torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 5, DIM, generator=rng).requires_grad_()
+    labels = torch.tensor([[3, -100, 7, 1, -100], [-100, 0, 12, -100, 5]]) if labelled else torch.full((2, 5), -100)
+    weight = getattr(projection, "tied_module", projection).weight
+    leaves = [hidden, projection.lora_a.weight, projection.lora_b.weight] if kind == "adapted" else [hidden, weight]
+    scale = torch.linspace(-1, 2, 10).view(2, 5)
+    found = token_log_probs(hidden, labels, projection, temperature=0.8)
+    logits = torch.log_softmax(projection(hidden).float() / 0.8, -1)
+    wanted = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0.0)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    ours, theirs = (torch.autograd.grad((each * scale).sum(), leaves) for each in (found, wanted))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs_are_not() -> None:
+    rng = torch.Generator().manual_seed(0)
+    rows = torch.randint(1, VOCAB, (2, 7), generator=rng)
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)  # the prompts
+    unshifted = rows.masked_fill(mask, -100)
+    shifted = torch.cat([unshifted[:, 1:], torch.full((2, 1), -100)], 1)
+    example = {
+        "chosen_input_ids": rows[0].tolist(),
+        "chosen_labels": shifted[0].tolist(),
+        "rejected_input_ids": rows[1].tolist(),
+        "rejected_labels": shifted[1].tolist(),
+    }
+    batch = collate_preference([example])
+    hidden = torch.randn(1, 14, DIM, generator=rng, dtype=torch.float64)
+    head = nn.Linear(DIM, VOCAB, bias=False, dtype=torch.float64)
+    ours = rlhf.document_log_probs(hidden, batch, head)
+    logits = head(hidden).view(2, 7, VOCAB)
+    torch.testing.assert_close(ours, rlhf.get_batch_log_probs(logits, unshifted))
+    averaged = rlhf.get_batch_log_probs(logits, unshifted, return_average_logprobs=True)
+    torch.testing.assert_close(ours / torch.tensor([5, 3]), averaged)
+    for row, (first, last) in enumerate(((2, 7), (4, 7))):  # the end of the answer is among the labels
+        alone = [torch.log_softmax(logits[row, i - 1], -1)[rows[row, i]] for i in range(first, last)]
+        torch.testing.assert_close(ours[row], torch.stack(alone).sum())
+    with pytest.raises(ValueError, match="differ"):
+        rlhf.get_batch_log_probs(logits, unshifted[:, 1:])
+
+
+def test_log_probs_in_chunks_and_of_the_response() -> None:
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 6, VOCAB, generator=rng)
+    tokens = torch.randint(VOCAB, (5, 2), generator=rng)
+    of_response = rlhf.truncate_sequence_for_logprobs(logits, context_length=4)
+    assert torch.equal(of_response, logits[:, 3:5])
+    found = rlhf.batched_logits_to_logprobs(of_response, tokens, temperature=0.5, chunk_size=2)
+    torch.testing.assert_close(found, rlhf.logits_to_logprobs(of_response, tokens, 0.5))
+    one = torch.log_softmax(logits[2, 3] / 0.5, -1)[tokens[2, 0]]
+    torch.testing.assert_close(found[2, 0], one)
+
+
+def test_a_sequence_ends_at_its_first_stop_token() -> None:
+    rows = torch.tensor([[5, 6, 2, 7, 2], [3, 2, 9, 9, 9], [1, 1, 1, 1, 1], [4, 4, 4, 4, 2]])
+    behind, filled = rlhf.truncate_sequence_at_first_stop_token(rows, torch.tensor([2, 3]), fill_value=0)
+    assert filled.tolist() == [[5, 6, 2, 0, 0], [3, 0, 0, 0, 0], [1, 1, 1, 1, 1], [4, 4, 4, 4, 2]]
+    assert behind.tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0] * 5, [0] * 5]
+
+
+def test_rewards_of_tokens() -> None:
+    log_probs, reference = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -2.0, -2.0]])
+    scores = torch.tensor([4.0])
+    total, ratios, parts = rlhf.get_rewards_ppo(scores, log_probs, reference, 0.1, torch.tensor([1]))
+    assert ratios.tolist() == [[0.5, 0.0, -1.0]]
+    torch.testing.assert_close(parts, torch.tensor([[-0.05, 0.0, 0.1]]))
+    torch.testing.assert_close(total, torch.tensor([[-0.05, 4.0, 0.1]]))
+    torch.testing.assert_close(rlhf.get_rewards_ppo(scores, log_probs, reference, 0.1)[0][0, 2], torch.tensor(4.1))
+    padding = torch.tensor([[0, 0, 1], [0, 0, 0], [0, 1, 1]], dtype=torch.bool)
+    lengths = torch.tensor([2, 3, 1])
+    assert rlhf.get_reward_penalty_mask(padding, lengths).tolist() == [False, True, False]
+    assert rlhf.get_reward_penalty_mask(padding, lengths, False, 2).tolist() == [False, False, True]
+
+
+def test_advantages_are_generalised_estimates() -> None:
+    rng = torch.Generator().manual_seed(0)
+    values, rewards = (torch.randn(2, 4, generator=rng, dtype=torch.float64) for _ in range(2))
+    gamma, lmbda = 0.9, 0.8
+    wanted = torch.zeros(2, 4, dtype=torch.float64)
+    for t in range(4):  # the sum of discounted one-step errors, as the paper writes it
+        for k in range(t, 4):
+            following = values[:, k + 1] if k < 3 else 0.0
+            wanted[:, t] += (gamma * lmbda) ** (k - t) * (rewards[:, k] + gamma * following - values[:, k])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
+    for given in (None, mask):
+        counted = wanted.flatten() if given is None else wanted[given]
+        scaled = (wanted - counted.mean()) / counted.std()
+        for keeps_mean in (True, False):
+            advantages, returns = rlhf.estimate_advantages(values, rewards, gamma, lmbda, given, keeps_mean)
+            shown = scaled + counted.mean() if keeps_mean else scaled
+            shown = shown if given is None else shown.masked_fill(~given, 0.0)
+            torch.testing.assert_close(advantages, shown, atol=1e-6, rtol=0)
+            torch.testing.assert_close(returns, wanted + values)
+
+
+def test_masked_figures() -> None:
+    values, mask = torch.tensor([[1.0, 2.0, 50.0], [3.0, -9.0, 8.0]]), torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
+    kept = values[mask]
+    torch.testing.assert_close(rlhf.masked_sum(values, mask, dim=1), torch.tensor([3.0, 11.0]))
+    torch.testing.assert_close(rlhf.masked_mean(values, mask), kept.mean())
+    torch.testing.assert_close(rlhf.masked_var(values - kept.mean(), mask), kept.var())
+    torch.testing.assert_close(rlhf.masked_var(values - kept.mean(), mask, unbiased=False), kept.var(correction=0))
+    centred = rlhf.whiten(values, mask, shift_mean=False)[mask]
+    torch.testing.assert_close(centred.mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(rlhf.whiten(values, mask)[mask], centred + kept.mean())
+
+
+def test_weights_of_a_reward_model_are_renamed_both_ways() -> None:
+    rng = torch.Generator().manual_seed(0)
+    weights = {
+        "model.embed_tokens.weight": torch.randn(5, 8, generator=rng),
+        "model.layers.0.self_attn.q_proj.weight": torch.randn(8, 8, generator=rng),
+        "score.weight": torch.randn(1, 8, generator=rng),
+    }
+    ours = rlhf.utils.reward_hf_to_tune({**weights, "score.bias": torch.zeros(1)}, 2, 2, 8)
+    assert ours.keys() == {"tok_embeddings.weight", "layers.0.attn.q_proj.weight", "output.weight"}
+    back = rlhf.utils.reward_tune_to_hf(ours, 2, 2, 8)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)

@@ -1,0 +1,69 @@
+"""Log-probabilities of a batch's labels, through any output projection."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.modules.loss._linear_log_probs import linear_log_probs
+from torchtune.modules.loss._projection import Projection, plain_weight
+from torchtune.modules.tied_linear import CappedLinear, TiedLinear
+
+# Logits of so many elements exist at once where the projection is not a product.
+_CHUNK_ELEMENTS = 2**25
+
+
+def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temperature: float = 1.0) -> Tensor:
+    """Log-probs of the labels; the projection is evaluated only where there is one, and full logits never exist.
+
+    Args:
+        hidden: what ``model(..., output="hidden")`` returns ``[b, s, d]``.
+        labels: int64 ``[b, s]``, already shifted: ``labels[i]`` is predicted at position ``i``.
+        projection: ``model.output``.
+        temperature: divides the logits.
+
+    Returns:
+        ``[b, s]`` in nats, float32 (float64 for float64 weights); 0 where there is no label. Differentiable once.
+    """
+    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    index = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero().squeeze(1)
+    weight, bias, softcap = _linear_parts(projection)
+    if weight is None:
+        found = _through_projection(rows, index, targets, projection, temperature)
+    else:
+        rows, options = rows.index_select(0, index), {"bias": bias, "softcap": softcap, "temperature": temperature}
+        found = linear_log_probs(rows, weight, targets.index_select(0, index), **options)
+    return found.new_zeros(len(targets)).index_copy(0, index, found).view(labels.shape)
+
+
+def _linear_parts(projection: Projection) -> tuple[Tensor | None, Tensor | None, float | None]:
+    """Weight [v, d], bias [v] and soft cap of a projection that is nothing else; no weight for any other."""
+    softcap = getattr(projection, "softcap", None)
+    weight = plain_weight(projection)
+    if weight is not None:
+        return weight, None, softcap
+    if type(projection) is nn.Linear and type(projection).forward is nn.Linear.forward:
+        return projection.weight, projection.bias, None
+    tied_to_embedding = type(projection) is TiedLinear and type(projection.tied_module) in (nn.Embedding, nn.Linear)
+    if type(projection) is CappedLinear or tied_to_embedding:
+        return projection.weight, None, softcap
+    return None, None, None
+
+
+def _through_projection(
+    rows: Tensor, index: Tensor, targets: Tensor, projection: Projection, temperature: float
+) -> Tensor:
+    """Log-probs at ``index`` through the projection itself, whose logits are made again in the backward pass."""
+
+    def log_probs(chunk: Tensor, labels: Tensor) -> Tensor:
+        logits = projection(chunk)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        return torch.log_softmax(logits, -1).gather(1, labels[:, None]).squeeze(1)
+
+    if not len(index):  # no token, but connected to what it would be
+        return log_probs(rows[:1], targets[:1].clamp(min=0))[:0] + rows.sum() * 0.0
+    size = max(1, _CHUNK_ELEMENTS // projection.weight.shape[0])
+    chunks = ((rows.index_select(0, part), targets.index_select(0, part)) for part in index.split(size))
+    if not torch.is_grad_enabled():
+        return torch.cat([log_probs(*chunk) for chunk in chunks])
+    return torch.cat([checkpoint(log_probs, *chunk, use_reentrant=False) for chunk in chunks])

@@ -1,0 +1,94 @@
+"""What the parts of post-training hand to each other."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass
+class ChosenRejectedOutputs:
+    """What a model says of the two answers of ``p`` pairs.
+
+    Attributes:
+        chosen_logps: log-probs of the chosen answers ``[p]``: sums over their tokens if the lengths are given, else
+            what the loss compares (for some losses a mean).
+        rejected_logps: of the rejected answers ``[p]``.
+        chosen_logits: logits of the chosen answers, for metrics; losses do not read them.
+        rejected_logits: of the rejected answers.
+        chosen_lengths: labelled tokens of the chosen answers ``[p]``.
+        rejected_lengths: of the rejected answers ``[p]``.
+    """
+
+    chosen_logps: torch.Tensor
+    rejected_logps: torch.Tensor
+    chosen_logits: torch.Tensor | None = None
+    rejected_logits: torch.Tensor | None = None
+    chosen_lengths: torch.Tensor | None = None
+    rejected_lengths: torch.Tensor | None = None
+
+    @property
+    def chosen_mean(self) -> torch.Tensor:
+        """Log-probs of the chosen answers by token ``[p]``; as they are where no lengths are given."""
+        return _mean(self.chosen_logps, self.chosen_lengths)
+
+    @property
+    def rejected_mean(self) -> torch.Tensor:
+        """Log-probs of the rejected answers by token ``[p]``; as they are where no lengths are given."""
+        return _mean(self.rejected_logps, self.rejected_lengths)
+
+
+def _mean(sums: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    return sums if lengths is None else sums / lengths.clamp(min=1)
+
+
+class Trajectory(NamedTuple):
+    """Answers of a policy with what proximal policy optimisation reads of them.
+
+    Shapes: ``b`` answers, ``s`` tokens of query and response, ``r`` tokens of the response.
+
+    Attributes:
+        query_responses: tokens ``[b, s]``.
+        logprobs: of the policy ``[b, r]``.
+        ref_logprobs: of the reference ``[b, r]``.
+        values: of the value model ``[b, r]``.
+        masks: attention masks ``[b, s, s]``.
+        position_ids: ``[b, s]``.
+        response_padding_masks: bool ``[b, r]``, True at padding.
+        value_padding_masks: bool ``[b, r]``, True at padding, one token later.
+        value_seq_idxs: position of the last value ``[b]``.
+        scores: of the reward model ``[b]``.
+        seq_lens: position of the last token of the response ``[b]``.
+    """
+
+    query_responses: torch.Tensor
+    logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor
+    values: torch.Tensor
+    masks: torch.Tensor
+    position_ids: torch.Tensor
+    response_padding_masks: torch.Tensor
+    value_padding_masks: torch.Tensor
+    value_seq_idxs: torch.Tensor
+    scores: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class PPOStats(NamedTuple):
+    """Figures of a step of proximal policy optimisation, scalars each.
+
+    Attributes:
+        loss: policy loss and weighted value loss.
+        policy_loss: clipped policy loss.
+        value_loss: clipped value loss.
+        ratios: mean probability ratio.
+        clipfrac: share of tokens whose ratio is clipped.
+        approx_policy_kls: estimated KL of the old policy and the new one.
+    """
+
+    loss: torch.Tensor
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    ratios: torch.Tensor
+    clipfrac: torch.Tensor
+    approx_policy_kls: torch.Tensor

@@ -1,0 +1,298 @@
+"""Losses of pairs of answers."""
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from torchtune.data import Batch
+from torchtune.rlhf._types import ChosenRejectedOutputs
+from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_metrics
+from torchtune.utils import deprecated
+
+Found = tuple[Tensor, Tensor, Tensor]
+
+
+class PreferenceLoss(AnswerLoss):
+    """Loss of pairs of a chosen and a rejected answer.
+
+    It is called with what the policy says of the answers and, unless :attr:`is_reference_free`, with what the
+    reference says: two :class:`~torchtune.rlhf.ChosenRejectedOutputs`, or their log-probs as four tensors ``[p]``
+    (chosen and rejected of the policy, chosen and rejected of the reference). Returned are the losses of the pairs and
+    the rewards of the chosen and of the rejected answers, ``[p]`` each; rewards take no gradient.
+
+    A subclass writes :meth:`compare`.
+    """
+
+    @property
+    def is_reference_free(self) -> bool:
+        """Whether the loss does without a reference."""
+        return not self.needs_reference
+
+    @abstractmethod
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
+        """Losses and rewards of pairs, ``[p]`` each.
+
+        Args:
+            policy: the model that is trained.
+            reference: the reference; None for a loss that does without.
+        """
+
+    def forward(self, *outputs: ChosenRejectedOutputs | Tensor | None) -> Found:
+        """See the class.
+
+        Raises:
+            TypeError: a number of arguments that the loss cannot use.
+        """
+        if outputs and isinstance(outputs[0], Tensor):
+            if len(outputs) % 2:
+                raise TypeError(f"{type(self).__name__} takes log-probs of chosen and rejected answers, in twos.")
+            outputs = tuple(ChosenRejectedOutputs(*outputs[i : i + 2]) for i in range(0, len(outputs), 2))
+        policy, reference = (*outputs, None, None)[:2]
+        if policy is None or len(outputs) > 2 or (self.needs_reference and reference is None):
+            wanted = "the policy and the reference" if self.needs_reference else "the policy"
+            raise TypeError(
+                f"{type(self).__name__} takes what {wanted} say of the answers, not {len(outputs)} of them."
+            )
+        losses, chosen, rejected = self.compare(policy, reference)
+        return losses, chosen.detach(), rejected.detach()
+
+    def sum_and_metrics(
+        self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """See :meth:`AnswerLoss.sum_and_metrics`."""
+        policy = self._outputs(batch, scores)
+        reference = None if reference is None else self._outputs(batch, reference)
+        losses, chosen, rejected = self._found(batch, policy, reference)
+        counts = (policy.chosen_lengths > 0) & (policy.rejected_lengths > 0)
+        terms = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            **self.more_metrics(policy, chosen, rejected),
+        }
+        return total_and_metrics(self, losses, counts, terms)
+
+    def _found(self, batch: Batch, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
+        return self(policy, reference)
+
+    def more_metrics(self, policy: ChosenRejectedOutputs, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+        """What to log besides the rewards, ``[p]`` each."""
+        return {
+            "log_probs/chosen": policy.chosen_logps,
+            "log_probs/rejected": policy.rejected_logps,
+            "log_probs/chosen_per_token": policy.chosen_mean,
+            "log_probs/rejected_per_token": policy.rejected_mean,
+        }
+
+    @staticmethod
+    def _outputs(batch: Batch, scores: Tensor) -> ChosenRejectedOutputs:
+        lengths = batch.chosen_and_rejected(labelled(batch))
+        chosen, rejected = batch.chosen_and_rejected(scores)
+        return ChosenRejectedOutputs(chosen, rejected, chosen_lengths=lengths[0], rejected_lengths=lengths[1])
+
+
+class _Margin(PreferenceLoss):
+    """Loss of m, the log-ratio of policy and reference on the chosen answer minus that on the rejected one.
+
+    Args:
+        beta: of the implicit reward β·(log π − log π_ref): higher stays closer to the reference.
+    """
+
+    by_token: ClassVar[bool] = False
+
+    def __init__(self, beta: float = 0.1) -> None:
+        super().__init__()
+        if beta <= 0:
+            raise ValueError(f"beta is {beta}: it must be above 0.")
+        self.beta = beta
+
+    @abstractmethod
+    def of_margin(self, margin: Tensor) -> Tensor:
+        """Losses of the margins m ``[p]``."""
+
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
+        """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
+        if self.by_token:
+            chosen = policy.chosen_mean - reference.chosen_mean
+            rejected = policy.rejected_mean - reference.rejected_mean
+        else:
+            chosen = policy.chosen_logps - reference.chosen_logps
+            rejected = policy.rejected_logps - reference.rejected_logps
+        return self.of_margin(chosen - rejected), self.beta * chosen, self.beta * rejected
+
+
+def _check_smoothing(value: float) -> float:
+    if not 0.0 <= value < 0.5:
+        raise ValueError(f"label_smoothing is {value}: the share of wrong labels must be from 0 to below 0.5.")
+    return value
+
+
+class DPOLoss(_Margin):
+    """−(1−ε) log σ(βm) − ε log σ(−βm): direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+
+    With ε it is conservative DPO (Mitchell 2023), whose loss is smallest at a finite margin.
+
+    Args:
+        beta: higher stays closer to the reference.
+        label_smoothing: ε, the share of pairs whose labels are the wrong way round.
+    """
+
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
+        super().__init__(beta)
+        self.label_smoothing = _check_smoothing(label_smoothing)
+
+    def of_margin(self, margin: Tensor) -> Tensor:
+        """Losses of the margins ``[p]``."""
+        scaled, epsilon = self.beta * margin, self.label_smoothing
+        return -(1.0 - epsilon) * logsigmoid(scaled) - epsilon * logsigmoid(-scaled)
+
+
+class RobustDPOLoss(_Margin):
+    """[−(1−ε) log σ(βm) + ε log σ(−βm)] / (1−2ε): unbiased under flipped labels (arXiv:2403.00409).
+
+    Args:
+        beta: higher stays closer to the reference.
+        label_smoothing: ε, the share of pairs whose labels are the wrong way round.
+    """
+
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
+        super().__init__(beta)
+        self.label_smoothing = _check_smoothing(label_smoothing)
+
+    def of_margin(self, margin: Tensor) -> Tensor:
+        """Losses of the margins ``[p]``."""
+        scaled, epsilon = self.beta * margin, self.label_smoothing
+        return (epsilon * logsigmoid(-scaled) - (1.0 - epsilon) * logsigmoid(scaled)) / (1.0 - 2.0 * epsilon)
+
+
+class HingeLoss(_Margin):
+    """relu(1 − βm): statistical rejection sampling optimisation (Liu et al. 2023, arXiv:2309.06657).
+
+    Args:
+        beta: higher stays closer to the reference.
+    """
+
+    def of_margin(self, margin: Tensor) -> Tensor:
+        """Losses of the margins ``[p]``."""
+        return torch.relu(1.0 - self.beta * margin)
+
+
+@deprecated("Use torchtune.rlhf.loss.HingeLoss(beta=gamma) instead.")
+class RSOLoss(HingeLoss):
+    """:class:`HingeLoss` under its earlier name.
+
+    Args:
+        gamma: its ``beta``.
+    """
+
+    def __init__(self, gamma: float = 0.1) -> None:
+        super().__init__(gamma)
+
+
+class IPOLoss(_Margin):
+    """(m − 1/(2β))² with log-ratios averaged by token: identity preference optimisation (arXiv:2310.12036).
+
+    Args:
+        beta: higher stays closer to the reference.
+    """
+
+    by_token: ClassVar[bool] = True
+
+    def of_margin(self, margin: Tensor) -> Tensor:
+        """Losses of the margins ``[p]``."""
+        return (margin - 1.0 / (2.0 * self.beta)).square()
+
+
+class SigmoidNormLoss(_Margin):
+    """−log σ(βm) with log-ratios averaged by token, so that long answers weigh no more than short ones.
+
+    Args:
+        beta: higher stays closer to the reference; means are smaller than sums, so choose it larger than for DPO.
+    """
+
+    by_token: ClassVar[bool] = True
+
+    def of_margin(self, margin: Tensor) -> Tensor:
+        """Losses of the margins ``[p]``."""
+        return -logsigmoid(self.beta * margin)
+
+
+class SimPOLoss(PreferenceLoss):
+    """−log σ(β(mean log π_c − mean log π_r) − γ), without a reference (Meng et al. 2024, arXiv:2405.14734).
+
+    Called with tensors, it takes two, of log-probs averaged by token.
+
+    Args:
+        beta: scale of the rewards; 2 to 2.5 in the paper.
+        gamma: margin that the chosen answer is to win by.
+        label_smoothing: share of pairs whose labels are the wrong way round.
+    """
+
+    needs_reference: ClassVar[bool] = False
+
+    def __init__(self, beta: float = 2.0, gamma: float = 0.5, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.beta, self.gamma, self.label_smoothing = beta, gamma, _check_smoothing(label_smoothing)
+
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
+        """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
+        chosen, rejected = self.beta * policy.chosen_mean, self.beta * policy.rejected_mean
+        margin, epsilon = chosen - rejected - self.gamma, self.label_smoothing
+        return -(1.0 - epsilon) * logsigmoid(margin) - epsilon * logsigmoid(-margin), chosen, rejected
+
+
+class ORPOLoss(PreferenceLoss):
+    """NLL_c − λ log σ(log-odds ratio), both of mean log-probs, without a reference (arXiv:2403.07691).
+
+    It needs no supervised fine-tuning before: the first term is that.
+
+    Args:
+        beta: λ, weight of the odds ratio.
+    """
+
+    needs_reference: ClassVar[bool] = False
+
+    def __init__(self, beta: float = 0.1) -> None:
+        super().__init__()
+        self.beta = beta
+
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
+        """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
+        chosen, rejected = policy.chosen_mean, policy.rejected_mean
+        odds = _log_odds(chosen) - _log_odds(rejected)
+        return -chosen - self.beta * logsigmoid(odds), self.beta * chosen, self.beta * rejected
+
+
+def _log_odds(log_prob: Tensor) -> Tensor:
+    """log(p / (1 − p)); a probability of 1 is taken for the largest below it."""
+    log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
+    return log_prob - torch.log(-torch.expm1(log_prob))
+
+
+class CPOLoss(PreferenceLoss):
+    """−log σ(β(log π_c − log π_r)) + α NLL_c, without a reference (Xu et al. 2024, arXiv:2401.08417).
+
+    Args:
+        beta: scale of the log-probs.
+        alpha: weight of the negative log-likelihood of the chosen answer, a mean over its tokens.
+        label_smoothing: share of pairs whose labels are the wrong way round.
+    """
+
+    needs_reference: ClassVar[bool] = False
+
+    def __init__(self, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.beta, self.alpha, self.label_smoothing = beta, alpha, _check_smoothing(label_smoothing)
+
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
+        """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
+        if policy.chosen_lengths is None:
+            raise ValueError("CPOLoss averages the chosen answer's log-prob: give chosen_lengths and rejected_lengths.")
+        chosen, rejected = self.beta * policy.chosen_logps, self.beta * policy.rejected_logps
+        margin, epsilon = chosen - rejected, self.label_smoothing
+        losses = -(1.0 - epsilon) * logsigmoid(margin) - epsilon * logsigmoid(-margin)
+        return losses - self.alpha * policy.chosen_mean, chosen, rejected

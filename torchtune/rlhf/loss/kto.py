@@ -1,0 +1,103 @@
+"""Loss of single answers that are labelled good or bad."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError, Documents
+from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_metrics
+
+
+class KTOLoss(AnswerLoss):
+    """w_d (1 − σ(β(r − z))) of good answers and w_u (1 − σ(β(z − r))) of bad ones (arXiv:2402.01306).
+
+    r is the log-ratio of policy and reference. z = max(0, mean r) over prompts with the answer of the next example
+    estimates their KL divergence and takes no gradient. It is the one thing in this library that depends on which
+    examples share a micro-batch.
+
+    Args:
+        beta: higher stays closer to the reference.
+        desirable_weight: w_d; with few good answers raise it until w_d · good and w_u · bad are about equal.
+        undesirable_weight: w_u.
+    """
+
+    def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
+        super().__init__()
+        if beta <= 0:
+            raise ValueError(f"beta is {beta}: it must be above 0.")
+        self.beta = beta
+        self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+
+    def forward(
+        self, policy: Tensor, reference: Tensor, is_chosen: Tensor, baseline: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        """Losses and rewards of answers ``[n]``.
+
+        Args:
+            policy: log-probs of the answers, summed over their tokens ``[n]``.
+            reference: the same of the reference ``[n]``.
+            is_chosen: bool ``[n]``, whether an answer is good.
+            baseline: mean r over mismatched pairs; z is 0 where it is below.
+        """
+        ratios = policy - reference
+        sign = torch.where(is_chosen, 1.0, -1.0).to(ratios.dtype)
+        z = torch.as_tensor(baseline, dtype=ratios.dtype, device=ratios.device).detach().clamp(min=0.0)
+        weights = torch.where(is_chosen, self.desirable_weight, self.undesirable_weight).to(ratios.dtype)
+        return weights * torch.sigmoid(-sign * self.beta * (ratios - z)), (self.beta * ratios).detach()
+
+    def sum_and_metrics(
+        self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """See :meth:`AnswerLoss.sum_and_metrics`."""
+        good, counts = _is_good(batch), labelled(batch) > 0
+        losses, rewards = self(scores, reference, good, baseline)
+        total, metrics = total_and_metrics(self, losses, counts, {"kl": baseline.clamp(min=0.0).expand_as(losses)})
+        for name, of in (("chosen", counts & good), ("rejected", counts & ~good)):
+            terms = {f"rewards/{name}": rewards, f"log_probs/{name}": scores.detach()}
+            metrics |= {key: (torch.where(of, value, 0.0).sum(), of.sum()) for key, value in terms.items()}
+        return total, metrics
+
+    def mismatched(self, batch: Batch) -> Batch | None:
+        """Every prompt with the answer of the next example, no longer than the longest document of the batch.
+
+        A prompt is what stands before the first label.
+
+        Raises:
+            DataError: the batch has one example, or is split over context-parallel ranks.
+        """
+        _is_good(batch)
+        count = batch.num_documents
+        if count < 2:
+            raise DataError(
+                "loss: KTOLoss compares every prompt with the answer of another example, but a micro-batch has one: "
+                "set batch_size to 2 or more, to a number that leaves no single example at the end of an epoch."
+            )
+        if batch.shard[1] > 1:
+            raise DataError("loss: KTOLoss makes answers of parts of the batch: set context_parallel_dim to 1.")
+        tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
+        starts = [0, *torch.tensor(batch.documents.lengths).cumsum(0).tolist()]
+        spans = list(pairwise(starts))[:count]
+        has_label = (labels != CROSS_ENTROPY_IGNORE_IDX).tolist()
+        # The first label stands at the last token of the prompt.
+        first = [next((at for at in range(start, end) if has_label[at]), end - 1) for start, end in spans]
+        longest, new_tokens, new_labels = max(end - start for start, end in spans), [], []
+        for i, (start, _) in enumerate(spans):
+            j = (i + 1) % count
+            prompt, end = slice(start, first[i] + 1), spans[j][1]
+            new_tokens.append(torch.cat([tokens[prompt], tokens[first[j] + 1 : end]])[:longest])
+            ignored = torch.full_like(labels[start : first[i]], CROSS_ENTROPY_IGNORE_IDX)
+            new_labels.append(torch.cat([ignored, labels[first[j] : end]])[:longest])
+        documents = Documents.from_lengths([len(row) for row in new_tokens], tokens.device)
+        positions = documents.positions().to(tokens.device)
+        return Batch(torch.cat(new_tokens)[None], torch.cat(new_labels)[None], positions[None], documents)
+
+
+def _is_good(batch: Batch) -> Tensor:
+    """bool ``[n]``. Raises :class:`DataError` for a batch of pairs."""
+    if "pair" in batch.per_document or "is_chosen" not in batch.per_document:
+        raise DataError(
+            "loss: KTOLoss reads single answers with a label, not pairs: use torchtune.datasets.kto_dataset, which "
+            "takes pairs apart if need be."
+        )
+    return batch.per_document["is_chosen"]

@@ -1,0 +1,93 @@
+"""Loss of a model that scores answers."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from torchtune.data import Batch, DataError
+from torchtune.modules.loss import LossError
+from torchtune.modules.loss._projection import Projection
+from torchtune.rlhf._types import ChosenRejectedOutputs
+from torchtune.rlhf.loss.dpo import Found, PreferenceLoss
+
+
+class RewardLoss(PreferenceLoss):
+    """−log σ(s_c − s_r − margin) + c (s_c + s_r)², of the scores of both answers (Bradley-Terry).
+
+    The model has one output (:func:`torchtune.modules.classifier_model`), which is read at the last token of an
+    answer. The second term keeps scores near 0 (Eisenstein et al. 2023, arXiv:2312.09244); the margin is the examples'
+    own, where they have a ``margin``.
+
+    Args:
+        center_coefficient: c; 0 lets the scores drift.
+    """
+
+    needs_reference: ClassVar[bool] = False
+
+    def __init__(self, center_coefficient: float = 0.01) -> None:
+        super().__init__()
+        self.center_coefficient = center_coefficient
+
+    def check_model(self, model: nn.Module) -> None:
+        """See that the model has one output. Raises :class:`LossError`."""
+        rows = model.output.weight.shape[0]
+        if rows != 1:
+            raise LossError(
+                f"loss: RewardLoss needs a model with one output, but this one has {rows:,}: set model._component_ to "
+                "torchtune.modules.classifier_model with num_classes=1 and base_model_path the builder of the model."
+            )
+
+    def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
+        """The output at the last token of every document ``[n]``, float32; see :meth:`AnswerLoss.score`."""
+        return pooled_scores(hidden, batch, projection)
+
+    def compare(
+        self,
+        policy: ChosenRejectedOutputs,
+        reference: ChosenRejectedOutputs | None = None,
+        margin: Tensor | float = 0.0,
+    ) -> Found:
+        """Losses of pairs, and their scores; see :class:`PreferenceLoss`."""
+        chosen, rejected = policy.chosen_logps, policy.rejected_logps
+        losses = -logsigmoid(chosen - rejected - margin)
+        return losses + self.center_coefficient * (chosen + rejected).square(), chosen, rejected
+
+    def _found(self, batch: Batch, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
+        margin = batch.per_document.get("margin")
+        margin = 0.0 if margin is None else batch.chosen_and_rejected(margin)[0]
+        losses, chosen, rejected = self.compare(policy, None, margin)
+        return losses, chosen.detach(), rejected.detach()
+
+    def more_metrics(self, policy: ChosenRejectedOutputs, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+        """Nothing: the rewards are the scores."""
+        return {}
+
+
+def pooled_scores(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
+    """The output of a model with one of them, at the last token of every document.
+
+    Args:
+        hidden: ``[b, s, d]``.
+        batch: with documents, which say where an answer ends; padding and token ids play no part.
+        projection: ``model.output``, ``[..., d]`` -> ``[..., 1]``.
+
+    Returns:
+        ``[n]``, float32 or wider; of a batch that is split over context-parallel ranks 0 where another rank has the
+        last token.
+
+    Raises:
+        DataError: the batch has no documents.
+    """
+    if batch.documents is None:
+        raise DataError(
+            "collate_fn: a score is read at the end of a document, but the batch has none: use collate_preference."
+        )
+    rank, _ = batch.shard
+    last = batch.documents.cu_seqlens[1 : batch.num_documents + 1].to(hidden.device).long() - 1
+    last = last - rank * batch.tokens.numel()
+    here = (last >= 0) & (last < batch.tokens.numel())
+    scores = projection(hidden.flatten(0, -2)[last.masked_fill(~here, 0)]).squeeze(-1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.masked_fill(~here, 0.0) + 0.0 * hidden.sum()

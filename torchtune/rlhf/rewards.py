@@ -1,0 +1,122 @@
+"""Rewards of tokens and their advantages, with masks; for recipes of proximal policy optimisation."""
+
+import torch
+
+
+def get_reward_penalty_mask(
+    padding_masks: torch.Tensor,
+    seq_lens: torch.Tensor,
+    penalise_no_eos: bool = True,
+    min_response_length: int | None = None,
+) -> torch.Tensor:
+    """Which responses get a penalty in the place of their reward.
+
+    Args:
+        padding_masks: bool ``[b, r]``, True behind the end of the response.
+        seq_lens: length of every response ``[b]``.
+        penalise_no_eos: penalise a response that has no end.
+        min_response_length: penalise shorter ones.
+
+    Returns:
+        bool ``[b]``.
+    """
+    penalised = torch.zeros_like(seq_lens, dtype=torch.bool)
+    if penalise_no_eos:
+        penalised = penalised | ~padding_masks.any(dim=-1)
+    if min_response_length is not None:
+        penalised = penalised | (seq_lens < min_response_length)
+    return penalised
+
+
+def get_rewards_ppo(
+    scores: torch.Tensor,
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    kl_coeff: float,
+    valid_score_idxs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reward of every token: the score at the last one, minus the log-ratio to the reference at each.
+
+    Args:
+        scores: of the reward model ``[b]``.
+        logprobs: of the policy ``[b, r]``.
+        ref_logprobs: of the reference ``[b, r]``.
+        kl_coeff: weight of the log-ratio.
+        valid_score_idxs: where the score goes ``[b]``; by default to the last position.
+
+    Returns:
+        total rewards, log-ratios, and their part of the rewards, ``[b, r]`` each.
+    """
+    log_ratios = logprobs - ref_logprobs
+    kl_rewards = -kl_coeff * log_ratios
+    if valid_score_idxs is None:
+        valid_score_idxs = torch.full_like(scores, logprobs.shape[1] - 1, dtype=torch.int64)
+    total = kl_rewards.scatter_add(1, valid_score_idxs[:, None], scores[:, None].to(kl_rewards.dtype))
+    return total, log_ratios, kl_rewards
+
+
+def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Sum of ``x`` where ``mask`` is True."""
+    return (x * mask).sum(dim=dim)
+
+
+def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Mean of ``x`` where ``mask`` is True; 0 where it is True nowhere."""
+    return masked_sum(x, mask, dim) / (mask.sum(dim=dim) + 1e-8)
+
+
+def masked_var(centered_values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+    """Variance of values whose mean is 0 where ``mask`` is True; ``unbiased`` divides by one less than their number."""
+    variance = masked_mean(centered_values.square(), mask)
+    count = mask.sum()
+    return variance * count / (count - 1).clamp(min=1) if unbiased else variance
+
+
+def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool = True) -> torch.Tensor:
+    """Scale ``x`` to variance 1 and, with ``shift_mean=False``, to mean 0.
+
+    Args:
+        x: of any shape.
+        mask: bool of that shape; values where it is False do not count.
+        shift_mean: keep the mean, which is added back.
+    """
+    if mask is None:
+        mean, variance = x.mean(), x.var()
+    else:
+        mean = masked_mean(x, mask)
+        variance = masked_var(x - mean, mask)
+    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
+    return whitened + mean if shift_mean else whitened
+
+
+def estimate_advantages(
+    values: torch.Tensor,
+    rewards: torch.Tensor,
+    gamma: float,
+    lmbda: float,
+    masks: torch.Tensor | None = None,
+    shift_mean: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimates (Schulman et al. 2015, arXiv:1506.02438), whitened, and returns.
+
+    Args:
+        values: of the value model ``[b, r]``.
+        rewards: of the tokens ``[b, r]``.
+        gamma: discount.
+        lmbda: mixes one-step (0) and whole (1) returns.
+        masks: bool ``[b, r]``, True where a token counts; advantages are 0 elsewhere.
+        shift_mean: see :func:`whiten`; ``False`` centres the advantages, which a policy gradient needs.
+
+    Returns:
+        advantages and returns, ``[b, r]`` each.
+    """
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    deltas = rewards + gamma * following - values
+    estimates, last = [], torch.zeros_like(values[:, 0])
+    for delta in reversed(deltas.unbind(dim=1)):
+        last = delta + gamma * lmbda * last
+        estimates.append(last)
+    advantages = torch.stack(estimates[::-1], dim=1)
+    returns = advantages + values
+    advantages = whiten(advantages, masks, shift_mean)
+    return advantages if masks is None else advantages.masked_fill(~masks, 0.0), returns

@@ -1,0 +1,78 @@
+"""Log-probs from logits, and what comes after a stop token; for recipes that pad and hold whole logits."""
+
+import torch
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+
+
+def truncate_sequence_at_first_stop_token(
+    sequences: torch.Tensor, stop_tokens: torch.Tensor, fill_value: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill every row after its first stop token.
+
+    Args:
+        sequences: int64 ``[b, s]``.
+        stop_tokens: int64 ``[n]``.
+        fill_value: token that stands behind the stop token.
+
+    Returns:
+        bool ``[b, s]``, True behind the first stop token, and the filled sequences ``[b, s]``.
+    """
+    stops = torch.isin(sequences, stop_tokens).long()
+    behind = stops.cumsum(dim=-1) - stops > 0
+    return behind, sequences.masked_fill(behind, fill_value)
+
+
+def logits_to_logprobs(logits: torch.Tensor, sequences: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the tokens ``sequences`` ``[b, r]`` under the softmax of ``logits / temperature`` ``[b, r, v]``.
+
+    Returns:
+        ``[b, r]`` in nats, in the dtype of the logits. :func:`torchtune.modules.loss.linear_log_probs` needs no logits.
+    """
+    log_probs = torch.log_softmax(logits / temperature, dim=-1)
+    return log_probs.gather(2, sequences.unsqueeze(-1)).squeeze(-1)
+
+
+def batched_logits_to_logprobs(
+    logits: torch.Tensor, sequences: torch.Tensor, temperature: float = 1.0, chunk_size: int = 4
+) -> torch.Tensor:
+    """As :func:`logits_to_logprobs`, ``chunk_size`` rows at a time."""
+    chunks = zip(logits.split(chunk_size), sequences.split(chunk_size), strict=True)
+    return torch.cat([logits_to_logprobs(rows, tokens, temperature) for rows, tokens in chunks])
+
+
+def truncate_sequence_for_logprobs(query_response_logits: torch.Tensor, context_length: int) -> torch.Tensor:
+    """The logits ``[b, r, v]`` that predict the response, of those ``[b, context_length + r, v]`` of the sequence."""
+    return query_response_logits[:, context_length - 1 : -1]
+
+
+def get_batch_log_probs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    label_pad_token_id: int = CROSS_ENTROPY_IGNORE_IDX,
+    return_average_logprobs: bool = False,
+) -> torch.Tensor:
+    """Log-probs of every row's labels, summed or averaged over its labelled positions.
+
+    It shifts the labels itself. The labels of this library's datasets are shifted already: with those, use
+    :func:`torchtune.rlhf.document_log_probs`.
+
+    Args:
+        logits: ``[b, s, v]``.
+        labels: int64 ``[b, s]``, not shifted: ``labels[i]`` is the token at position ``i``.
+        label_pad_token_id: label of positions that do not count.
+        return_average_logprobs: mean in the place of the sum.
+
+    Returns:
+        ``[b]`` in nats.
+
+    Raises:
+        ValueError: logits and labels differ in shape.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"Logits {list(logits.shape)} and labels {list(labels.shape)} differ in batch or length.")
+    labels, logits = labels[:, 1:], logits[:, :-1]
+    counts = labels != label_pad_token_id
+    log_probs = logits_to_logprobs(logits, labels.masked_fill(~counts, 0))
+    sums = log_probs.masked_fill(~counts, 0.0).sum(-1)
+    return sums / counts.sum(-1).clamp(min=1) if return_average_logprobs else sums

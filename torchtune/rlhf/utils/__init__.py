@@ -1,0 +1,5 @@
+"""Compatibility: weights of Llama-shaped reward models, renamed at once."""
+
+from torchtune.rlhf.utils._convert_weights import reward_hf_to_tune, reward_tune_to_hf
+
+__all__ = ["reward_hf_to_tune", "reward_tune_to_hf"]

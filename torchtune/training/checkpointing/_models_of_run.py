@@ -1,0 +1,103 @@
+"""Which models a run trains and which are frozen, as its checkpoints record it."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._model_source import ModelSource
+from torchtune.training.checkpointing._state import MODELS, STATE_DIR
+from torchtune.utils import write_json
+
+_ONE_MODEL = ("policy",)
+
+
+@dataclass(frozen=True)
+class ModelsOfRun:
+    """The models of a run. A run with the policy alone records nothing.
+
+    Attributes:
+        trained: names of the models that checkpoints hold.
+        frozen: ``{"folder": path, "files": fingerprint}`` of every other model.
+    """
+
+    trained: tuple[str, ...] = _ONE_MODEL
+    frozen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trained: Iterable[str], sources: Mapping[str, ModelSource]) -> "ModelsOfRun":
+        """The models of this run.
+
+        Args:
+            trained: names of the models that are saved.
+            sources: of all models.
+        """
+        trained = tuple(trained)
+        frozen = {
+            name: {"folder": str(source.checkpoint_dir), "files": source.fingerprint}
+            for name, source in sources.items()
+            if name not in trained
+        }
+        return cls(trained, frozen)
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "ModelsOfRun":
+        """The models of the run that wrote a checkpoint. Raises ``CheckpointError`` if the record is damaged."""
+        path = checkpoint / STATE_DIR / MODELS
+        if not path.is_file():
+            return cls()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            frozen = {str(n): {"folder": str(f["folder"]), "files": f["files"]} for n, f in content["frozen"].items()}
+            return cls(tuple(map(str, content["trained"])), frozen)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({type(error).__name__}: {error}): resume from another checkpoint."
+            ) from error
+
+    def write(self, checkpoint: Path) -> None:
+        """Record the models in a checkpoint."""
+        if self.trained != _ONE_MODEL or self.frozen:
+            content = {"trained": list(self.trained), "frozen": self.frozen}
+            write_json(checkpoint / STATE_DIR / MODELS, content)
+
+    def check_trained(self, names: Iterable[str], checkpoint: Path) -> None:
+        """Compare the trained models with those of the run that resumes. Raises ``CheckpointError``."""
+        for name in sorted(set(self.trained) ^ set(names)):
+            has, lacks = ("the checkpoint", "this run") if name in self.trained else ("this run", "the checkpoint")
+            raise CheckpointError(
+                f"{checkpoint}: {has} has a trained model '{name}', {lacks} has none: resume with the saved "
+                "torchtune_config.yaml."
+            )
+
+    def check_frozen(self, sources: Mapping[str, ModelSource], checkpoint: Path) -> None:
+        """Compare the frozen models with those of the run that resumes.
+
+        Args:
+            sources: of all models of that run.
+            checkpoint: for messages.
+
+        Raises:
+            CheckpointError: a model is missing, is new, or has other weights.
+        """
+        now = ModelsOfRun.of(self.trained, sources).frozen
+        for name in sorted(now.keys() | self.frozen.keys()):
+            if name not in now:
+                what = (
+                    f"was saved by a run with a '{name}' model ({self.frozen[name]['folder']}), and this run has none"
+                )
+            elif name not in self.frozen:
+                what = f"was saved by a run without a '{name}' model, and this run has one ({now[name]['folder']})"
+            elif now[name]["files"] != self.frozen[name]["files"]:
+                what = (
+                    f"was saved by a run whose '{name}' model was {self.frozen[name]['folder']}, and the weights in "
+                    f"{now[name]['folder']} differ from it"
+                )
+            else:
+                continue
+            raise CheckpointError(
+                f"{checkpoint} {what}: resume with the saved torchtune_config.yaml, or start a new run in another "
+                "output_dir."
+            )
