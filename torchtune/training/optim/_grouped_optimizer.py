@@ -82,12 +82,15 @@ class GroupedOptimizer:
     def _default(self, key: str, cls: type[Optimizer]) -> Any:
         return self._settings.get(key, inspect.signature(cls).parameters[key].default)
 
-    def assign(self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module) -> None:
+    def assign(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
+    ) -> None:
         """Find the group of every trained parameter.
 
         Args:
             named: names and parameters.
             model: whose parameters they are.
+            quiet: do not log what was found.
 
         Raises:
             UserError: a pattern matches none of them.
@@ -105,12 +108,25 @@ class GroupedOptimizer:
             why = "only parameters that an earlier group has" if earlier else "no trained parameter"
             near = ", ".join(nearest_module_names(pattern, names))
             raise UserError(f"optimizer.groups[{number}]: the pattern '{pattern}' matches {why}; nearest are {near}.")
+        if quiet:
+            return
         told = [
             f"{(cls or self._class).__name__} for {count} with {pattern}"
             for count, (pattern, _, cls, _) in zip(counts, self._groups, strict=False)
         ]
         text = ", ".join([*told, f"{self._class.__name__} for {counts[-1]} others"])
         log_rank_zero(get_logger(), f"Optimizer of {len(named)} parameters: {text}.")
+
+    def members(self) -> dict[int, list[torch.nn.Parameter]]:
+        """The assigned parameters by the number of their group; -1 for the settings outside."""
+        found: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter, number in self._group_of.items():
+            found.setdefault(number, []).append(parameter)
+        return found
+
+    def adopt(self, parameter: torch.nn.Parameter, like: torch.nn.Parameter) -> None:
+        """Put a parameter into the group of an assigned one."""
+        self._group_of[parameter] = self._group_of[like]
 
     def make(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
         """The optimizer of some of the assigned parameters.
@@ -176,12 +192,14 @@ class MuonWithAdamW(GroupedOptimizer):
         self._outside: set[torch.Tensor] = set()
         self._groups.append(("matrices", self._is_matrix, torch.optim.Muon, shared | own))
 
-    def assign(self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module) -> None:
+    def assign(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
+    ) -> None:
         """As in the base class."""
         outside = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
         outside += [getattr(text_decoder(model), "output", None)]
         self._outside = {p for module in outside if isinstance(module, torch.nn.Module) for p in module.parameters()}
-        super().assign(named, model)
+        super().assign(named, model, quiet=quiet)
 
     def _is_matrix(self, name: str, parameter: torch.Tensor) -> bool:
         return parameter.dim() == 2 and parameter not in self._outside
