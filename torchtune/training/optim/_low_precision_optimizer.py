@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchtune.modules._torchao import StateFormat
 from torchtune.training.optim._low_bit_states import SMALLEST, LowBitState
 from torchtune.training.optim._stand_ins import Piece, Scratch, grad_like, own_slice, whole
-from torchtune.training.optim._stochastic_rounding import chunk_size
+from torchtune.training.optim._stochastic_rounding import chunk_size, shares_storage
 from torchtune.training.parallel._shards import ShardGrid, own_part, shard_key
 from torchtune.utils import UserError, get_logger
 
@@ -282,14 +282,15 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             if key not in state:
                 state[key] = self._empty_state(piece.parameter, key)
             stored = piece.of(state[key])
-            if stored.data_ptr() != value.data_ptr():
+            if not shares_storage(stored, value):
                 stored.copy_(value)
 
     @staticmethod
     def _per_element(parameter: torch.Tensor, value: Any) -> bool:
         """Whether ``value`` holds one number per element; quantised states and factors are kept as they come."""
         return (
-            type(value) is torch.Tensor
+            isinstance(value, torch.Tensor)
+            and not hasattr(value, "__tensor_flatten__")
             and value.shape == own_part(parameter).shape
             and value.dim() > 0
             and value.is_floating_point()
@@ -311,8 +312,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         self._worker.state.update(zip(values, states, strict=True))
         self._worker.step()
         for value, state in zip(values, states, strict=True):
-            made = self._worker.state[value]
-            if made is not state:
+            if (made := self._worker.state[value]) is not state:
                 state.update(made)
             if not isinstance(value, torch.nn.Parameter):
                 value.grad = None
