@@ -155,7 +155,6 @@ def low_bit_format(optimizer: Any) -> tuple[StateFormat, type[torch.optim.Optimi
     return None
 
 
-@functools.cache
 def state_map(name: str, signed: bool) -> Tensor:
     """float32 [256 or 16]: the value of every code of a state in ``8bit`` or ``4bit``, ascending, from -1 to 1."""
     if name == "8bit":

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torchtune.models import Box
 from torchtune.training._rng import RNGState
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._ranks import Held, Ranks, read_like, whole_where_partial
+from torchtune.training.checkpointing._ranks import Held, Ranks, own_row, read_like, whole_where_partial
 from torchtune.training.checkpointing._safetensors_file import Block, TensorFile, num_bytes, tensor_file
 from torchtune.training.checkpointing._sources import SafetensorsFiles
 from torchtune.training.optim._low_precision_optimizer import OptimizerStateError, check_state_format
@@ -393,7 +393,7 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
         like, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
         if "shards" in node or path.endswith(" codes"):
-            return _own_row(like, node, shape, source, folder)
+            return own_row(like, node, shape, source, folder)
         if not isinstance(like, DTensor) or not shape:
             return source.read(node, tuple(slice(0, size) for size in shape))
         return read_like(like, shape, source.dtype(node), lambda box: source.read(node, box))
@@ -419,20 +419,6 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
                 f"{folder}: its '{key}' does not fit this run ({_told(error)}): resume with the saved "
                 "torchtune_config.yaml."
             ) from error
-
-
-def _own_row(
-    like: torch.Tensor, node: dict[str, Any], shape: tuple[int, ...], source: Any, folder: Path
-) -> torch.Tensor:
-    """What belongs to this rank's shard and is laid out otherwise, such as low-bit states: its row of the stack."""
-    grid, saved = ShardGrid.of(like), tuple(node.get("shards", ()))
-    if grid.sizes != saved:
-        raise CheckpointError(
-            f"{folder}: its optimizer has low-bit states of {math.prod(saved)} shards and this run has "
-            f"{math.prod(grid.sizes)}: resume with as many, or from the weights alone."
-        )
-    box = (*(slice(place, place + 1) for place in grid.place), *(slice(0, size) for size in shape[len(saved) :]))
-    return source.read(node, box)
 
 
 def _told(error: Exception) -> str:

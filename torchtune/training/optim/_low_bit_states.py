@@ -11,13 +11,20 @@ from dataclasses import dataclass
 import torch
 
 from torchtune.modules._torchao import StateFormat, state_map
+from torchtune.utils import computes_on_cpu
 
 # Below this number of elements states stay as they are: norms and biases gain nothing.
 SMALLEST = 4096
 
 
-@functools.lru_cache(maxsize=8)
 def _tables(name: str, signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`_make_tables` returns, made once but for simulations, whose tensors may not outlive them."""
+    make = _make_tables if computes_on_cpu(torch.device("cpu")) else _make_tables.__wrapped__
+    return make(name, signed, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _make_tables(name: str, signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(values of the codes, midpoints between them, code of the lowest number that shares the upper 16 bits)."""
     values = state_map(name, signed)
     middles = torch.cat([(values[1:] - values[:-1]) * 0.5 + values[:-1], torch.tensor([torch.inf])])
