@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchtune.modules.stored_linear import Stored
+from torchtune.utils import computes_on_cpu
 
 
 def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
@@ -22,7 +23,7 @@ def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
     Returns:
         bool mask (True: kept) and the exact probability of keeping one.
     """
-    if like.device.type != "cpu" or torch.compiler.is_compiling():
+    if not computes_on_cpu(like.device) or torch.compiler.is_compiling():
         return torch.empty(like.shape, dtype=torch.bool, device=like.device).bernoulli_(1.0 - dropout), 1.0 - dropout
     dropped = min(max(round(dropout * 2**16), 1), 2**16 - 1)
     draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
