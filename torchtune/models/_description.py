@@ -130,6 +130,8 @@ class Description:
             raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
         self._check_positions()
         self._check_experts()
+        if self.mixer is not None and (problem := self.mixer.problem()):
+            raise ModelError(f"mixer: {problem}.")
         if bool(self.mixer) != bool(self.mixer_layers) or not {*self.mixer_layers} <= {*range(self.num_layers)}:
             raise ModelError(f"mixer and mixer_layers (got {list(self.mixer_layers)}) go together.")
         if self.norm_order != "pre" and self.residual_scale != 1.0:

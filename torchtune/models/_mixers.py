@@ -40,6 +40,19 @@ class DeltaNetMixer:
         ("linear_attn.out_proj.weight", "output_proj.weight"),
     )
 
+    def problem(self) -> str | None:
+        """What is wrong with the numbers, in words of this library's fields."""
+        if (
+            min(vars(self)[name] for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_taps"))
+            < 1
+        ):
+            return f"the sizes of linear attention must be at least 1, got {self}"
+        if self.num_value_heads % self.num_key_heads:
+            return (
+                f"num_value_heads ({self.num_value_heads}) must be a multiple of num_key_heads ({self.num_key_heads})"
+            )
+        return None
+
     @property
     def group_dim(self) -> int:
         """Width of the value heads that share a key head."""
@@ -71,6 +84,10 @@ class ShortConvMixer:
         ("conv.conv.weight", "conv.weight"),
         ("conv.out_proj.weight", "output_proj.weight"),
     )
+
+    def problem(self) -> str | None:
+        """What is wrong with the numbers, in words of this library's fields."""
+        return f"conv_taps must be at least 1, got {self.conv_taps}" if self.conv_taps < 1 else None
 
     def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
         """The module of one layer."""

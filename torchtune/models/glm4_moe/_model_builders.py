@@ -15,6 +15,7 @@ from torchtune.models._weight_names import HF_HALF, experts, shared_expert
 def _read(fields: Fields) -> dict[str, Any]:
     layers = fields.take("num_hidden_layers")
     number = fields.take("num_local_experts", 128)
+    fields.take("num_nextn_predict_layers", fields.take("num_mtp_layers", 1))  # more weights, which are not trained
     return {
         "num_experts": fields.take("n_routed_experts", number),
         "expertless_layers": tuple(range(min(fields.take("first_k_dense_replace", 1), layers))),

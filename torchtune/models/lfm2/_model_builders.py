@@ -31,10 +31,11 @@ def _read(fields: Fields) -> dict[str, Any]:
         convolved = tuple(i for i, kind in enumerate(kinds[:layers]) if kind == "conv")
     else:
         convolved = tuple(i for i in range(layers) if attended is not None and i not in attended)
+    taps = fields.take("conv_L_cache", 3)
     if fields.take("conv_bias", False):
         raise fields.refusal("conv_bias", True)
     return {
-        "mixer": ShortConvMixer(conv_taps=fields.take("conv_L_cache", 3)) if convolved else None,
+        "mixer": ShortConvMixer(conv_taps=taps) if convolved else None,
         "mixer_layers": convolved,
         "intermediate_dim": _width(fields),
         "tie_word_embeddings": bool(fields.take("tie_embedding", fields.take("tie_word_embeddings", True))),
