@@ -58,7 +58,8 @@ def test_layers_share_two_compilations_whatever_the_lengths(checkpointing, monke
             assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
     stats = torch._dynamo.utils.counters["stats"]
     assert stats["unique_graphs"] == 2  # the first length, then any length
-    assert stats["calls_captured"] > 60
+    # A selectively checkpointed layer is one call, which holds all others
+    assert stats["calls_captured"] > (60 if len(checkpointing) == 1 else 3)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
