@@ -1,7 +1,6 @@
 """Preference training of adapters on several devices: DPO and its kin, KTO, ORPO, reward models; the loss says which.
 
-For models too large or too slow on one device: weights are sharded (FSDP2), layers and long sequences can be split. The
-losses are those of lora_dpo_single_device; docs/preferences.rst says which to choose and what to watch.
+Weights are sharded (FSDP2), layers and long sequences can be split; docs/preferences.rst says which loss to choose.
 
     tune run --nproc-per-node 2 lora_dpo_distributed --config llama3_1/8B_lora_dpo loss.beta=0.05
 """
