@@ -132,7 +132,7 @@ class Description:
         self._check_experts()
         if self.mixer is not None and (problem := self.mixer.problem()):
             raise ModelError(f"mixer: {problem}.")
-        if bool(self.mixer) != bool(self.mixer_layers) or not {*self.mixer_layers} <= {*range(self.num_layers)}:
+        if bool(self.mixer) != bool(self.mixer_layers):
             raise ModelError(f"mixer and mixer_layers (got {list(self.mixer_layers)}) go together.")
         if self.norm_order != "pre" and self.residual_scale != 1.0:
             raise ModelError(f"residual_scale needs norm_order 'pre', got '{self.norm_order}'.")
