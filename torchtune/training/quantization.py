@@ -8,7 +8,7 @@ precision. Recipes of quantisation-aware training take a ``*QATQuantizer``, the 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchtune.modules import _torchao
 from torchtune.modules.conversion import apply_conversions
@@ -72,6 +72,14 @@ class Quantizer:
     def layout(self) -> dict[str, Any]:
         """All that decides the quantised values: two quantizers of one layout make the same model."""
         return {"bits": self.bits, "group_size": self.group_size, "activations": self.activations}
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Values ``[out, in]`` and scales ``[out, groups]`` of a weight; it stands for their product.
+
+        Raises:
+            ConversionError: torchao refuses.
+        """
+        return _torchao.quantized(weight, self.base_config)
 
     def quantize(self, model: nn.Module) -> nn.Module:
         """Replace the weights of the linear layers by torchao's quantised ones, and return the model.
