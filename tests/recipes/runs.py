@@ -17,9 +17,12 @@ from tools.recipe_table import recipes_in
 from torchtune.config import load_and_check
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-# Every training recipe, as recipes/features.yaml says: the contract suite runs on all of them.
-TRAINING = recipes_in("training")
-WEIGHTS, ADAPTERS = recipes_in("training", "weights"), recipes_in("training", "adapters")
+# Recipes that simulate a quantised model: their losses are not those of plain torch, so test_qat.py runs them.
+QAT = recipes_in("training", "qat")
+# Every other training recipe, as recipes/features.yaml says: the contract suite runs on all of them.
+TRAINING = [name for name in recipes_in("training") if name not in QAT]
+WEIGHTS = [name for name in recipes_in("training", "weights") if name not in QAT]
+ADAPTERS = recipes_in("training", "adapters")
 # The last line of a step before it validates and saves; what is put after it is done after each step.
 ADVANCE = "                progress.advance(self.global_step)\n"
 _count = itertools.count()
@@ -103,6 +106,11 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         cfg["model_converters"] = [
             {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "apply_to_mlp": True}
         ]
+    if name in QAT:
+        cfg["quantizer"] = {
+            "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
+            "groupsize": 16,
+        }
     for key, value in settings.items():
         section, _, leaf = key.partition("__")
         if leaf:
