@@ -69,6 +69,7 @@ class FullWeights:
         owned: names of the parameters that conversions save apart.
         base: names of all other weights, in their full form.
         stored: names of those that are stored in another form.
+        inside: names of the parameters that store these.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,8 +80,8 @@ class FullWeights:
         for conversion in self._conversions:
             self._stored |= {name: (conversion, form) for name, form in conversion.stored_weights(model).items()}
         self.stored = set(self._stored)
-        inside = {name for _, form in self._stored.values() for name in form.names}
-        self.base = {name for name in self._parameters if name not in self.owned | inside} | self.stored
+        self.inside = {name for _, form in self._stored.values() for name in form.names}
+        self.base = {name for name in self._parameters if name not in self.owned | self.inside} | self.stored
 
     def parameters(self, name: str) -> tuple[str, ...]:
         """Names of the parameters that store a full weight."""

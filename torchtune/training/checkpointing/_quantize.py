@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imports torchao's configurations
     from torchtune.training.quantization import Quantizer
 
 
-def quantize_checkpoint(
+def write_compressed(
     source: ModelSource,
     model: nn.Module,
     quantizer: "Quantizer",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchtune.models import build
+from torchtune.modules.peft import get_adapter_params
 from torchtune.training.checkpointing._adapter import ADAPTER_DIR, ADAPTER_FILE, load_adapter
 from torchtune.training.checkpointing._contents import Contents, check_contents, contents_of
 from torchtune.training.checkpointing._directories import (
@@ -31,7 +32,7 @@ from torchtune.training.checkpointing._load import identity, initialize_rest, lo
 from torchtune.training.checkpointing._model_source import ModelSource
 from torchtune.training.checkpointing._models_of_run import ModelsOfRun
 from torchtune.training.checkpointing._open_source import open_source
-from torchtune.training.checkpointing._quantize import quantize_checkpoint
+from torchtune.training.checkpointing._quantize import write_compressed
 from torchtune.training.checkpointing._ranks import Ranks, reshard
 from torchtune.training.checkpointing._resumed_settings import check_resumed_settings
 from torchtune.training.checkpointing._saving import Job, Saver
@@ -157,8 +158,11 @@ class CheckpointStore:
         reshard(model)
         with self._ranks.together():
             loaded = source.read(model, device, dtype)
+            # Now: the folder may be gone when a checkpoint records it.
             if name != POLICY:
-                _ = source.fingerprint  # now: the folder may be gone when a checkpoint records it
+                _ = source.fingerprint
+            elif get_adapter_params(model):
+                _ = source.base_fingerprint
         with self._ranks.same_randomness():
             initialize_rest(model, loaded, device, dtype)
 
@@ -224,7 +228,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the run is finished, every checkpoint is damaged, or it cannot be resumed with these
-                settings or frozen models.
+                settings, frozen models or base weights.
             UserError: another run holds the folder.
         """
         output_dir, was_locked, keep = self.require_output_dir(), self.lock.is_held, False
@@ -247,7 +251,7 @@ class CheckpointStore:
                     with self._ranks.together():
                         if cfg is not None:
                             check_resumed_settings(cfg, path)
-                        ModelsOfRun.read(path).check_frozen(self.sources, path)
+                        ModelsOfRun.read(path).check_sources(self.sources, path)
                     keep = was_locked
                     return point
                 self._ranks.first(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
@@ -262,6 +266,7 @@ class CheckpointStore:
         for newest in complete_directories(self.require_output_dir())[-1:]:
             resume_point(newest)
             check_resumed_settings(cfg, newest)
+            ModelsOfRun.read(newest).check_sources(self.sources, newest)
 
     @doing("resuming")
     def resume(self, point: ResumePoint, models: Models, state: Mapping[str, Any]) -> None:
@@ -284,7 +289,7 @@ class CheckpointStore:
         for model in models.values():
             reshard(model)
         with self._ranks.together():
-            record.check_frozen(self.sources, point.path)
+            record.check_sources(self.sources, point.path)
             for name, model in models.items():
                 device, path = next(model.parameters()).device, files[name]
                 if path.name == ADAPTER_FILE:
@@ -338,7 +343,12 @@ class CheckpointStore:
             source, folder = self.source(model_name), _folder(model_name)
             exports.append(export_model(model, source, chosen, self._ranks, max_shard_bytes, folder))
         saved = None if state is None else state_parts(state, _parameters(models), self._ranks)
-        record = ModelsOfRun.of(models, self.sources)
+        adapted = (
+            []
+            if state is None
+            else [n for n, export in zip(models, exports, strict=True) if "adapter" in export.contents]
+        )
+        record = ModelsOfRun.of(models, self.sources, adapted)
 
         def write_small_files(folder: Path) -> None:
             for export in exports:
@@ -376,7 +386,7 @@ class CheckpointStore:
             The folder.
 
         Raises:
-            UserError: see :func:`quantize_checkpoint`; the checkpoint stays as it is.
+            UserError: see :func:`torchtune.training.quantize_checkpoint`; the checkpoint stays as it is.
         """
         self._saver.wait()
         spec, description = identity(model)
@@ -386,7 +396,7 @@ class CheckpointStore:
         def write() -> None:
             with torch.device("meta"):
                 plain = build(description, spec)
-            quantize_checkpoint(ModelSource(output_dir / name), plain, quantizer, folder)
+            write_compressed(ModelSource(output_dir / name), plain, quantizer, folder)
             get_logger().info(f"{folder} holds {name} quantised ({quantizer.mode}).")
 
         self._ranks.first(write)

@@ -31,8 +31,8 @@ from torchtune.training.checkpointing import (
 )
 from torchtune.training.checkpointing._directories import complete_directories
 from torchtune.training.checkpointing._ranks import Ranks
+from torchtune.training.compat._optimizer_in_backward import OptimizerInBackwardWrapper
 from torchtune.training.compat._state_dicts import gather_cpu_state_dict, get_full_optimizer_state_dict
-from torchtune.training.optim._optimizer_in_backward import OptimizerInBackwardWrapper
 from torchtune.utils import get_device, get_world_size_and_rank
 
 _TOTAL_STEPS_KEY = "total_training_steps"
