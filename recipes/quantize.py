@@ -66,22 +66,19 @@ class QuantizationRecipe:
             folder = cfg.checkpointer.get("checkpoint_dir")
             self.model = from_hf_config(folder) if cfg.model is None else config.instantiate(cfg.model)
 
-    def quantize(self, cfg: Settings) -> Any:
-        """Write the quantised checkpoint; return its folder."""
-        return training.quantize_checkpoint(
-            self.checkpointer.store.source(),
-            self.model,
-            self.quantizer,
-            cfg.output_dir,
-            device=self.device,
-            dtype=self.dtype,
+    def quantize(self, cfg: Settings) -> None:
+        """Write the quantised checkpoint."""
+        source = self.checkpointer.store.source()
+        training.quantize_checkpoint(
+            source, self.model, self.quantizer, cfg.output_dir, device=self.device, dtype=self.dtype
         )
+        mode = training.get_quantizer_mode(self.quantizer)
+        self.log.info(f"{cfg.output_dir} holds the model of {source.checkpoint_dir} quantised ({mode}).")
 
 
 @config.parse
 def recipe_main(cfg: Settings) -> Any:
     """Run the recipe with checked settings."""
-    training.check_run(cfg)
     recipe = QuantizationRecipe(cfg)
     recipe.setup(cfg)
     recipe.quantize(cfg)
