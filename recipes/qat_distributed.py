@@ -54,8 +54,6 @@ class Settings:
     dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
     # Data on which the loss is measured every run_val_every_n_steps.
     dataset_val: Annotated[Component | list[Component] | None, HandedOver("tokenizer")] = None
-    # Function that turns a list of examples into a batch; the default never pads.
-    collate_fn: str = "torchtune.data.collate_documents"
     # Seed of everything random; null draws one and writes it into the saved config.
     seed: Annotated[int | None, Range(min=0)] = None
     # Visit the examples of an epoch in random order.
@@ -64,6 +62,10 @@ class Settings:
     batch_size: Annotated[int, Range(min=1)] = 2
     # Examples per batch of validation; null means batch_size.
     batch_size_val: Annotated[int | None, Range(min=1)] = None
+
+    # twin of supervised: collation
+    # Function that turns a list of examples into a batch; the default never pads.
+    collate_fn: str = "torchtune.data.collate_documents"
 
     # twin of training: steps
     # Passes over the training data.
@@ -85,7 +87,7 @@ class Settings:
             "optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}
         ),
     ] = None
-    # Loss over the labelled tokens.
+    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
     loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
     # Largest norm of the gradients; larger ones are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
@@ -246,7 +248,7 @@ class QATRecipeDistributed:
 
     # twin of distributed
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
-        """This process's part of the batches of a dataset, whose order depends on the seed and the epoch alone."""
+        """This rank's batches of a dataset; their order depends only on the seed and the epoch."""
         return BatchLoader(
             datasets.instantiate_dataset(dataset, self.tokenizer),
             batch_size=batch_size,
@@ -259,7 +261,7 @@ class QATRecipeDistributed:
             world_size=self.dims.data_size,
         )
 
-    # twin of training
+    # twin of supervised
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Loss summed over the labels of one batch, as a scalar."""
         batch = batch.to(self.device, non_blocking=True)
@@ -289,10 +291,10 @@ class QATRecipeDistributed:
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
-            for batches, num_tokens, num_labels in control.steps(self.loader, cfg.epochs):
-                # The mean is over all labels of the step, so that its gradient does not depend on the split.
-                for batch in batches:
-                    loss = self.compute_loss(batch) / max(num_labels, 1)
+            for step in control.steps(self.loader, cfg.epochs):
+                # The mean is over all labels (pairs, …) of the step, so that its gradient does not depend on the split.
+                for batch in step.batches:
+                    loss = self.compute_loss(batch) / max(step.num_terms, 1)
                     self.guard.add(loss)
                     loss.backward()
 
@@ -308,7 +310,7 @@ class QATRecipeDistributed:
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()
                 self.global_step += 1
-                throughput.step(processed=num_tokens // self.dims.world_size, trained=num_labels)
+                throughput.step(processed=step.num_tokens // self.dims.world_size, trained=step.num_labels)
                 profiler.step()
 
                 if self.global_step % cfg.log_every_n_steps == 0:
@@ -321,7 +323,7 @@ class QATRecipeDistributed:
 
                 if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
                     with throughput.paused("validation"):
-                        metrics = {"val_loss": self.validate()}
+                        metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 if name := control.checkpoint_due(self.global_step):
@@ -332,16 +334,14 @@ class QATRecipeDistributed:
 
     # twin of training
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss per label over the validation data."""
+    def validate(self) -> dict[str, float]:
+        """Means over the validation data: of the loss, and of what ``compute_loss`` notes."""
         self.model.eval()
-        total, num_labels = 0.0, 0
-        for (batch,) in self.loader_val:
-            num_labels += batch.num_labels
-            total += self.compute_loss(batch).item()
+        with self.guard.validation() as means:
+            for (batch,) in self.loader_val:
+                means.add({"loss": (self.compute_loss(batch), batch.num_terms)})
         self.model.train()
-        total, num_labels = self.dims.sum(total, num_labels)
-        return total / max(num_labels, 1)
+        return means.over(self.dims)
 
     # twin of training
     def training_state(self) -> dict[str, Any]:

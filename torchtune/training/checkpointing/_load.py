@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights, materialize, parameter_at, whole_parameters
 from torchtune.training.checkpointing._ranks import full, local_part
 from torchtune.training.checkpointing._sources import Source
-from torchtune.utils import get_logger, log_once, sign_of_life
+from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
 
 # Fields that decide the arithmetic and that no shape of a tensor shows.
 _UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation")
@@ -132,8 +133,12 @@ def _fitting_groups(
 ) -> Iterator[tuple[Any, list[tuple[int, ...]]]]:
     """The groups of the weight map and the shapes of their tensors in the source, found to be those of the model."""
     spec, description = identity(model)
+    weight_map, names = spec.weight_map(kind), list(source.names())
+    left_out = _missing_head(weight_map, description, names)
+    if left_out:  # the projection to the vocabulary has no place in a classifier
+        names = [name for name in names if name not in _head(weight_map, replace(description, num_classes=0))]
     try:
-        groups = spec.weight_map(kind).select(source.names(), description)
+        groups = weight_map.select(names, description, lambda name: name not in left_out)
     except WeightMapError as error:
         raise CheckpointError(f"{_folder(source)}: {str(error).rstrip('.')}: {_OTHER_MODEL}.") from error
     for group in groups:
@@ -144,6 +149,19 @@ def _fitting_groups(
         yield group, shapes
 
 
+def _head(weight_map: WeightMap, description: Description) -> set[str]:
+    """Names of the output layer in a checkpoint of this description."""
+    groups = weight_map.groups(description)
+    return {name for group in groups if _HEAD in group.tune for name in group.external}
+
+
+def _missing_head(weight_map: WeightMap, description: Description, names: Sequence[str]) -> set[str]:
+    """The output layer of a classifier, where the checkpoint is of a language model."""
+    is_new = description.is_classifier and not _head(weight_map, description) & set(names)
+    return {_HEAD} if is_new else set()
+
+
+_HEAD = "output.weight"
 _OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the config"
 
 
@@ -190,7 +208,7 @@ def _load_own(model: nn.Module, source: Source, device: torch.device, dtype: tor
             weights.fill(name, lambda box, target, name=name: target.copy_(source.read(name, box)), device, dtype)
 
 
-def load_base(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None = None) -> None:
+def load_base(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
     """Fill the base parameters of ``model`` from a source, one tensor at a time; of it, what this rank holds.
 
     Args:
@@ -199,6 +217,9 @@ def load_base(model: nn.Module, source: Source, device: torch.device, dtype: tor
         device: where parameters of the meta device become real.
         dtype: of these; theirs by default.
 
+    Returns:
+        names of base parameters that begin anew: the output layer of a classifier made from a language model.
+
     Raises:
         CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
     """
@@ -206,8 +227,12 @@ def load_base(model: nn.Module, source: Source, device: torch.device, dtype: tor
     kind = recognise(source, spec, description)
     if kind == "tune":
         _load_own(model, source, device, dtype)
-    else:
-        _load_external(model, source, kind, device, dtype)
+        return set()
+    _load_external(model, source, kind, device, dtype)
+    left_out = _missing_head(spec.weight_map(kind), description, source.names())
+    if left_out:
+        log_rank_zero(get_logger(), f"{_folder(source)} is of a language model: the classifier's output layer is new.")
+    return left_out
 
 
 def check_base(model: nn.Module, source: Source) -> None:

@@ -1,10 +1,12 @@
 """The processes of a run: which part of a tensor each holds, and what they do as one."""
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtune.models import Box
 from torchtune.training._rng import RNGState
 from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.parallel._shards import ShardGrid
 from torchtune.utils import UserError
 
 T = TypeVar("T")
@@ -249,3 +252,17 @@ def read_like(
         return new
     value = read(tuple(slice(0, size) for size in shape)).to(like.device, copy=True)
     return DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def own_row(
+    like: torch.Tensor, node: Mapping[str, Any], shape: tuple[int, ...], source: Any, folder: Path
+) -> torch.Tensor:
+    """What belongs to this rank's shard and is laid out otherwise, such as low-bit states: its row of the stack."""
+    grid, saved = ShardGrid.of(like), tuple(node.get("shards", ()))
+    if grid.sizes != saved:
+        raise CheckpointError(
+            f"{folder}: its optimizer has low-bit states of {math.prod(saved)} shards and this run has "
+            f"{math.prod(grid.sizes)}: resume with as many, or from the weights alone."
+        )
+    box = (*(slice(place, place + 1) for place in grid.place), *(slice(0, size) for size in shape[len(saved) :]))
+    return source.read(node, box)

@@ -25,9 +25,11 @@ from torch.optim import Optimizer
 from torchtune.models import Box
 from torchtune.training._rng import RNGState
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._ranks import Held, Ranks, read_like, whole_where_partial
+from torchtune.training.checkpointing._ranks import Held, Ranks, own_row, read_like, whole_where_partial
 from torchtune.training.checkpointing._safetensors_file import Block, TensorFile, num_bytes, tensor_file
 from torchtune.training.checkpointing._sources import SafetensorsFiles
+from torchtune.training.optim._low_precision_optimizer import OptimizerStateError, check_state_format
+from torchtune.training.parallel._shards import ShardGrid
 
 STATE_DIR = "state"
 STRUCTURE = "state.json"
@@ -183,6 +185,8 @@ def state_parts(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ran
         tensor = tensor.clone() if like is None else whole_where_partial(tensor)
         held = Held.of(tensor, ranks, 0 if like is None or num_bytes(tensor) <= _SMALL else turn, like)
         node |= {"shape": list(held.outline.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        if isinstance(like, DTensor) and isinstance(tensor, DTensor) and tensor.shape != like.shape:
+            node["shards"] = list(ShardGrid.of(like).sizes)  # one row a shard: of no use to other shards
         if held.data.shape == held.outline.shape:
             node["rank"] = 0 if like is None or num_bytes(tensor) <= _SMALL else turn % ranks.size
         if held.writes and held.data.numel():
@@ -388,6 +392,8 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
 
     def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
         like, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
+        if "shards" in node or path.endswith(" codes"):
+            return own_row(like, node, shape, source, folder)
         if not isinstance(like, DTensor) or not shape:
             return source.read(node, tuple(slice(0, size) for size in shape))
         return read_like(like, shape, source.dtype(node), lambda box: source.read(node, box))
@@ -457,6 +463,11 @@ def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
             f"{folder / STATE_DIR / STRUCTURE} is damaged, the groups of its '{key}' are none: resume from another "
             "checkpoint."
         )
+    try:
+        for path, one in optimizers_of(key, value):
+            check_state_format(one, saved if path == key else saved.get(path.removeprefix(f"{key}/"), {}))
+    except OptimizerStateError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
     for ours, theirs in zip(value.param_groups, groups, strict=False):
         # A setting that only one side has is a newer release's; where both have their own, it is another optimizer.
         lacking, left = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys() - {"initial_lr"})
