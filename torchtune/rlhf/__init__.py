@@ -2,6 +2,7 @@
 
 from torchtune.rlhf import loss, utils
 from torchtune.rlhf._reference import Reference, ReferenceScores, setup_reference
+from torchtune.rlhf._teacher import Teacher, setup_kd_loss, setup_teacher
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
 from torchtune.rlhf.rewards import (
@@ -26,6 +27,7 @@ __all__ = [
     "PPOStats",
     "Reference",
     "ReferenceScores",
+    "Teacher",
     "Trajectory",
     "batched_logits_to_logprobs",
     "document_log_probs",
@@ -39,7 +41,9 @@ __all__ = [
     "masked_sum",
     "masked_var",
     "pooled_scores",
+    "setup_kd_loss",
     "setup_reference",
+    "setup_teacher",
     "truncate_sequence_at_first_stop_token",
     "truncate_sequence_for_logprobs",
     "utils",
