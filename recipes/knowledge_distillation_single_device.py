@@ -117,6 +117,10 @@ class Settings:
     dtype: Literal["bf16", "fp32"] = "bf16"
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
+    # Recompute some activations: full (every layer), or selective, which ac_option explains.
+    ac_mode: Literal["full", "selective"] | None = None
+    # n recomputes every n-th layer; op keeps attention and every other matrix product in all layers.
+    ac_option: int | str | None = None
     # Keep activations in host memory between forward and backward (CUDA, with activation checkpointing).
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
