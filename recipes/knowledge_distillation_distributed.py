@@ -14,7 +14,6 @@ import torch
 from torchtune import config, datasets, rlhf, training, utils
 from torchtune.config import Component, HandedOver, Range
 from torchtune.data import Batch, BatchLoader
-from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import setup_loss
 from torchtune.modules.peft import require_adapters
@@ -229,8 +228,7 @@ class KDRecipeDistributed:
         self.checkpointer.check_contents(model, contents=contents)
         self.kd_loss_fn = rlhf.setup_kd_loss(config.instantiate(cfg.kd_loss), compile=cfg.compile)
         self.teacher = rlhf.setup_teacher(self, model, partial(self.load_model, cfg, cfg.teacher_model, [], "teacher"))
-        if cfg.enable_activation_checkpointing:
-            training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+        training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
             training.compile_model(model)
         return model
