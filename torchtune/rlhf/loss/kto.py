@@ -97,7 +97,6 @@ def _is_good(batch: Batch) -> Tensor:
     """bool ``[n]``. Raises :class:`DataError` for a batch of pairs."""
     if "pair" in batch.per_document or "is_chosen" not in batch.per_document:
         raise DataError(
-            "loss: KTOLoss reads single answers with a label, not pairs: use torchtune.datasets.kto_dataset, which "
-            "takes pairs apart if need be."
+            "loss: KTOLoss reads single answers with a label, not pairs: use torchtune.datasets.kto_dataset."
         )
     return batch.per_document["is_chosen"]
