@@ -99,6 +99,7 @@ class Settings:
     # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
     loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
 
+    # twin of weights: float8
     # Compute the products of the layers in float8; fp8_recipe_name says how they are scaled.
     enable_fp8_training: bool = False
     # One scale for a tensor (tensorwise, the default), or for each row (rowwise, rowwise_with_gw_hp).
