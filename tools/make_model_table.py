@@ -26,7 +26,7 @@ def parameters(d: Description) -> int:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in build(replace(d, num_layers=layers)).parameters())
 
-    if d.expertless_layers or d.num_layers < 2:
+    if d.expertless_layers or d.mixer_layers or d.num_layers < 2:
         return count(d.num_layers)
     one = count(1)
     return one + (d.num_layers - 1) * (count(2) - one)
