@@ -10,9 +10,9 @@ from torch import nn
 
 from torchtune.models import Description, FusedAdapter, Group, ModelError, WeightMap, WeightMapError
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import group_part
-from torchtune.training.checkpointing._full_weights import FullWeights, owned_names, parameter_at
-from torchtune.training.checkpointing._load import identity, put
+from torchtune.training.checkpointing._export import group_entry
+from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
+from torchtune.training.checkpointing._load import identity, load_tensor
 from torchtune.training.checkpointing._open_source import open_source
 from torchtune.training.checkpointing._peft_settings import (
     check_settings,
@@ -21,9 +21,10 @@ from torchtune.training.checkpointing._peft_settings import (
     token_indices,
     token_tensors,
 )
-from torchtune.training.checkpointing._ranks import Held, Ranks
-from torchtune.training.checkpointing._safetensors_file import Block, Part
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
 from torchtune.training.checkpointing._sources import Source, must_exist
+from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel._shards import LocalShard
 from torchtune.utils import get_logger
 
 # Folder of the adapter in a checkpoint of merged weights.
@@ -104,7 +105,7 @@ def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torc
                 f"{file}: it holds '{name}', which the model in the config does not adapt: adapt the layers that its "
                 f"{ADAPTER_CONFIG_FILE} lists."
             )
-        put(model, name, tensor, file, device, dtype)
+        load_tensor(model, name, tensor, file, device, dtype)
         found.add(name)
     if missing := sorted(wanted - found):
         raise CheckpointError(
@@ -143,7 +144,7 @@ def _spread(
     for group in groups:
         if isinstance(group.op, FusedAdapter) and group.tune[0] in adapted and tensors.keys() >= set(group.external):
             both = [tensors[name] for name in group.external]
-            if both[0].shape[0] == both[1].shape[1] == parameter_at(model, group.tune[0]).shape[0]:
+            if both[0].shape[0] == both[1].shape[1] == model.get_parameter(group.tune[0]).shape[0]:
                 tensors |= zip(group.external, group.op.spread(both, group.description), strict=True)
     return list(tensors.items())
 
@@ -160,7 +161,7 @@ def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -
         return external in {tie.external for tie in weight_map.tied}
     weights = FullWeights(model)
     for ours, value in weight_map.to_tune([(external, tensor)], description, partial=True):
-        if value.shape != weights.outline(ours).shape or not weights.equals(ours, value):
+        if value.shape != weights.spec(ours).shape or not weights.equals(ours, value):
             raise CheckpointError(
                 f"{file}: it brings '{name}', which differs from the model's: it was trained together with a changed "
                 "base, so merge it into that base with peft and start from the merged model."
@@ -171,11 +172,11 @@ def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -
 def _check_rank(model: nn.Module, group: Group, name: str, tensor: torch.Tensor, file: Path) -> None:
     """Refuse a shape that does not fit, before rows are put into another order."""
     try:
-        shapes = [parameter_at(model, ours).shape for ours in group.tune]
+        shapes = [model.get_parameter(ours).shape for ours in group.tune]
     except AttributeError:
         return  # not adapted here: refused with the list of layers
-    outline = group.to_external([torch.empty(shape, device="meta") for shape in shapes])
-    wanted = outline[group.external.index(name)].shape
+    specs = group.to_external([torch.empty(shape, device="meta") for shape in shapes])
+    wanted = specs[group.external.index(name)].shape
     if tensor.shape != wanted:
         raise CheckpointError(
             f"{file}: the tensor '{name}' has the shape {list(tensor.shape)} where the model needs {list(wanted)}: the "
@@ -183,7 +184,7 @@ def _check_rank(model: nn.Module, group: Group, name: str, tensor: torch.Tensor,
         )
 
 
-def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[Part], dict[str, Any]]:
+def adapter_entries(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[Entry], dict[str, Any]]:
     """The adapter as ``peft`` reads it: the tensors, and the contents of ``adapter_config.json``.
 
     Args:
@@ -208,19 +209,19 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
         )
     external = dict.fromkeys(module for name in parameters for module in map(_adapted, groups[name].external))
     chosen = dict.fromkeys(groups[name] for name in parameters)
-    parts = [group_part(group, weights, ranks, turn) for turn, group in enumerate(chosen)]
+    entries = [group_entry(group, weights, ranks, turn) for turn, group in enumerate(chosen)]
     for turn, (name, parameter) in enumerate(tokens.items()):
-        held = Held.of(parameter, ranks, turn)
-        parts.append(({rows[name]: held.outline}, partial(_rows, rows[name], held)))
+        shard = LocalShard.of(parameter, ranks, turn)
+        entries.append(Entry({rows[name]: shard.spec}, partial(_rows, rows[name], shard)))
     settings = peft_settings(model) | {"trainable_token_indices": token_indices(model)}
     settings |= {"init_lora_weights": getattr(model, "adapter_init", None) or True}
-    return parts, adapter_settings(
+    return entries, adapter_settings(
         base_name, settings | _patterns(chosen, settings), _shortest(list(external), weight_map, description)
     )
 
 
-def _rows(name: str, held: Held) -> list[Block]:
-    return [Block(name, tuple(part.start for part in held.box), held.data)] if held.writes else []
+def _rows(name: str, shard: LocalShard) -> list[TensorSlice]:
+    return [TensorSlice.of(name, shard.data, [part.start for part in shard.slices])] if shard.is_writer else []
 
 
 def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from torchtune.training.checkpointing._directories import MARKER
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import identity, read_json
-from torchtune.training.checkpointing._open_source import TextPart
-from torchtune.training.checkpointing._ranks import Ranks
-from torchtune.training.checkpointing._safetensors_file import Block, Part, TensorFile, num_bytes, write_file
+from torchtune.training.checkpointing._open_source import TextTower
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorFile, TensorSlice, num_bytes, write_file
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX
+from torchtune.training.parallel._ranks import Ranks
 from torchtune.utils import write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -37,10 +37,10 @@ _TOKENIZER_FILES = (
 _MAX_CARRIED_BYTES = 100 * 2**20
 
 
-def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextPart | None = None) -> list[Part]:
-    """The base weights under Hugging Face names, as parts of files.
+def model_entries(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextTower | None = None) -> list[Entry]:
+    """The base weights under Hugging Face names, as entries of files.
 
-    Making them needs no memory beyond one tensor. With ``merge`` and a sharded model all ranks make theirs together.
+    Making them needs memory for one tensor. To merge into a sharded model, all ranks make an entry together.
 
     Args:
         model: its adapters are left out, or with ``merge`` added to the weights (in float32, then rounded).
@@ -60,65 +60,64 @@ def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextPart 
         raise CheckpointError(
             f"The parameter '{min(unknown)}' has no name in Hugging Face's format: it cannot be saved."
         )
-    parts = [group_part(group, weights, ranks, turn, merge=merge) for turn, group in enumerate(groups)]
-    return parts if whole is None else [*parts, *whole.other_parts(ranks)]
+    entries = [group_entry(group, weights, ranks, turn, merge=merge) for turn, group in enumerate(groups)]
+    return entries if whole is None else [*entries, *whole.other_towers(ranks)]
 
 
-def group_part(group: Group, weights: FullWeights, ranks: Ranks, turn: int, *, merge: bool = False) -> Part:
+def group_entry(group: Group, weights: FullWeights, ranks: Ranks, turn: int, *, merge: bool = False) -> Entry:
     """The tensors of one group, under their external names.
 
     Args:
         group: of a weight map.
         weights: of the model.
-        ranks: each makes what it holds.
-        turn: which of them makes what several hold, see :class:`Held`.
+        ranks: every rank makes its own shard.
+        turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
         merge: merge adapters into the weights.
     """
-    meta = group.to_external([weights.outline(name) for name in group.tune])
-    outline = dict(zip(group.external, meta, strict=True))
-    shapes = [tensor.shape for tensor in outline.values()]
+    specs = dict(zip(group.external, group.to_external([weights.spec(name) for name in group.tune]), strict=True))
+    shapes = [spec.shape for spec in specs.values()]
 
-    def make() -> Iterator[Block]:
+    def make() -> Iterator[TensorSlice]:
         for name in group.tune:
-            held = (weights.merged if merge else weights.held)(name, ranks, turn)
-            for piece in group.pieces(name, held.box, shapes) if held.writes else ():
-                start = tuple(part.start for part in piece.box)
-                yield Block(group.external[piece.external], start, piece.of(held.data))
+            shard = (weights.merged_shard if merge else weights.shard)(name, ranks, turn)
+            for part in group.external_slices(name, shard.slices, shapes) if shard.is_writer else ():
+                start = [dim.start for dim in part.slices]
+                yield TensorSlice.of(group.external[part.external], part.of(shard.data), start)
 
-    return outline, make
+    return Entry(specs, make)
 
 
-def shards(parts: Iterable[Part], max_shard_bytes: int, folder: str = "") -> tuple[list[TensorFile], dict | None]:
+def shards(entries: Iterable[Entry], max_shard_bytes: int, folder: str = "") -> tuple[list[TensorFile], dict | None]:
     """``model.safetensors``, or shard files and the contents of their index.
 
     Args:
-        parts: the tensors. Larger dtypes come first, so that every tensor is aligned; the order is otherwise kept.
+        entries: the tensors. Larger dtypes come first, so that all are aligned; the order is otherwise kept.
         max_shard_bytes: larger models are split into several files.
         folder: subfolder of the checkpoint, with a slash at its end.
     """
-    parts = sorted(parts, key=lambda part: -max(tensor.element_size() for tensor in part[0].values()))
-    split: list[list[Part]] = [[]]
+    entries = sorted(entries, key=lambda entry: -entry.element_size)
+    split: list[list[Entry]] = [[]]
     size = 0
-    for part in parts:
-        part_size = sum(num_bytes(tensor) for tensor in part[0].values())
-        if split[-1] and size + part_size > max_shard_bytes:
+    for entry in entries:
+        entry_size = sum(map(num_bytes, entry.specs.values()))
+        if split[-1] and size + entry_size > max_shard_bytes:
             split.append([])
             size = 0
-        split[-1].append(part)
-        size += part_size
+        split[-1].append(entry)
+        size += entry_size
     if len(split) == 1:
-        return [TensorFile(f"{folder}model.safetensors", parts)], None
+        return [TensorFile(f"{folder}model.safetensors", entries)], None
     files = [
         TensorFile(f"{folder}model-{number:05d}-of-{len(split):05d}.safetensors", shard)
         for number, shard in enumerate(split, 1)
     ]
-    index = {name: file.path.removeprefix(folder) for file in files for name in file.outline}
+    index = {name: file.path.removeprefix(folder) for file in files for name in file.specs}
     return files, {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": index}
 
 
-def write_parts(parts: Iterable[Part], folder: Path, max_shard_bytes: int) -> None:
-    """Write tensors that are made one part at a time, all of them here."""
-    files, index = shards(parts, max_shard_bytes)
+def write_entries(entries: Iterable[Entry], folder: Path, max_shard_bytes: int) -> None:
+    """Write entries that are all made on this rank, one at a time."""
+    files, index = shards(entries, max_shard_bytes)
     for file in files:
         write_file(file, folder)
     if index is not None:
@@ -134,7 +133,7 @@ def config_of_model(model: nn.Module, source_dir: Path | None, *, is_part: bool 
         is_part: whether the model is the text decoder of the source, all of whose parts the file will describe.
     """
     spec, description = identity(model)
-    embedding = FullWeights(model).outline("tok_embeddings.weight")
+    embedding = FullWeights(model).spec("tok_embeddings.weight")
     config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
     return with_text_config(read_json(source_dir / "config.json"), config) if is_part else config
 

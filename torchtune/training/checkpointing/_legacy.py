@@ -17,12 +17,12 @@ from torchtune.training.checkpointing._adapter import (
 )
 from torchtune.training.checkpointing._directories import complete_directories, new_directory, prune
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import carry_files, write_parts
-from torchtune.training.checkpointing._load import read_json, recognise
+from torchtune.training.checkpointing._export import carry_files, write_entries
+from torchtune.training.checkpointing._load import detect_format, read_json
 from torchtune.training.checkpointing._model_source import ModelSource
 from torchtune.training.checkpointing._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, ModelType
 from torchtune.training.checkpointing._open_source import open_source
-from torchtune.training.checkpointing._safetensors_file import save_tensors, whole_part
+from torchtune.training.checkpointing._safetensors_file import Entry, save_tensors
 from torchtune.training.checkpointing._sources import resolve_files, safe_torch_load, stream
 from torchtune.training.checkpointing._state import STATE_DIR
 from torchtune.training.checkpointing._store import CheckpointStore
@@ -87,7 +87,7 @@ class LegacyInterface:
                 converted.pop("output.weight", None)  # shared with the embedding
             return converted
         spec, description = self._identity()
-        kind = recognise(source, spec, description)
+        kind = detect_format(source, spec, description)
         if kind == "tune":
             return dict(stream(source))
         return dict(spec.weight_map(kind).to_tune(stream(source), description))
@@ -146,7 +146,7 @@ class LegacyInterface:
         else:
             spec, description = self._identity()
             tensors = spec.weight_map("hf").to_external(model.items(), description)
-            write_parts([whole_part(*item) for item in tensors], folder, limit)
+            write_entries([Entry.of(*item) for item in tensors], folder, limit)
 
     def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path, *, beside_model: bool) -> None:
         """The adapter under our names, and, where the folder says what the model is, in PEFT's layout.

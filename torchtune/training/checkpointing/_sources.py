@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from torchtune.models import Box
+from torchtune.models import Slices
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.utils import read_json
 
@@ -52,8 +52,8 @@ class Source(Protocol):
         """Shape of a tensor."""
         ...
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor or a part of it, on CPU, perhaps backed by the file."""
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """A tensor or a slice of it, on the CPU, perhaps backed by the file."""
         ...
 
 
@@ -105,8 +105,8 @@ class _Shards(ABC):
         """Shape of a tensor."""
 
     @abstractmethod
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor or a part of it, backed by the file: copy it before changing it."""
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """A tensor or a slice of it, backed by the file: copy it before changing it."""
 
 
 class SafetensorsFiles(_Shards):
@@ -135,15 +135,16 @@ class SafetensorsFiles(_Shards):
         """Shape of a tensor."""
         return tuple(self._file(self._paths[name]).get_slice(name).get_shape())
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor or a part of it, backed by the file: copy it before changing it."""
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """A tensor or a slice of it, backed by the file: copy it before changing it."""
         if self._read_bytes > _REOPEN_BYTES:
             self._open, self._read_bytes = None, 0
         file = self._file(self._paths[name])
-        tensor = file.get_slice(name)[box] if box else file.get_tensor(name)
-        # Of the columns of a part, the pages that hold them are read, and their neighbours with them.
-        whole = len(box) > 1 and math.prod(self.shape(name)[1:]) * (box[0].stop - box[0].start) if box else 0
-        self._read_bytes += max(whole, tensor.numel()) * tensor.element_size()
+        tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+        # A slice of columns reads the memory pages of all columns of its rows.
+        is_matrix = slices is not None and len(slices) > 1
+        rows = math.prod(self.shape(name)[1:]) * (slices[0].stop - slices[0].start) if is_matrix else 0
+        self._read_bytes += max(rows, tensor.numel()) * tensor.element_size()
         return tensor
 
 
@@ -167,9 +168,9 @@ class TorchFiles(_Shards):
         """Shape of a tensor."""
         return tuple(self._file(self._paths[name])[name].shape)
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor or a part of it, backed by the file: copy it before changing it."""
-        return self._file(self._paths[name])[name][box or ...]
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """A tensor or a slice of it, backed by the file: copy it before changing it."""
+        return self._file(self._paths[name])[name][slices or ...]
 
 
 class FormattedCheckpointFiles:

@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune.models import Box
+from torchtune.models import Slices
 from torchtune.training._rng import RNGState
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._ranks import Held, Ranks, read_like, whole_where_partial
-from torchtune.training.checkpointing._safetensors_file import Block, TensorFile, num_bytes, tensor_file
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorFile, num_bytes, tensor_file
 from torchtune.training.checkpointing._sources import SafetensorsFiles
+from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel._shards import LocalShard, read_shard, reduce_partial
 
 STATE_DIR = "state"
 STRUCTURE = "state.json"
@@ -138,7 +138,7 @@ def _parameters(state: Mapping[str, Any], named: Mapping[str, nn.Parameter]) -> 
 
 
 @dataclass(frozen=True)
-class SavedState:
+class LocalState:
     """What a rank writes of the state.
 
     Attributes:
@@ -152,7 +152,7 @@ class SavedState:
     agreed: bytes
 
 
-def state_parts(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ranks: Ranks) -> SavedState:
+def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ranks: Ranks) -> LocalState:
     """The state of every value, its ``state_dict()`` or a plain dict as it is: the tensors, and the rest as JSON.
 
     What is not sharded is rank 0's, but for the random generators: each rank has its own.
@@ -176,35 +176,27 @@ def state_parts(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ran
             else:
                 structure[key] = _encode(plain, key, tensors)
     structure |= {_NAMES: _parameter_names(state, named), _FILES: ranks.size}
-    parts, starts = [], {}
+    entries, starts = [], {}
     for turn, (name, (path, tensor, node)) in enumerate(tensors.items()):
-        like = parameters.get(path.rpartition("/")[0])
-        # An optimizer changes its own at its next step; who knows when others do that, so these are copied now.
-        tensor = tensor.clone() if like is None else whole_where_partial(tensor)
-        held = Held.of(tensor, ranks, 0 if like is None or num_bytes(tensor) <= _SMALL else turn, like)
-        node |= {"shape": list(held.outline.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        if held.data.shape == held.outline.shape:
-            node["rank"] = 0 if like is None or num_bytes(tensor) <= _SMALL else turn % ranks.size
-        if held.writes and held.data.numel():
-            starts[name] = [part.start for part in held.box]
-            parts.append(_part(name, held.data))
-    parts += [_part(name, tensor.clone()) for name, (_, tensor, _) in own_tensors.items()]
+        parameter = parameters.get(path.rpartition("/")[0])
+        # An optimizer changes its state at its next step; other objects may at any time, so theirs is copied now.
+        tensor = tensor.clone() if parameter is None else reduce_partial(tensor)
+        turn = 0 if parameter is None or num_bytes(tensor) <= _SMALL else turn
+        shard = LocalShard.of(tensor, ranks, turn, parameter)
+        node |= {"shape": list(shard.spec.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        if shard.data.shape == shard.spec.shape:
+            node["rank"] = turn % ranks.size
+        if shard.is_writer and shard.data.numel():
+            starts[name] = [part.start for part in shard.slices]
+            entries.append(Entry.of(name, shard.data))
+    entries += [Entry.of(name, tensor.clone()) for name, (_, tensor, _) in own_tensors.items()]
     metadata = {_VALUES: json.dumps(values), _STARTS: json.dumps(starts)}
     agreed = json.dumps([[name, node.get("shape"), node.get("dtype")] for name, (_, _, node) in tensors.items()])
-    return SavedState(tensor_file(_of_rank(ranks.rank), parts, metadata), structure, agreed.encode())
+    return LocalState(tensor_file(_of_rank(ranks.rank), entries, metadata), structure, agreed.encode())
 
 
 def _of_rank(rank: int) -> str:
     return f"{STATE_DIR}/rank_{rank}.safetensors"
-
-
-def _part(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Callable[[], list[Block]]]:
-    outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return {name: outline}, partial(_blocks, name, tensor)
-
-
-def _blocks(name: str, tensor: torch.Tensor) -> list[Block]:
-    return [Block(name, (0,) * tensor.dim(), tensor)]
 
 
 class _WholeFile:
@@ -222,9 +214,9 @@ class _WholeFile:
         first = tuple(slice(0, 1) for _ in self.shape(node))
         return self._source.read(node["tensor"], first or None).dtype
 
-    def read(self, node: dict[str, Any], box: Box) -> torch.Tensor:
+    def read(self, node: dict[str, Any], slices: Slices) -> torch.Tensor:
         """A part of a tensor."""
-        return self._source.read(node["tensor"], box or None).clone()  # the directory may be pruned meanwhile
+        return self._source.read(node["tensor"], slices or None).clone()  # the directory may be pruned meanwhile
 
 
 class _RankFiles:
@@ -274,10 +266,10 @@ class _RankFiles:
             self._open[rank] = SafetensorsFiles([self._folder / _of_rank(rank)])
         return self._open[rank]
 
-    def read(self, node: dict[str, Any], box: Box) -> torch.Tensor:
+    def read(self, node: dict[str, Any], slices: Slices) -> torch.Tensor:
         """A part of a tensor, put together from the files that have something of it."""
         name = node["tensor"]
-        new = torch.empty([part.stop - part.start for part in box], dtype=self.dtype(node))
+        new = torch.empty([part.stop - part.start for part in slices], dtype=self.dtype(node))
         missing = new.numel()
         ranks = [node["rank"], *self._order] if "rank" in node else self._order
         for rank in dict.fromkeys(ranks):
@@ -287,12 +279,12 @@ class _RankFiles:
             if start is None:
                 continue
             shape = self.header(rank)["shapes"][name]
-            low = [max(a, part.start) for a, part in zip(start, box, strict=True)]
-            high = [min(a + n, part.stop) for a, n, part in zip(start, shape, box, strict=True)]
+            low = [max(a, part.start) for a, part in zip(start, slices, strict=True)]
+            high = [min(a + n, part.stop) for a, n, part in zip(start, shape, slices, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
             theirs = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-            ours = tuple(slice(a - p.start, b - p.start) for a, b, p in zip(low, high, box, strict=True))
+            ours = tuple(slice(a - p.start, b - p.start) for a, b, p in zip(low, high, slices, strict=True))
             new[ours] = self.file(rank).read(name, theirs or None)
             missing -= math.prod(b - a for a, b in zip(low, high, strict=True))
             self._order.remove(rank)  # the next is likely to be there, too
@@ -327,7 +319,7 @@ def _structure(folder: Path) -> dict[str, Any]:
 
 
 def _decoded(structure: dict[str, Any], key: str, tensor: Callable[[str, dict[str, Any]], Any], folder: Path) -> Any:
-    """The value of ``key``. Raises ``CheckpointError`` if the structure is not one that :func:`state_parts` made."""
+    """The value of ``key``. Raises ``CheckpointError`` if the structure is not one that :func:`local_state` made."""
     try:
         return _decode(structure[key], key, tensor)
     except CheckpointError:
@@ -390,7 +382,7 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
         like, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
         if not isinstance(like, DTensor) or not shape:
             return source.read(node, tuple(slice(0, size) for size in shape))
-        return read_like(like, shape, source.dtype(node), lambda box: source.read(node, box))
+        return read_shard(like, shape, source.dtype(node), lambda slices: source.read(node, slices))
 
     for key, value in state.items():
         if isinstance(value, RNGState):

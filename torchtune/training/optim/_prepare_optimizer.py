@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchtune.modules.optim import OptimizerInBackward
 from torchtune.training.optim._low_precision_optimizer import MasterWeightsOptimizer, StochasticRoundingOptimizer
+from torchtune.training.parallel._ranks import broadcast_object
 from torchtune.utils import UserError
 
 OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]
@@ -77,10 +77,7 @@ def prepare_optimizer(
 
 def _shared_seed() -> int:
     """torch's seed on rank 0: ranks that hold the same weights must round them alike."""
-    seed = [torch.initial_seed()]
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(seed, src=0)
-    return seed[0]
+    return broadcast_object(torch.initial_seed())
 
 
 def setup_optimizer(
