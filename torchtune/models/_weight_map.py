@@ -119,7 +119,7 @@ class Group:
             shapes: of the external tensors, in the order of ``external``.
             source: reads a slice of an external tensor.
         """
-        for part in self.external_slices(name, slices, shapes):
+        for part in self.op.external_slices(self.tune.index(name), slices, shapes, self.description):
             part.fill(target, source(self.external[part.external], part.slices))
 
     def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:

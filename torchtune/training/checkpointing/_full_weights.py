@@ -99,11 +99,10 @@ class FullWeights:
         Raises:
             ConversionError: ``from_full`` returns tensors that do not fit the parameters.
         """
-        for part in self.parameters(name):
-            self._parameters[part] = materialize(self._model, part, device, None if name in self._stored else dtype)
         if name in self._stored:
             self._fill_stored(name, read, device)
             return
+        self._parameters[name] = materialize(self._model, name, device, dtype)
         slices, local = my_shard(self._parameters[name])
         if local.numel():
             read(slices, local)
@@ -111,6 +110,7 @@ class FullWeights:
     def _fill_stored(self, name: str, read: Read, device: torch.device) -> None:
         """Read the rows of a full weight that this rank needs, convert them, and keep this rank's shards."""
         form = self._stored[name][1]
+        self._parameters |= {part: materialize(self._model, part, device) for part in form.names}
         shards = {part: my_shard(self._parameters[part]) for part in form.names}
         rows = _rows(form, [slices for slices, _ in shards.values()])
         if rows.start == rows.stop:

@@ -139,12 +139,13 @@ class SafetensorsFiles(_Shards):
         """A tensor or a slice of it, backed by the file: copy it before changing it."""
         if self._read_bytes > _REOPEN_BYTES:
             self._open, self._read_bytes = None, 0
-        file = self._file(self._paths[name])
-        tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+        stored = self._file(self._paths[name]).get_slice(name)
+        tensor = stored[slices or ...]
         # A slice of columns reads the memory pages of all columns of its rows.
-        is_matrix = slices is not None and len(slices) > 1
-        rows = math.prod(self.shape(name)[1:]) * (slices[0].stop - slices[0].start) if is_matrix else 0
-        self._read_bytes += max(rows, tensor.numel()) * tensor.element_size()
+        elements = tensor.numel()
+        if slices is not None and len(slices) > 1:
+            elements = max(elements, math.prod(stored.get_shape()[1:]) * (slices[0].stop - slices[0].start))
+        self._read_bytes += elements * tensor.element_size()
         return tensor
 
 
