@@ -38,6 +38,7 @@ cuda: $(BIN)/.test  ## Check which kernels attend on CUDA, without a GPU: make c
 configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table of models, and what they need
 	$(BIN)/python tools/make_configs.py
 	$(BIN)/python tools/make_model_table.py
+	$(BIN)/python tools/make_dataflow.py
 	$(BIN)/python tools/make_tables.py
 
 sync: $(BIN)/.test  ## Copy what recipes share from the first recipe of each group into the others

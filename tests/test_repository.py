@@ -129,6 +129,20 @@ def test_the_committed_table_of_models_is_what_the_families_say() -> None:
     assert (ROOT / "docs" / "model_table.txt").read_text() == make_model_table.page(), "run `make configs`"
 
 
+def test_the_committed_picture_of_the_data_flow_is_what_the_script_draws() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import make_dataflow
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    assert (ROOT / "docs" / "dataflow.svg").read_text() == make_dataflow.picture(), "run `make configs`"
+    labels = [code for row in make_dataflow.DATA + make_dataflow.WEIGHTS for _, code in row]
+    names = {name for code in labels for name in re.findall(r"[A-Z]\w+|[a-z]+_\w+", code)} - {"DTensor"}
+    source = "".join(path.read_text() for folder in ("torchtune", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    assert len(names) > 15
+    assert not [name for name in names if not re.search(rf"\b{name}\b", source)]
+
+
 @pytest.mark.slow
 def test_the_table_of_memory_is_what_the_configs_need() -> None:
     done = subprocess.run(

@@ -40,12 +40,26 @@ class Recipe:
     name: str
     file_path: str
     configs: list[Config] = field(default_factory=list)
-    supports_distributed: bool = False
 
     @property
     def path(self) -> Path:
         """The file itself."""
         return ROOT / self.file_path
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """What ``recipes/features.yaml`` declares the recipe to be; empty if it has no line there."""
+        return _declared().get(self.name, frozenset())
+
+    @property
+    def supports_distributed(self) -> bool:
+        """Whether the recipe runs in several processes."""
+        return "distributed" in self.groups
+
+    @property
+    def method(self) -> frozenset[str]:
+        """The groups of its training method: those that say nothing about the number of devices."""
+        return self.groups - {"one_device", "distributed"}
 
 
 def _natural(name: str) -> list[tuple[bool, float, str]]:
@@ -65,6 +79,14 @@ def recipe_of(config: str | Path) -> str | None:
 
 
 @functools.cache
+def _declared() -> dict[str, frozenset[str]]:
+    import yaml
+
+    content = yaml.safe_load((ROOT / "features.yaml").read_text(encoding="utf-8"))
+    return {name: frozenset(groups) for name, groups in content["recipes"].items()}
+
+
+@functools.cache
 def _scan() -> tuple[Recipe, ...]:
     recipes = {}
     for path in ROOT.rglob("*.py"):
@@ -72,7 +94,7 @@ def _scan() -> tuple[Recipe, ...]:
         if path.name != "__init__.py" and not _NOT_RECIPES.intersection(parts):
             file_path = "/".join(parts)
             name = file_path.removesuffix(".py")
-            recipes[name] = Recipe(name, file_path, supports_distributed="distributed" in path.stem)
+            recipes[name] = Recipe(name, file_path)
     for path in CONFIGS.rglob("*.yaml"):
         file_path = path.relative_to(CONFIGS).as_posix()
         recipe = recipe_of(path)

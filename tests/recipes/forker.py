@@ -5,6 +5,7 @@ the children's pids, then, when they have ended, their exit codes. Several ranks
 starts do. The parent runs no tensor operation, so that a fork is safe.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -16,9 +17,12 @@ import datasets  # noqa: F401  (imported here so that children need not)
 import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401
 
-import torchtune.models.llama3
-import torchtune.modules.peft
-import torchtune.training.checkpointing  # noqa: F401
+import torchtune._recipe_registry
+import torchtune.models  # noqa: F401
+
+ROOMS = "config data datasets models modules modules.loss modules.peft modules.transforms.tokenizers training utils"
+
+_held: list[socket.socket] = []
 
 
 def child(recipe: str, argv: list[str], output: str) -> None:
@@ -44,16 +48,29 @@ def environments(ranks: int) -> list[dict[str, str]]:
     """What torchrun would tell each of them; nothing if there is one."""
     if ranks == 1:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Bound for as long as this process lives, so that nobody else is given the port; rank 0 can still listen there.
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _held.append(held)
+    port = held.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
+def import_rooms() -> None:
+    """Import what recipes do, every public name included: once here, not once in every child."""
+    importlib.import_module("omegaconf")
+    for room in ROOMS.split():
+        face = importlib.import_module(f"torchtune.{room}")
+        for name in face.__all__:
+            getattr(face, name)
+
+
 def main() -> None:
     """Serve jobs until standard input closes."""
+    import_rooms()
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)

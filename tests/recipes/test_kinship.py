@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.recipe_table import RecipeTableError, groups, recipe_files, recipes_in, table
+from torchtune._recipe_registry import get_all_recipes
 
 ROOT = Path(__file__).parents[2]
 FILES = recipe_files()
@@ -109,6 +110,18 @@ def test_every_setting_says_what_it_does(path: Path) -> None:
 
 def test_every_recipe_is_declared() -> None:
     assert set(groups()) == set(FILES)
+
+
+def test_recipes_of_the_same_groups_would_be_one_method() -> None:
+    """The command line tells methods apart by their groups: a config for one is not run by another."""
+    declared = {name: frozenset(found) for name, found in groups().items()}
+    same = [(a, b) for a in declared for b in declared if a < b and declared[a] == declared[b]]
+    assert not same, "give the newer one a group of its own in recipes/features.yaml"
+    found = {recipe.name: recipe for recipe in get_all_recipes()}
+    assert set(found) == set(declared)
+    assert sorted(name for name in found if found[name].supports_distributed) == sorted(recipes_in("distributed"))
+    one, several = found["lora_finetune_single_device"], found["lora_finetune_distributed"]
+    assert one.method == several.method != found["full_finetune_distributed"].method
 
 
 @pytest.mark.parametrize("group", table()["groups"])

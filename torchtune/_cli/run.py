@@ -172,7 +172,10 @@ class Run(Subcommand):
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
         if not recipe.registered:
             return
-        supported = next(r.supports_distributed for r in get_all_recipes() if r.name == recipe.name)
+        found = next(each for each in get_all_recipes() if each.name == recipe.name)
+        if not found.groups:  # a recipe of the user's in a checkout, which says nothing about it
+            return
+        supported = found.supports_distributed
         if wanted and not supported:
             self._parser.error(
                 f"Recipe {recipe.name} does not support distributed training. Please run without torchrun commands."

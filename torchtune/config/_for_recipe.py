@@ -6,16 +6,13 @@ from typing import Any
 
 def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
     """Whether a shipped recipe runs a config for one of another method, and not just for another number of devices."""
-    from torchtune._recipe_registry import find_recipe, recipe_at
+    from torchtune._recipe_registry import get_all_recipes, recipe_at
 
+    methods = {recipe.name: recipe.method for recipe in get_all_recipes()}
     own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
-    if own is None or not isinstance(named, str) or find_recipe(named) is None:
+    if own is None or not isinstance(named, str) or named not in methods:
         return False
-    return _method(own) != _method(named)
-
-
-def _method(recipe: str) -> str:
-    return recipe.removesuffix("_single_device").removesuffix("_distributed")
+    return methods[own] != methods[named]
 
 
 def remark_on_recipe(data: Mapping[str, Any], scope: Mapping[str, Any], own_settings: Collection[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Layers and tokenizers: the pieces that models are made of."""
+"""Building blocks of models: layers, losses, adapters and tokenizers."""
 
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import attention, create_block_causal_mask, packed_block_causal_mask

@@ -1,9 +1,8 @@
-"""Causal attention for the CPU, in blocks of queries, by plain matrix products; scores and weights are float32.
+"""Causal attention for the CPU in blocks of queries, with matrix products; scores and probabilities are float32.
 
-For documents of up to about a thousand tokens this takes half to three quarters of the time of torch's fused CPU
-kernel (more so in bfloat16, whose backward pass is slow there). Like that kernel it rounds normalised weights to the
-dtype of the values that they are multiplied with. It keeps nothing but queries, keys and values: the probabilities are
-computed again in the backward pass, a block at a time.
+For documents of up to about 1,000 tokens it takes 50 to 75 % of the time of torch's fused CPU kernel, which has a slow
+backward pass in bfloat16. Like that kernel it rounds normalised probabilities to the dtype of the values. It saves
+only queries, keys and values for the backward pass, which recomputes the probabilities block by block.
 """
 
 import functools
@@ -16,7 +15,7 @@ _BLOCK = 128  # queries at a time; measured best from 32 to 192
 
 
 def suits_blocks(length: int, dtype: torch.dtype) -> bool:
-    """Whether blocks are the faster way for a document of ``length`` tokens on a CPU (measured on x86, AVX-512)."""
+    """Whether blocks are faster for a document of ``length`` tokens on CPU (measured on x86 with AVX-512)."""
     return 128 <= length <= 2048 if dtype == torch.float32 else length <= 1024
 
 
@@ -29,16 +28,16 @@ def block_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Causal attention of each row with itself.
+    """Causal self-attention of each row.
 
     Args:
         q: queries ``[b, s, n, h]``.
         k: keys ``[b, s, n_kv, h]``.
         v: values ``[b, s, n_kv, h]``.
-        out: takes the result ``[b, s, n, h]``.
-        window: how many positions a query sees, itself the last; 0: all before it. Keys outside cost nothing.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0: they stay.
-        sinks: one more score for every head ``[n]``, of a key without a value.
+        out: receives the result ``[b, s, n, h]``.
+        window: sliding window in positions, the query's own included; 0: none. Keys outside of it are not computed.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0: no soft cap.
+        sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator.
     """
     queries, out_heads = (_split_queries(t, k.shape[2]) for t in (q, out))
     values = _by_kv_head(v, v.dtype)
@@ -60,8 +59,8 @@ def block_attention_backward(
     sinks: Tensor | None = None,
     grad_sinks: Tensor | None = None,
 ) -> None:
-    """Gradients of :func:`block_attention` with respect to its inputs, written into ``grad_q``, ``grad_k`` and
-    ``grad_v``, added to ``grad_sinks``, from that of its result, ``[b, s, n, h]``."""
+    """Backward pass of :func:`block_attention` for the output gradient ``[b, s, n, h]``: writes ``grad_q``, ``grad_k``
+    and ``grad_v``, and adds to ``grad_sinks``."""
     queries, grad_heads, grad_queries = (_split_queries(t, k.shape[2]) for t in (q, grad, grad_q))
     keys, values = _by_kv_head(k, k.dtype), _by_kv_head(v, v.dtype)
     grad_keys, grad_values = torch.zeros(2, *keys.shape, dtype=torch.float32, device=k.device)
@@ -70,7 +69,7 @@ def block_attention_backward(
         grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_now)
         grad_weights = torch.bmm(grad_now, values[:, seen].transpose(1, 2)).float()
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
-        if grad_sinks is not None:  # the sink's weight is what the others leave of one, and its value is zero
+        if grad_sinks is not None:  # the sink's probability is 1 - sum of the others; its value is zero
             left = (weights.sum(-1) - 1) * (grad_weights * weights).sum(-1)
             grad_sinks += left.view(q.shape[0], grad_sinks.shape[0], -1).sum((0, 2))
         if slope is not None:
@@ -101,16 +100,16 @@ def _block_of(x: Tensor, block: slice, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _future(device: torch.device) -> Tensor:
-    """-inf where a position of a block may not look, float32 ``[_BLOCK, _BLOCK]``."""
+    """Causal mask of a diagonal block: -inf above the diagonal, float32 ``[_BLOCK, _BLOCK]``."""
     return torch.full((_BLOCK, _BLOCK), float("-inf"), device=device).triu(1)
 
 
 def _blocks(
     queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
-    """For each block of positions: its slice, the slice of the keys that it sees, its queries
-    ``[b * n_kv, n / n_kv * block, h]``, its attention weights ``[b * n_kv, n / n_kv * block, seen]``, and the
-    derivative of the soft cap; ``keys`` and results are float32."""
+    """Yield for each block of queries: its slice, the slice of visible keys, queries
+    ``[b * n_kv, n / n_kv * block, h]``, probabilities ``[b * n_kv, n / n_kv * block, visible]`` and the derivative of
+    the soft cap. ``keys`` and results are float32."""
     group, s, h = queries.shape[2:]
     future = _future(queries.device)
     scaled_keys = keys * h**-0.5

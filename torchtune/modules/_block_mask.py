@@ -1,26 +1,26 @@
-"""The block mask of flex attention for packed documents, made on the device in a few operations."""
+"""FlexAttention's block mask for packed documents, made on the device in a few operations."""
 
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # flex attention brings the compiler with it, which costs a second to import
+if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 
 
 def document_block_mask(cu_seqlens: Tensor, num_tokens: int, window: int = 0) -> "BlockMask":
-    """Causal attention within each document as a ``BlockMask``, without a ``t × t`` mask and without a host sync.
+    """Make the ``BlockMask`` of causal attention within documents, without a ``t × t`` mask and without a host sync.
 
-    The blocks of keys that a block of queries sees are neighbours: from the one where its first document (or its first
-    window) begins to the block itself. Those between are seen whole where a single document covers them.
+    A block of queries sees a contiguous range of key blocks: from the block where its first document (or the window of
+    its first query) begins to its own block. Key blocks in the same document and inside all windows are full blocks.
 
     Args:
-        cu_seqlens: int32 ``[documents + 1]``, where documents begin, ending with ``num_tokens``.
-        num_tokens: t, positions of all documents.
-        window: how many positions a query sees, itself the last; 0: all of its document before it.
+        cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to ``num_tokens``.
+        num_tokens: t, total number of positions.
+        window: sliding window in positions, the query's own included; 0: none.
 
     Returns:
         Mask for queries and keys ``[1, n, t, h]``.
@@ -35,13 +35,13 @@ def document_block_mask(cu_seqlens: Tensor, num_tokens: int, window: int = 0) ->
     seen = begin if not window else torch.maximum(begin, starts - window + 1)
     block = starts // BLOCK
     first = seen // BLOCK
-    # Whole blocks: after the document's beginning, inside the window of the last query, before the block itself.
+    # Full blocks: after the document's beginning, inside the window of the last query, before the diagonal block.
     whole_from = torch.where(document[starts] == document[ends], -(-begin // BLOCK), block)
     if window:
         whole_from = torch.maximum(whole_from, (ends - window + BLOCK) // BLOCK)
     whole_from = torch.minimum(torch.maximum(whole_from, first), block)
     order = torch.arange(len(starts), device=device)
-    # Partly seen are the blocks from `first` to `whole_from`, and the block of the queries itself.
+    # Partial blocks: from `first` to `whole_from`, and the diagonal block.
     before = (whole_from - first)[:, None]
     partial = torch.where(order < before, first[:, None] + order, block[:, None])
     whole = whole_from[:, None] + order

@@ -1,4 +1,4 @@
-"""Attention document by document, as one operator that compilers leave whole."""
+"""Document-masked attention as a custom operator, which the compiler does not trace into."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """What kernels need of :class:`torchtune.data.Documents`, without what a compiler would specialise on.
+    """Document boundaries as kernels take them, without values that the compiler would specialise on.
 
     Attributes:
-        cu_seqlens: int32 ``[documents + 1]``, where documents begin, ending with the number of positions.
-        max_length: at least the length of the longest; rounded up, so that it takes few values.
-        block_masks: window (0: none) -> mask of flex attention, made once for all layers that need it.
+        cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths.
+        max_length: upper bound of the sequence lengths, rounded up so that it takes few values.
+        block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
     """
 
     cu_seqlens: Tensor
@@ -34,12 +34,12 @@ class Boundaries:
 
     @classmethod
     def of(cls, documents: Documents, step: int = 512, block_masks: Iterable[int] = ()) -> "Boundaries":
-        """The boundaries of documents.
+        """Make the boundaries of documents.
 
         Args:
-            documents: whose boundaries.
-            step: the longest length is rounded up to a multiple of it.
-            block_masks: windows of the layers that run flex attention.
+            documents: the documents of the batch.
+            step: ``max_length`` is a multiple of it.
+            block_masks: windows of the layers that run FlexAttention.
         """
         masks = {w: document_block_mask(documents.cu_seqlens, documents.num_tokens, w) for w in block_masks}
         return cls(documents.cu_seqlens, -(-documents.max_length // step) * step, masks)
@@ -59,7 +59,7 @@ def _run_attention(length: int, count: int, q: Tensor, k: Tensor, v: Tensor, dro
 
 
 def _pieces(cu_seqlens: Tensor, *tensors: Tensor) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
-    """Every run of documents: length, count, and its slice of each tensor ``[t, …]``."""
+    """Yield every run of documents of equal length: length, count, and its slice of each tensor ``[t, …]``."""
     start = 0
     for length, count in _runs(cu_seqlens.diff().tolist()):
         end = start + length * count
@@ -70,7 +70,7 @@ def _pieces(cu_seqlens: Tensor, *tensors: Tensor) -> Iterator[tuple[int, int, tu
 
 
 def _in_blocks(q: Tensor, length: int, window: int, softcap: float, sinks: Tensor | None) -> bool:
-    """Whether a document of ``length`` runs in blocks: what no kernel knows, and where blocks are faster."""
+    """Whether a document of ``length`` runs in blocks: no other kernel supports it, or blocks are faster."""
     if window or softcap:
         return True
     on_cpu = q.device.type == "cpu"
@@ -201,13 +201,13 @@ def document_attention(
     """Causal attention within each document.
 
     Args:
-        q: queries ``[t, n, h]``, all documents one after another.
+        q: queries ``[t, n, h]``, packed documents.
         k: keys ``[t, n_kv, h]``.
         v: values ``[t, n_kv, h]``.
-        cu_seqlens: int32 ``[documents + 1]``, where documents begin, ending with t.
-        window: how many positions a query sees, itself the last; 0: all of its document before it.
-        softcap: bound of the scores; 0: none.
-        sinks: one more score for every head ``[n]``, of a key without a value.
+        cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to t.
+        window: sliding window in positions, the query's own included; 0: none.
+        softcap: soft cap of the scores; 0: none.
+        sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator.
 
     Returns:
         Tensor ``[t, n, h]``.
@@ -219,6 +219,6 @@ def document_attention(
 
 
 def document_attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float) -> Tensor:
-    """The same, dropping attention weights with probability ``dropout_p``."""
+    """:func:`document_attention` with dropout of attention weights."""
     pieces = _pieces(cu_seqlens, q, k, v)
     return torch.cat([_run_attention(length, count, *parts, dropout_p) for length, count, parts in pieces])

@@ -1,4 +1,4 @@
-"""Causal attention within documents by torch's flash kernel for CUDA, as one operator: sliding windows and sinks."""
+"""Document-masked attention with sinks on CUDA: torch's flash attention kernel as a custom operator."""
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def _backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     unused = torch.empty(0, device=q.device)
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of random numbers: there is no dropout
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # RNG state; unused without dropout
     lengths = (cu_seqlens, cu_seqlens, max_length, max_length)
     grads = torch.ops.aten._flash_attention_backward(
         grad.contiguous(), q, k, v, out, lse, *lengths, 0.0, not window, state, unused, **_window(window)
@@ -84,16 +84,16 @@ _forward.register_autograd(_backward_formula, setup_context=_setup_context)
 def flash_attention_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, sinks: Tensor, window: int = 0
 ) -> Tensor:
-    """Causal attention within each document, on CUDA in float16 or bfloat16; the host waits for nothing.
+    """Causal attention within each document, on CUDA in float16 or bfloat16, without a host sync.
 
     Args:
-        q: queries ``[t, n, h]``, all documents one after another.
+        q: queries ``[t, n, h]``, packed documents.
         k: keys ``[t, n_kv, h]``.
         v: values ``[t, n_kv, h]``.
-        cu_seqlens: int32 ``[documents + 1]``, where documents begin, ending with t.
-        max_length: at least the length of the longest.
-        sinks: scores of the sinks ``[n]``.
-        window: how many positions a query sees, itself the last; 0: all of its document before it.
+        cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to t.
+        max_length: upper bound of the sequence lengths.
+        sinks: attention sinks ``[n]``.
+        window: sliding window in positions, the query's own included; 0: none.
 
     Returns:
         Tensor ``[t, n, h]``.

@@ -1,4 +1,4 @@
-"""Keeping a function out of compiled graphs, without loading the compiler for it."""
+"""Exclude a function from compiled graphs without importing the compiler."""
 
 import functools
 from collections.abc import Callable
@@ -11,10 +11,9 @@ R = TypeVar("R")
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compiler.disable`` at the first call: as a decorator, that one costs the import of the compiler.
+    """Apply ``torch.compiler.disable`` at the first call: as a decorator it would import the compiler.
 
-    Optimizers load the compiler too, so that the first step of a run pays nothing for this; what is only described
-    or checked never does.
+    Optimizers import the compiler as well, so a training run pays nothing extra; a dry run never imports it.
     """
     disabled: Callable[P, R] | None = None
 

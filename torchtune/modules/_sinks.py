@@ -1,11 +1,11 @@
-"""Attention sinks on top of kernels that know none.
+"""Attention sinks for kernels without support for them.
 
-A sink is one more key, with a score of its own for every head and no value (Xiao et al. 2023, arXiv:2309.17453). It
-enlarges the denominator of the softmax: where ``lse`` is the log-sum-exp of the scores, ``log(exp(lse) + exp(sink))``
-is the one with the sink, and the output shrinks by the ratio of the two denominators.
+A sink is a learned logit per head that is added to the softmax's denominator and has no value (Xiao et al. 2023,
+arXiv:2309.17453). With ``lse`` the log-sum-exp of the scores, the new one is ``log(exp(lse) + exp(sink))``, and the
+output is multiplied by ``sigmoid(lse - sink)``.
 
-The backward pass of a flash kernel computes probabilities from the log-sum-exp and their mean gradient from the output
-that it is given. Given those with the sink, it returns the gradients with the sink.
+The backward pass of a flash attention kernel recomputes probabilities from the log-sum-exp and uses the output for
+their mean gradient. With the log-sum-exp and the output of attention with sinks, its gradients are those with sinks.
 """
 
 import torch
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp with the sinks.
+    """Add sinks to the output and log-sum-exp of attention.
 
     Args:
         out: output without sinks ``[…, n, t, h]``.
         lse: its log-sum-exp, float32 ``[…, n, t]``.
-        sinks: scores of the sinks ``[n]``.
+        sinks: attention sinks ``[n]``.
     """
     with_sinks = torch.logaddexp(lse, sinks.float()[:, None])
     return out * (lse - with_sinks).exp().unsqueeze(-1).to(out.dtype), with_sinks
@@ -29,9 +29,9 @@ def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
     Args:
         grad: gradient of the output ``[…, n, t, h]``.
-        out: output with the sinks, likewise.
-        lse: log-sum-exp with the sinks ``[…, n, t]``.
-        sinks: their scores ``[n]``.
+        out: output with sinks, of the same shape.
+        lse: log-sum-exp with sinks ``[…, n, t]``.
+        sinks: attention sinks ``[n]``.
     """
     probability = (sinks.float()[:, None] - lse).exp()
     found = -(probability * (grad.float() * out.float()).sum(-1)).sum(-1)

@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped queries."""
+"""Multi-head attention, grouped-query attention included."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torchtune.modules.position_embeddings import apply_rope
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention in which groups of query heads share a key and value head (Ainslie et al. 2023, arXiv:2305.13245).
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); multi-head if ``num_kv_heads`` is ``num_heads``.
 
     Args:
         embed_dim: d, size of the input.
@@ -22,22 +22,22 @@ class MultiHeadAttention(nn.Module):
         k_proj: ``d -> n_kv * h``.
         v_proj: ``d -> n_kv * h``.
         output_proj: ``n * h -> d``.
-        pos_embeddings: rotates queries and keys ``[b, s, n, h]``, called with ``input_pos=``.
-        q_norm: normalises every query head.
-        k_norm: normalises every key head; given if and only if ``q_norm`` is.
-        kv_cache: filled and read by every call, if given.
-        max_seq_len: kept for information.
-        is_causal: whether positions see only earlier ones when neither mask nor documents say so.
-        attn_dropout: probability of dropping an attention weight in training.
-        qk_norm_before_rope: order of norm and rotation.
-        qk_norm_whole: the norms act on the whole projection, ``n * h`` wide, instead of on every head; before rotation.
-        scale: of the scores; by default ``h ** -0.5``.
-        softcap: bound of the scores, ``softcap * tanh(score / softcap)``.
-        window: how many positions a query sees at most, itself the last.
-        sinks: learn, for every query head, the score of looking at nothing: a parameter ``sinks`` ``[n]``.
+        pos_embeddings: rotary embedding of queries and keys ``[b, s, n, h]``, called with ``input_pos=``.
+        q_norm: norm of each query head.
+        k_norm: norm of each key head; required with ``q_norm``.
+        kv_cache: KV cache, which every call extends and reads.
+        max_seq_len: informational.
+        is_causal: whether attention is causal without mask and documents.
+        attn_dropout: dropout probability of attention weights in training.
+        qk_norm_before_rope: whether the norms come before RoPE.
+        qk_norm_whole: the norms act on the whole projection, ``n * h`` wide, instead of each head; before RoPE.
+        scale: scale of the scores; by default ``h ** -0.5``.
+        softcap: soft cap of the scores, ``softcap * tanh(score / softcap)``.
+        window: sliding window in positions, the query's own included.
+        sinks: add attention sinks: a parameter ``sinks`` ``[n]``, a logit per head in the softmax's denominator.
 
     Raises:
-        ValueError: numbers that do not fit together.
+        ValueError: arguments that do not fit together.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MultiHeadAttention(nn.Module):
         self.attn_dropout = attn_dropout
         self.qk_norm_before_rope = qk_norm_before_rope
         self.qk_norm_whole = qk_norm_whole
-        self.query_factor = 1.0 if scale is None else scale * head_dim**0.5  # what kernels do not scale themselves
+        self.query_factor = 1.0 if scale is None else scale * head_dim**0.5  # kernels scale by h ** -0.5
         self.softcap = softcap
         self.window = window
         self.kv_cache = kv_cache
@@ -94,11 +94,11 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = k_norm
         self.pos_embeddings = pos_embeddings
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
-        # Another function of the same arguments where a sequence is split over devices.
+        # Context parallelism replaces it by a function of the same arguments.
         self.attention = attention
 
     def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
-        """Make room for ``max_seq_len`` positions of ``batch_size`` rows, on the device that tensors are made on."""
+        """Make a KV cache for ``batch_size`` rows of ``max_seq_len`` positions, on the default device."""
         if self.kv_cache is None:
             self.kv_cache = KVCache(batch_size, max_seq_len, self.num_kv_heads, self.head_dim, dtype)
             self.cache_enabled = True
@@ -119,15 +119,15 @@ class MultiHeadAttention(nn.Module):
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            x: ``[b, s, d]``, where queries come from.
-            y: ``[b, t, d]``, where keys and values come from; by default ``x``.
-            mask: bool ``[b, s, t]`` (True: attend) or a ``BlockMask``. With a cache, t is its length.
+            x: ``[b, s, d]``, input of the query projection.
+            y: ``[b, t, d]``, input of the key and value projections; by default ``x``.
+            mask: bool ``[b, s, t]`` (True: attend) or a ``BlockMask``. With a KV cache, t is the cache's length.
             input_pos: positions ``[b, s]``, for ``pos_embeddings``.
-            documents: boundaries; instead of a mask.
-            rope: cosine and sine of the positions, if the caller has them already.
+            documents: document boundaries, instead of a mask.
+            rope: precomputed cosine and sine of the positions.
 
         Returns:
             Tensor ``[b, s, d]``.

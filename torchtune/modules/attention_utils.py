@@ -1,4 +1,4 @@
-"""Attention over documents and masks: which kernel runs is decided here, and nowhere else."""
+"""Attention with document masks and other masks: selects the kernel."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from torchtune.modules._document_attention import Boundaries, document_attention
 from torchtune.modules._flash_attention import flash_attention_with_sinks
 from torchtune.utils import get_logger, log_once
 
-if TYPE_CHECKING:  # flex attention brings the compiler with it, which costs a second to import
+if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
     from torch.nn.attention.flex_attention import BlockMask
 
 _MaskType = Union[Tensor, "BlockMask"]
@@ -37,34 +37,34 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention, ``softmax(q kᵀ / √h) v``, with grouped queries.
+    """Scaled dot-product attention, ``softmax(q kᵀ / √h) v``, with grouped-query support.
 
-    At most one of ``documents`` and ``mask`` is given. With neither, every row is one causal sequence (or, if not
-    ``is_causal``, every position sees every other).
+    Give at most one of ``documents`` and ``mask``. With neither, attention is causal in each row, or full if
+    ``is_causal`` is False.
 
     Args:
         q: queries ``[b, s, n, h]``.
         k: keys ``[b, t, n_kv, h]``; n is a multiple of n_kv.
         v: values ``[b, t, n_kv, h]``.
-        documents: boundaries in the flattened ``b * s`` positions; each document attends causally to itself alone.
-        mask: bool ``[b, s, t]`` (True: attend), or a ``BlockMask`` of flex attention.
-        is_causal: read only without ``mask`` and ``documents``.
-        dropout_p: probability of dropping an attention weight.
-        window: how many positions a query sees at most, itself the last. Of a mask, the last key that a query sees
-            counts as itself, as causal masks have it, with or without a cache.
+        documents: boundaries in the flattened ``b * s`` positions; attention is causal within each document.
+        mask: bool ``[b, s, t]`` (True: attend), or a FlexAttention ``BlockMask``.
+        is_causal: ignored with ``mask`` or ``documents``.
+        dropout_p: dropout probability of attention weights.
+        window: sliding window in positions, the query's own included. With a mask, the last visible key is the query's
+            own position.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        sinks: one more score for every head ``[n]``, of a key without a value: a query may look at nothing (Xiao et
-            al. 2023, arXiv:2309.17453).
+        sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator (Xiao et al. 2023,
+            arXiv:2309.17453).
 
     Returns:
         Tensor ``[b, s, n, h]``.
 
     Raises:
-        ValueError: both ``documents`` and ``mask``, or dropout with a window, a soft cap or sinks.
+        ValueError: both ``documents`` and ``mask`` are given, or dropout with a window, a soft cap or sinks.
     """
     if dropout_p > 0.0 and (window or softcap or sinks is not None):
         raise ValueError("Attention with a window, a soft cap or sinks has no dropout: set attn_dropout to 0.")
-    scored = softcap is not None or sinks is not None  # scores themselves are needed
+    scored = softcap is not None or sinks is not None  # the kernel must change the scores
     if documents is not None:
         if mask is not None:
             raise ValueError("Attention takes either documents or a mask, not both.")

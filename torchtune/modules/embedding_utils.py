@@ -1,4 +1,4 @@
-"""Growing and shrinking the vocabulary of a model."""
+"""Resize the vocabulary of a model."""
 
 import dataclasses
 
@@ -8,17 +8,17 @@ from torch import nn
 
 @torch.no_grad()
 def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
-    """Change the number of tokens that the model knows, in place.
+    """Resize embedding and output projection in place.
 
-    Existing rows of the embedding and of the output projection stay; new rows get the mean of the old ones, so that
-    new tokens start as average tokens. A tied output follows by itself.
+    Existing rows are kept; new rows are initialised with the mean of the old rows. A tied output shares the new
+    embedding.
 
     Args:
         model: has ``tok_embeddings``, and an ``output`` that is a linear layer or tied.
         num_embeddings: new size of the vocabulary, at least 1.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: ``num_embeddings`` is below 1.
     """
     if num_embeddings < 1:
         raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` (Shazeer 2020), elementwise; keeps only its two inputs for the backward pass."""
     if torch.compiler.is_compiling():
-        return F.silu(gate) * up  # the compiler makes one kernel of it and decides what to keep
+        return F.silu(gate) * up  # the compiler fuses it and decides what to save
     return _SwiGLU.apply(gate, up)
 
 
@@ -35,9 +35,9 @@ class FeedForward(nn.Module):
     """``down(activation(gate(x)) * up(x))``, or ``down(activation(gate(x)))`` without ``up_proj``.
 
     Args:
-        gate_proj: projection ``embed_dim -> hidden``; held as ``w1``.
-        down_proj: projection ``hidden -> embed_dim``; held as ``w2``.
-        up_proj: projection ``embed_dim -> hidden``; held as ``w3``.
+        gate_proj: projection ``embed_dim -> hidden``; the attribute ``w1``.
+        down_proj: projection ``hidden -> embed_dim``; the attribute ``w2``.
+        up_proj: projection ``embed_dim -> hidden``; the attribute ``w3``.
         activation: elementwise, applied to the gate.
     """
 

@@ -1,17 +1,17 @@
-"""Keys and values of earlier positions, kept during generation."""
+"""The KV cache: keys and values of earlier positions during generation."""
 
 import torch
 from torch import Tensor, nn
 
 
 class KVCache(nn.Module):
-    """Room for the keys and values of one attention layer, filled from the left.
+    """The KV cache of one attention layer, filled from the left.
 
-    Buffers, none of which is saved: ``k_cache`` and ``v_cache`` ``[b, n_kv, max_seq_len, h]``, and ``cache_pos``.
+    Non-persistent buffers: ``k_cache`` and ``v_cache`` ``[b, n_kv, max_seq_len, h]``, and ``cache_pos``.
 
     Args:
         batch_size: b.
-        max_seq_len: positions that fit.
+        max_seq_len: capacity in positions.
         num_kv_heads: n_kv.
         head_dim: h.
         dtype: of keys and values.
@@ -44,11 +44,11 @@ class KVCache(nn.Module):
             v_val: values of the same shape.
 
         Returns:
-            Keys and values ``[b', n_kv, max_seq_len, h]``; positions not yet filled hold zeros.
+            Keys and values ``[b', n_kv, max_seq_len, h]``; unfilled positions are zero.
 
         Raises:
-            ValueError: more rows than the cache was made for.
-            AssertionError: more positions than fit.
+            ValueError: more rows than the cache has.
+            AssertionError: more positions than the cache's capacity.
         """
         bsz, _, seq_len, _ = k_val.shape
         if bsz > self.k_cache.shape[0]:

@@ -10,13 +10,13 @@ Layout = Literal["interleaved", "half"]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """Turn pairs of channels by the angle of their position; computed in float32.
+    """Apply rotary embeddings: rotate pairs of channels by the angles of their position, in float32.
 
     Args:
         x: ``[b, s, n, h]``.
-        cos: float32 ``[b or 1, s, 1, r / 2]``, cosine of every angle; channels from r ≤ h on stay as they are.
-        sin: the same for the sine.
-        layout: the pairs: ``"interleaved"`` (0, 1), (2, 3) …, or ``"half"`` (0, h/2), (1, h/2 + 1) ….
+        cos: float32 ``[b or 1, s, 1, r / 2]``, cosine of the angles; channels from r ≤ h on are not rotated.
+        sin: sine of the angles, of the same shape.
+        layout: pairs of channels: ``"interleaved"`` (0, 1), (2, 3) …, or ``"half"`` (0, h/2), (1, h/2 + 1) ….
 
     Returns:
         Tensor of the shape and dtype of ``x``.
@@ -45,7 +45,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: nothing of ``x`` is kept."""
+    """The gradient of a rotation is the inverse rotation, so ``x`` is not saved for backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -60,22 +60,22 @@ class _Rotation(torch.autograd.Function):
 
 
 class RotaryPositionalEmbeddings(nn.Module):
-    """Rotary positions.
+    """Rotary position embeddings.
 
-    Holds no tensors: the frequencies are numbers of Python, so that building on the meta device, ``to_empty`` and
-    casts lose nothing. :meth:`cos_sin` is meant to be called once per forward pass and shared by all layers.
+    It has no tensors: frequencies are Python numbers, which the meta device, ``to_empty`` and casts do not change.
+    Call :meth:`cos_sin` once per forward pass and share the result between layers.
 
     Args:
-        dim: channels of a head that turn: all of them, h, or the first so many.
-        max_seq_len: kept for information; positions beyond it work too.
-        base: of the geometric series of wavelengths.
+        dim: rotated channels of a head: h, or fewer for partial rotary embeddings (the first ones).
+        max_seq_len: informational; positions beyond it work too.
+        base: base (theta) of the frequencies.
         layout: which channels of a head form a pair; see :func:`apply_rope`.
-        stretch: every wavelength is multiplied by it (linear scaling of positions).
+        stretch: divisor of the positions (linear scaling).
 
     Attributes:
-        by_reach: whether the angles depend on how long a text is, so that :meth:`cos_sin` wants its ``reach``.
-        switch_at: the longest text that has the angles of short ones, where all change at once beyond it.
-        magnitude: what cosine and sine are multiplied by.
+        by_reach: whether the angles depend on the sequence length, the argument ``reach`` of :meth:`cos_sin`.
+        switch_at: the sequence length beyond which all angles change (LongRoPE), or None.
+        magnitude: factor of cosine and sine.
     """
 
     by_reach = False
@@ -107,10 +107,10 @@ class RotaryPositionalEmbeddings(nn.Module):
         return frequencies / self.stretch
 
     def rope_init(self) -> None:
-        """Nothing to do; kept for callers that materialise models by hand."""
+        """Do nothing; for callers that materialise models by hand."""
 
     def _frequencies_of(self, reach: Tensor) -> Tensor:
-        """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[h / 2]``, or one for each position."""
+        """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[h / 2]``, or to one row per position."""
         return torch.tensor(self._frequencies, dtype=torch.float32, device=reach.device)
 
     @torch.no_grad()
@@ -119,8 +119,8 @@ class RotaryPositionalEmbeddings(nn.Module):
 
         Args:
             input_pos: positions ``[b, s]`` or ``[s]``.
-            reach: int64 ``[b or 1, s or 1]``, how many positions the text of each has; by default each row is one
-                text, up to its last position. It matters if ``by_reach``.
+            reach: int64 ``[b or 1, s or 1]``, sequence length of each position; by default each row is one sequence up
+                to its last position. Used if ``by_reach``.
 
         Returns:
             Two float32 tensors ``[b or 1, s, 1, h / 2]``.
@@ -154,10 +154,10 @@ class RotaryPositionalEmbeddings(nn.Module):
 
 
 class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
-    """Rotary positions whose slow frequencies are stretched as in Llama 3.1 (arXiv:2407.21783).
+    """Rotary embeddings with Llama 3.1's scaling of low frequencies (arXiv:2407.21783).
 
     Wavelengths above ``old_context_len / low_freq_factor`` are multiplied by ``scale_factor``; those below
-    ``old_context_len / high_freq_factor`` stay; frequencies in between are interpolated linearly.
+    ``old_context_len / high_freq_factor`` are unchanged; frequencies in between are interpolated linearly.
 
     Args:
         dim: channels of a head, h.
@@ -201,21 +201,21 @@ class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
 
 
 class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
-    """Rotary positions stretched by YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
+    """Rotary embeddings with YaRN scaling (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
 
-    Channels that turn often within the original context stay, those that turn seldom are slowed down by a factor,
-    and a ramp over the channels joins the two; scores grow by a constant.
+    High frequencies are unchanged, low frequencies are divided by a factor, those between are interpolated. Cosine and
+    sine are multiplied by a constant.
 
     Args:
         dim: channels of a head that turn.
         max_seq_len: kept for information.
         base: of the geometric series of wavelengths.
-        factor: by which slow channels are slowed down.
-        original_max_seq_len: context length that is being stretched.
-        beta_fast: channels with at least so many turns in the original context stay.
-        beta_slow: those with at most so many are slowed down in full.
-        truncate: whether the ramp begins and ends at whole channels.
-        magnitude: what cosine and sine are multiplied by.
+        factor: divisor of low frequencies.
+        original_max_seq_len: pre-training context length.
+        beta_fast: channels with at least this many rotations in the pre-training context are unchanged.
+        beta_slow: channels with at most this many rotations are divided by ``factor``.
+        truncate: whether the interpolation range is rounded to whole channels.
+        magnitude: factor of cosine and sine.
         layout: which channels of a head form a pair.
     """
 
@@ -252,20 +252,20 @@ class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
 
 
 class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
-    """Rotary positions of LongRoPE (Ding et al. 2024, https://arxiv.org/abs/2402.13753): a factor for each channel.
+    """Rotary embeddings with LongRoPE scaling, a factor per channel (Ding et al. 2024, arXiv:2402.13753).
 
-    Texts longer than the original context have other factors than those that fit; each text, be it packed with
-    others, has those of its own length. Keys that were cached while a text was short do not serve a longer one: a
-    text that outgrows the original context has to be read again, as ``transformers`` does for Phi-3.
+    Sequences longer than the pre-training context use other factors than shorter ones; packed documents use those of
+    their own length. When a sequence outgrows the pre-training context, cached keys are invalid and the sequence must
+    be prefilled again, as ``transformers`` does for Phi-3.
 
     Args:
         dim: channels of a head that turn, r.
         max_seq_len: kept for information.
         base: of the geometric series of wavelengths.
-        short_factors: r / 2 numbers by which wavelengths are multiplied in texts that fit.
-        long_factors: the same for longer texts.
-        original_max_seq_len: the length up to which a text fits.
-        magnitude: what cosine and sine are multiplied by.
+        short_factors: r / 2 multipliers of the wavelengths for sequences up to ``original_max_seq_len``.
+        long_factors: r / 2 multipliers for longer sequences.
+        original_max_seq_len: pre-training context length.
+        magnitude: factor of cosine and sine.
         layout: which channels of a head form a pair.
     """
 
@@ -296,11 +296,11 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
 
 
 class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
-    """Rotary positions whose base grows with texts longer than the context (``rope_type: dynamic``).
+    """Rotary embeddings with dynamic NTK scaling: the base grows with long sequences (``rope_type: dynamic``).
 
-    A text of length l > ``original_max_seq_len`` has the base times ``(factor * l / original_max_seq_len - (factor -
-    1)) ** (r / (r - 2))``; shorter ones, each by itself also when packed with others, have the base as it is. In a
-    key-value cache, as in that of ``transformers``, a key stays as it was turned when the text was as long as that.
+    For a sequence of length l > ``original_max_seq_len``, the base is multiplied by ``(factor * l /
+    original_max_seq_len - (factor - 1)) ** (r / (r - 2))``. Packed documents use their own lengths. Keys in a KV cache
+    keep the rotation of the length at which they were cached, as in ``transformers``.
 
     Args:
         dim: channels of a head that turn, r.

@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
 
 
 class _EagerRMSNorm(torch.autograd.Function):
-    """The same with few passes over memory; keeps the input and one number per row for the backward pass."""
+    """RMSNorm with few memory passes; saves the input and one number per row for backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
     Args:
         dim: size of the last dimension.
         eps: added to the mean square.
-        unit_offset: scale by ``1 + scale``, which starts at zero, and round once, after scaling (Gemma's way).
+        unit_offset: scale by ``1 + scale``, with ``scale`` initialised to zero, and round after scaling (Gemma).
     """
 
     def __init__(self, dim: int, eps: float = 1e-6, *, unit_offset: bool = False) -> None:
@@ -74,7 +74,7 @@ class RMSNorm(nn.Module):
         self.scale = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
 
     def reset_parameters(self) -> None:
-        """Set the scale so that it scales by one."""
+        """Initialise the scale to a factor of one."""
         nn.init.constant_(self.scale, 0.0 if self.unit_offset else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class RMSNorm(nn.Module):
         return self.scaled_by(self.scale, x)
 
     def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
-        """The same with another ``scale`` ``[dim]`` in the place of its own."""
+        """:meth:`forward` with another ``scale`` ``[dim]``."""
         if self.unit_offset:
             return rms_norm(x.float(), self.eps, 1.0 + scale.float()).to(x.dtype)
         return rms_norm(x, self.eps, scale)

@@ -1,4 +1,4 @@
-"""Linear layers that keep their weight in another form, quantised for example."""
+"""Linear layers with parameters in another form than a plain weight, for example quantized."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from torch.nn import functional as F
 
 
 class StoredLinear(nn.Linear):
-    """Base class of linear layers whose parameters store the weight in another form.
+    """Base class of linear layers that store the weight in another form.
 
-    A conversion puts them in the place of ``nn.Linear`` (see
-    :meth:`torchtune.modules.conversion.Conversion.stored_weights`). Adapters may be put on top: the adapted layer is an
-    instance of this class too and has the same parameters.
+    A conversion replaces ``nn.Linear`` by them (see
+    :meth:`torchtune.modules.conversion.Conversion.stored_weights`). With an adapter, the layer remains an instance of
+    this class and keeps its parameters.
     """
 
-    # Which dimension of a parameter belongs to the outputs and which to the inputs, None for neither: tensor
-    # parallelism shards them with the layer. Parameters that are not named are replicated.
+    # Parameter -> its output and its input dimension (or None), by which tensor parallelism shards it. Parameters that
+    # are not named are replicated.
     parallel_dims: ClassVar[Mapping[str, tuple[int | None, int | None]]]
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The output projection of models that share it with their embeddings."""
+"""Tied output projections."""
 
 import torch
 from torch import Tensor, nn
@@ -6,13 +6,13 @@ from torch.nn import functional as F
 
 
 class TiedLinear:
-    """Callable that projects with the weight of another module, and is no module itself.
+    """Output projection with the weight of another module. It is a callable, not a module.
 
-    It therefore adds no key to a state dict, and follows its module through ``to_empty``, conversions and resizing:
-    the weight is looked up at every call.
+    It adds no key to the state dict. It reads the weight at every call, so ``to_empty``, conversions and resizing of
+    the other module take effect.
 
     Args:
-        tied_module: has a ``weight`` ``[v, d]``, for example the token embedding.
+        tied_module: module with a ``weight`` ``[v, d]``, for example the token embedding.
         softcap: logits become ``softcap * tanh(logits / softcap)``, in float32.
 
     Raises:
@@ -33,20 +33,20 @@ class TiedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., d]`` to ``[..., v]``."""
         weight = self.tied_module.weight
-        if hasattr(weight, "device_mesh"):  # sharded over its vocabulary
-            from torchtune.modules.parallel import vocabulary_parallel_linear  # takes its time to import
+        if hasattr(weight, "device_mesh"):  # sharded over the vocabulary
+            from torchtune.modules.parallel import vocabulary_parallel_linear  # slow to import
 
             return soft_cap(vocabulary_parallel_linear(x, weight), self.softcap)
         return soft_cap(F.linear(x, weight), self.softcap)
 
 
 class CappedLinear(nn.Linear):
-    """An output projection whose logits are bounded, as :class:`TiedLinear` bounds them.
+    """An output projection with a soft cap, as in :class:`TiedLinear`.
 
     Args:
         in_features: d.
         out_features: v.
-        softcap: the bound.
+        softcap: logits become ``softcap * tanh(logits / softcap)``, in float32.
     """
 
     def __init__(self, in_features: int, out_features: int, softcap: float) -> None:
@@ -59,5 +59,5 @@ class CappedLinear(nn.Linear):
 
 
 def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
-    """``softcap * tanh(logits / softcap)``, in float32; without a bound, the logits as they are."""
+    """``softcap * tanh(logits / softcap)`` in float32; with None, the logits unchanged."""
     return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)

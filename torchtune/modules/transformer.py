@@ -15,15 +15,15 @@ from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
 
 
 class TransformerSelfAttentionLayer(nn.Module):
-    """One pre-norm layer: attention, then feed-forward, each added to its input.
+    """A pre-norm transformer layer: attention, then feed-forward, each with a residual connection.
 
     Args:
         attn: attention.
         mlp: feed-forward ``[b, s, d] -> [b, s, d]``.
-        sa_norm: before attention; by default nothing.
-        mlp_norm: before the feed-forward.
-        sa_scale: after attention, before the addition.
-        mlp_scale: after the feed-forward, before the addition.
+        sa_norm: norm before attention; by default none.
+        mlp_norm: norm before the feed-forward.
+        sa_scale: applied to the output of attention before the residual addition.
+        mlp_scale: applied to the output of the feed-forward before the residual addition.
         mask_mod: changes the mask of this layer: ``mask_mod(mask, b, s, s)``.
     """
 
@@ -50,15 +50,15 @@ class TransformerSelfAttentionLayer(nn.Module):
     def setup_caches(
         self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
     ) -> None:
-        """Make the key-value cache; the encoder's length does not matter here."""
+        """Make the KV cache; ``encoder_max_seq_len`` is ignored."""
         self.attn.setup_cache(batch_size, dtype, max_seq_len=decoder_max_seq_len)
 
     def caches_are_setup(self) -> bool:
-        """Whether there is a key-value cache."""
+        """Whether the layer has a KV cache."""
         return self.attn.kv_cache is not None
 
     def caches_are_enabled(self) -> bool:
-        """Whether the key-value cache is in use."""
+        """Whether the KV cache is enabled."""
         return self.attn.cache_enabled
 
     def reset_cache(self) -> None:
@@ -78,7 +78,7 @@ class TransformerSelfAttentionLayer(nn.Module):
     ) -> Tensor:
         """``[b, s, d]`` to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments.
 
-        ``encoder_input`` and ``encoder_mask`` are for layers with cross-attention, and not used here.
+        ``encoder_input`` and ``encoder_mask`` are for cross-attention layers and ignored here.
         """
         if self.mask_mod is not None:
             b, s, _ = x.shape
@@ -89,7 +89,7 @@ class TransformerSelfAttentionLayer(nn.Module):
 
 
 class Multiplier(nn.Module):
-    """Multiplies by a constant that is no parameter.
+    """Multiplies by a constant.
 
     Args:
         factor: the constant.
@@ -113,25 +113,24 @@ class TransformerDecoder(nn.Module):
 
     Args:
         tok_embeddings: token embedding.
-        layers: the layers, or one layer of which ``num_layers`` copies are made.
-        max_seq_len: longest sequence, and default length of the key-value cache.
-        num_heads: query heads of a layer.
-        head_dim: size of a head.
-        norm: after the last layer.
-        output: hidden states to logits; a module, or a callable such as :class:`TiedLinear`.
-        num_layers: number of copies, if ``layers`` is a single layer.
-        output_hidden_states: indices of layers whose input is returned as well (``len(layers)``: the last output).
-        embed_scale: token embeddings are multiplied by it, rounded to their dtype.
-        hidden_scale: what the output projection reads is multiplied by it.
+        layers: the layers, or one layer, which is copied ``num_layers`` times.
+        max_seq_len: longest sequence, and default length of the KV cache.
+        num_heads: query heads per layer.
+        head_dim: head dimension.
+        norm: norm after the last layer.
+        output: output projection to logits; a module, or a callable such as :class:`TiedLinear`.
+        num_layers: number of copies if ``layers`` is a single layer.
+        output_hidden_states: indices of layers; their inputs are returned too (``len(layers)``: the last output).
+        embed_scale: factor of token embeddings, rounded to their dtype.
+        hidden_scale: factor of the output projection's input.
 
     Raises:
-        ValueError: ``num_layers`` with a list of layers, or a single layer without it.
+        ValueError: ``num_layers`` is given with a list of layers, or missing with a single layer.
 
     Attributes:
-        skip_output_layer: what :meth:`forward` returns to callers that do not say it: hidden states if True. Kept for
-            older recipes; everything here says what it wants.
-        description: what the model was built from, if :func:`torchtune.models.build` built it.
-        spec: the family it belongs to, likewise.
+        skip_output_layer: whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only.
+        description: the description of the model, set by :func:`torchtune.models.build`.
+        spec: the model family, set by :func:`torchtune.models.build`.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class TransformerDecoder(nn.Module):
             layers = nn.ModuleList(layers)
         else:
             if num_layers is None:
-                raise ValueError("num_layers must say how many copies of the single layer to make.")
+                raise ValueError("num_layers must say the number of copies of the single layer.")
             layers = nn.ModuleList([copy.deepcopy(layers) for _ in range(num_layers)])
         self.tok_embeddings = tok_embeddings
         self.layers = layers
@@ -176,7 +175,7 @@ class TransformerDecoder(nn.Module):
 
     @property
     def text(self) -> "TransformerDecoder":
-        """The text decoder of the model: itself. A model with several parts names the one that reads text."""
+        """The text decoder: this module. Composite models return their text decoder."""
         return self
 
     def setup_caches(
@@ -187,15 +186,15 @@ class TransformerDecoder(nn.Module):
         encoder_max_seq_len: int | None = None,
         decoder_max_seq_len: int | None = None,
     ) -> None:
-        """Make a key-value cache in every layer, on the device that tensors are made on.
+        """Make a KV cache in every layer, on the default device.
 
-        From then on :meth:`forward` needs ``mask`` and ``input_pos``.
+        :meth:`forward` then requires ``mask`` and ``input_pos``.
 
         Args:
-            batch_size: rows of the largest batch.
-            dtype: of keys and values.
-            encoder_max_seq_len: not used by text decoders.
-            decoder_max_seq_len: positions that fit; by default ``max_seq_len``.
+            batch_size: largest batch size.
+            dtype: dtype of keys and values.
+            encoder_max_seq_len: ignored by text decoders.
+            decoder_max_seq_len: capacity in positions; by default ``max_seq_len``.
         """
         self.encoder_max_cache_seq_len = encoder_max_seq_len
         self.decoder_max_cache_seq_len = decoder_max_seq_len or self.max_seq_len
@@ -208,13 +207,12 @@ class TransformerDecoder(nn.Module):
             )
 
     def outgrows_caches(self, input_pos: Tensor) -> bool:
-        """Whether a text grows, with these positions, beyond a length at which the angles of all positions change.
+        """Whether these positions exceed a length at which all rotary angles change (LongRoPE only).
 
-        Its cached keys do not serve it any longer: empty the caches and give all of it again. Only models with LongRoPE
-        have such a length.
+        Cached keys are then invalid: reset the caches and prefill the whole sequence again.
 
         Args:
-            input_pos: positions ``[b, s]`` or ``[s]`` of the next call.
+            input_pos: positions ``[b, s]`` or ``[s]`` of the next forward pass.
         """
         limits = (getattr(self._pos_embeddings(layer), "switch_at", None) for layer in self.layers)
         limit = next((limit for limit in limits if limit is not None), None)
@@ -224,15 +222,15 @@ class TransformerDecoder(nn.Module):
         return bool(((first > 0) & (first <= limit) & (last >= limit)).any())
 
     def caches_are_setup(self) -> bool:
-        """Whether the layers have key-value caches."""
+        """Whether the layers have KV caches."""
         return self.layers[0].caches_are_setup()
 
     def caches_are_enabled(self) -> bool:
-        """Whether the layers use their key-value caches."""
+        """Whether the KV caches are enabled."""
         return self.layers[0].caches_are_enabled()
 
     def reset_caches(self) -> None:
-        """Empty the key-value caches. Raises ``RuntimeError`` if there are none."""
+        """Reset the KV caches. Raises ``RuntimeError`` if there are none."""
         if not self.caches_are_enabled():
             raise RuntimeError("There are no key-value caches to reset: call setup_caches() first.")
         for layer in self.layers:
@@ -252,27 +250,26 @@ class TransformerDecoder(nn.Module):
     ) -> Tensor | list[Tensor]:
         """Predict the next token at every position.
 
-        With neither ``mask`` nor ``documents`` each row is one causal sequence, so that padding on its right is
-        harmless.
+        Without ``mask`` and ``documents``, attention is causal in each row, so right padding has no effect on tokens.
 
         Args:
             tokens: int64 ``[b, s]``, or ``None`` with ``input_embeds``.
-            mask: bool ``[b, s, t]`` (True: attend) or a ``BlockMask``; with a cache, t is the cache's length.
-            documents: boundaries in the flattened batch, instead of a mask.
+            mask: bool ``[b, s, t]`` (True: attend) or a ``BlockMask``; with a KV cache, t is the cache's length.
+            documents: document boundaries in the flattened batch, instead of a mask.
             input_pos: positions ``[b, s]`` or ``[s]``; by default from the documents, or 0 … s - 1.
             input_embeds: ``[b, s, d]`` instead of tokens.
-            encoder_input: handed to the layers, for those that look at an encoder.
-            encoder_mask: likewise.
-            output: ``"logits"``, or ``"hidden"`` for the hidden states that :attr:`output` projects to logits. By
-                default logits, unless an older recipe has set ``skip_output_layer``.
+            encoder_input: passed to the layers, for cross-attention.
+            encoder_mask: passed to the layers, for cross-attention.
+            output: ``"logits"``, or ``"hidden"`` for the input of the output projection. By default ``"logits"``,
+                unless ``skip_output_layer`` is True.
 
         Returns:
-            Logits, float32 ``[b, s, v]``, or hidden states ``[b, s, d]``; preceded by the hidden states asked for, in
-            a list, if ``output_hidden_states``.
+            Logits, float32 ``[b, s, v]``, or hidden states ``[b, s, d]``. With ``output_hidden_states``, a list of
+            those hidden states and then this tensor.
 
         Raises:
-            ValueError: a sequence longer than ``max_seq_len``, a cache without mask and positions or that the text has
-                outgrown (:meth:`outgrows_caches`), both tokens and embeddings, or another ``output``.
+            ValueError: a sequence exceeds ``max_seq_len``, a KV cache is used without mask and positions or is outgrown
+                (:meth:`outgrows_caches`), both tokens and embeddings are given, or ``output`` has another value.
         """
         if output not in ("logits", "hidden", None):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
@@ -283,7 +280,7 @@ class TransformerDecoder(nn.Module):
             h = h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
-            # Of the tokens: with sequence parallelism the hidden states are a shard of the sequence.
+            # Read from the tokens: with sequence parallelism the hidden states are a shard of the sequence.
             input_pos = self._positions(h if tokens is None else tokens, documents)
         tables = self._rope_tables(input_pos, documents)
         boundaries = self._boundaries(h, documents, mask)
@@ -306,7 +303,7 @@ class TransformerDecoder(nn.Module):
         return [*hidden, last] if hidden else last
 
     def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor:
-        """Output of the last layer ``[b, s, d]`` to what :meth:`forward` returns for ``output``."""
+        """Turn the last layer's output ``[b, s, d]`` into what :meth:`forward` returns."""
         h = self.norm(h)
         if self.hidden_scale != 1.0:
             h = h * self.hidden_scale
@@ -315,7 +312,7 @@ class TransformerDecoder(nn.Module):
         return self.output(h).float()
 
     def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
-        """What kernels need of the documents, made once for all layers; says once which kernels those are."""
+        """Make the boundaries for the attention kernels, once for all layers; log the kernels at the first call."""
         attentions = (getattr(layer, "attn", None) for layer in self.layers)
         kinds = {
             (attn.head_dim, attn.window, attn.softcap, attn.sinks is not None)
@@ -361,7 +358,7 @@ class TransformerDecoder(nn.Module):
         return getattr(getattr(layer, "attn", None), "pos_embeddings", None)
 
     def _rope_tables(self, input_pos: Tensor, documents: Documents | None) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-        """Cosine and sine for each distinct position embedding among the layers, computed once."""
+        """Cosine and sine of each distinct rotary embedding, computed once for all layers."""
         kinds = {self._pos_embeddings(layer) for layer in self.layers}
         ropes = [kind for kind in kinds if isinstance(kind, RotaryPositionalEmbeddings)]
         reach = self._reach(input_pos, documents) if any(rope.by_reach for rope in ropes) else None
@@ -369,7 +366,7 @@ class TransformerDecoder(nn.Module):
 
     @staticmethod
     def _reach(input_pos: Tensor, documents: Documents | None) -> Tensor | None:
-        """How many positions the text of each position has; None: as many as its row has by now."""
+        """Sequence length of each position's document; None: that of its row."""
         if documents is None:
             return None
         lengths = documents.cu_seqlens.diff().to(input_pos.device)
@@ -377,10 +374,10 @@ class TransformerDecoder(nn.Module):
 
 
 def text_decoder(model: nn.Module) -> nn.Module:
-    """The text decoder of a model, which has ``layers``, ``tok_embeddings`` and ``output``.
+    """Return the text decoder of a model: the module with ``layers``, ``tok_embeddings`` and ``output``.
 
     Args:
-        model: a :class:`TransformerDecoder`, a model with parts that names its decoder in ``text``, or a module without
-            that attribute, which is taken as it is.
+        model: a :class:`TransformerDecoder`, a composite model with an attribute ``text``, or any other module, which
+            is returned unchanged.
     """
     return getattr(model, "text", model)

@@ -81,6 +81,7 @@ __getattr__, __dir__, __all__ = attach(
         "create_optim_in_bwd_wrapper": "optim._optimizer_in_backward",
         "disable_dropout": "_model_util",
         "explain_out_of_memory": "supervise._out_of_memory",
+        "fake_quantization": "quantization",
         "fit_vocabulary": "_vocabulary",
         "get_act_offloading_ctx_manager": "_activation_offloading",
         "get_constant_schedule_with_warmup": "lr_schedulers",

@@ -1,30 +1,296 @@
-"""Compatibility: names of quantisation that recipes copied from earlier releases import.
+"""Quantizers: how the weights of a model are quantised, while it trains (``*QATQuantizer``) and when it is exported.
 
-Full fine-tuning recipes import the float8 functions, generation and evaluation recipes :func:`get_quantizer_mode`;
-neither quantises unless its config asks for it. The quantizers themselves are not in this release.
+A quantizer is a name for a configuration of torchao. Weights of the linear layers are quantised, each group of
+neighbours along the input dimension with a scale of its own; embeddings, norms and the output projection keep their
+precision. Recipes of quantisation-aware training take a ``*QATQuantizer``, the recipe ``quantize`` any.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import nn
 
+from torchtune.modules import _torchao
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.fake_quant import (
+    FakeQuantize,
+    check_group_size,
+    fake_quant_layers,
+    quantizable_layers,
+    set_fake_quant,
+)
+from torchtune.modules.peft import QATLoRALinear
+from torchtune.modules.peft.lora import LoRALinear
 from torchtune.utils import UserError
 
-__all__ = ["convert_to_float8_training", "get_quantizer_mode", "is_fp8_tensorwise_scaling"]
+__all__ = [
+    "Float8Quantizer",
+    "Int4WeightOnlyQATQuantizer",
+    "Int4WeightOnlyQATQuantizerModuleSwap",
+    "Int4WeightOnlyQuantizer",
+    "Int8DynActInt4WeightQATQuantizer",
+    "Int8DynActInt4WeightQATQuantizerModuleSwap",
+    "Int8DynActInt4WeightQuantizer",
+    "Int8WeightOnlyQATQuantizer",
+    "Int8WeightOnlyQuantizer",
+    "QATQuantizer",
+    "Quantizer",
+    "convert_to_float8_training",
+    "fake_quantization",
+    "get_quantizer_mode",
+    "is_fp8_tensorwise_scaling",
+    "swap_lora_linear_with_qat",
+]
 
-_MODES = {
-    "Int4WeightOnlyQuantizer": "4w",
-    "Int4WeightOnlyQATQuantizer": "4w-qat",
-    "Int4WeightOnlyQATQuantizerModuleSwap": "4w-qat-module-swap",
-    "Int8DynActInt4WeightQuantizer": "8da4w",
-    "Int8DynActInt4WeightQATQuantizer": "8da4w-qat",
-    "Int8DynActInt4WeightQATQuantizerModuleSwap": "8da4w-qat-module-swap",
-}
+
+class Quantizer:
+    """Base class: quantises the linear layers of a model.
+
+    Args:
+        group_size: neighbours along the input dimension that share a scale; None for all of a row.
+
+    Attributes:
+        mode: short name, for example ``"8da4w"``.
+        bits: of a weight.
+        activations: how inputs are quantised: ``"int8"``, ``"float8"`` or None.
+        group_size: as given.
+    """
+
+    mode: ClassVar[str]
+    bits: ClassVar[int]
+    activations: ClassVar[str | None] = None
+
+    def __init__(self, group_size: int | None) -> None:
+        self.group_size = group_size
+
+    @property
+    def base_config(self) -> Any:
+        """torchao's configuration of the quantised model."""
+        return _torchao.int_config(self.bits, self.group_size, dynamic_activations=self.activations == "int8")
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """All that decides the quantised values: two quantizers of one layout make the same model."""
+        return {"bits": self.bits, "group_size": self.group_size, "activations": self.activations}
+
+    def quantize(self, model: nn.Module) -> nn.Module:
+        """Replace the weights of the linear layers by torchao's quantised ones, and return the model.
+
+        Raises:
+            ConversionError: a width that the group size does not divide, or torchao refuses.
+        """
+        layers = quantizable_layers(model)
+        check_group_size(layers, self.group_size)
+        _torchao.quantize_linears(model, self.base_config, set(layers))
+        return model
+
+
+class QATQuantizer(Quantizer):
+    """Base class of quantizers whose arithmetic is simulated in training."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Simulate quantisation in the linear layers of a model, and return it.
+
+        Raises:
+            ConversionError: see :class:`torchtune.modules.fake_quant.FakeQuantize`.
+        """
+        apply_conversions(model, [FakeQuantize(self.base_config)])
+        return model
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Quantise a prepared model, adapters merged in, and return it: it computes what it did when it was prepared.
+
+        Raises:
+            ConversionError: torchao refuses.
+            UserError: the model was not prepared.
+        """
+        layers = fake_quant_layers(model)
+        if not layers:
+            raise UserError("quantizer: convert() takes a model of prepare(), this one simulates no quantisation.")
+        for path, layer in layers.items():
+            plain = nn.Linear(*reversed(layer.weight.shape), bias=layer.bias is not None, device="meta")
+            plain.weight = nn.Parameter(layer.quantized_weight().detach(), requires_grad=False)
+            plain.bias = layer.bias
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, plain)
+        model.conversions = []
+        _torchao.quantize_linears(model, self.base_config, set(layers))
+        return model
+
+
+class Int8DynActInt4WeightQuantizer(Quantizer):
+    """int4 weights, a scale for each group; int8 inputs, a range for each token (8da4w).
+
+    Args:
+        groupsize: neighbours along the input dimension that share a scale.
+    """
+
+    mode, bits, activations = "8da4w", 4, "int8"
+
+    def __init__(self, groupsize: int = 256) -> None:
+        super().__init__(groupsize)
+
+
+class Int4WeightOnlyQuantizer(Quantizer):
+    """int4 weights, a scale for each group; inputs keep their precision.
+
+    Args:
+        groupsize: neighbours along the input dimension that share a scale.
+        inner_k_tiles: accepted for older configs; how a kernel orders weights is no part of a checkpoint.
+    """
+
+    mode, bits = "4w", 4
+
+    def __init__(self, groupsize: int = 128, inner_k_tiles: int = 8) -> None:
+        super().__init__(groupsize)
+
+
+class Int8WeightOnlyQuantizer(Quantizer):
+    """int8 weights, a scale for each row; inputs keep their precision."""
+
+    mode, bits = "8w", 8
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+class Float8Quantizer(Quantizer):
+    """float8 (e4m3) weights, a scale for each row.
+
+    Args:
+        dynamic_activations: quantise inputs to float8 as well, a scale for each token; for GPUs that multiply float8.
+    """
+
+    mode, bits = "f8", 8
+
+    def __init__(self, dynamic_activations: bool = True) -> None:
+        super().__init__(None)
+        self.activations = "float8" if dynamic_activations else None
+
+    @property
+    def base_config(self) -> Any:
+        """torchao's configuration of the weights."""
+        return _torchao.float8_config()
+
+
+class Int8DynActInt4WeightQATQuantizer(QATQuantizer):
+    """int4 weights, a scale for each group; int8 inputs, a range for each token.
+
+    Args:
+        groupsize: neighbours along the input dimension that share a scale.
+    """
+
+    mode, bits, activations = "8da4w-qat", 4, "int8"
+
+    def __init__(self, groupsize: int = 256) -> None:
+        super().__init__(groupsize)
+
+
+class Int4WeightOnlyQATQuantizer(QATQuantizer):
+    """int4 weights, a scale for each group; inputs keep their precision.
+
+    Args:
+        groupsize: neighbours along the input dimension that share a scale.
+        inner_k_tiles: accepted for older configs; how a kernel orders weights is no part of a checkpoint.
+    """
+
+    mode, bits = "4w-qat", 4
+
+    def __init__(self, groupsize: int = 256, inner_k_tiles: int = 8) -> None:
+        super().__init__(groupsize)
+
+
+class Int8WeightOnlyQATQuantizer(QATQuantizer):
+    """int8 weights, a scale for each row; inputs keep their precision."""
+
+    mode, bits = "8w-qat", 8
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+class Int4WeightOnlyQATQuantizerModuleSwap(Int4WeightOnlyQATQuantizer):
+    """Older name of :class:`Int4WeightOnlyQATQuantizer`."""
+
+    mode = "4w-qat-module-swap"
+
+
+class Int8DynActInt4WeightQATQuantizerModuleSwap(Int8DynActInt4WeightQATQuantizer):
+    """Older name of :class:`Int8DynActInt4WeightQATQuantizer`."""
+
+    mode = "8da4w-qat-module-swap"
 
 
 def get_quantizer_mode(quantizer: Any | None) -> str | None:
     """The short name of a quantizer, for example ``"8da4w"``; ``None`` for anything else, such as no quantizer."""
-    return _MODES.get(type(quantizer).__name__)
+    return quantizer.mode if isinstance(quantizer, Quantizer) else None
+
+
+def fake_quantization(
+    quantizer: Any, after_n_steps: int | None, step: Callable[[], int], total_steps: int
+) -> FakeQuantize:
+    """The conversion that simulates a quantizer in training.
+
+    Args:
+        quantizer: a ``*QATQuantizer``.
+        after_n_steps: train so many steps without it first.
+        step: returns the number of steps taken so far.
+        total_steps: of the run.
+
+    Raises:
+        UserError: it is no such quantizer.
+        ConversionError: nothing would be fake-quantised in ``total_steps``.
+    """
+    if not isinstance(quantizer, QATQuantizer):
+        known = ", ".join(kind.__name__ for kind in QATQuantizer.__subclasses__())
+        raise UserError(f"quantizer: {type(quantizer).__name__} cannot be simulated in training: choose {known}.")
+    return FakeQuantize(quantizer.base_config, after_n_steps=after_n_steps, step=step, total_steps=total_steps)
+
+
+def _enable_linear_fake_quant(mod: nn.Module, enabled: bool = True) -> None:
+    set_fake_quant(mod, enabled)
+
+
+def _disable_linear_fake_quant(mod: nn.Module) -> None:
+    set_fake_quant(mod, enabled=False)
+
+
+enable_4w_fake_quant_module_swap = enable_8da4w_fake_quant_module_swap = _enable_linear_fake_quant
+disable_4w_fake_quant_module_swap = disable_8da4w_fake_quant_module_swap = _disable_linear_fake_quant
+
+
+def _has_fake_quant(mode: str) -> bool:
+    return any(mode == kind.mode for base in QATQuantizer.__subclasses__() for kind in (base, *base.__subclasses__()))
+
+
+def _get_enable_fake_quant(quantizer_mode: str) -> Callable[[nn.Module], None] | None:
+    """What ``model.apply`` takes to switch the simulation on; ``None`` for a mode without one."""
+    return _enable_linear_fake_quant if _has_fake_quant(quantizer_mode) else None
+
+
+def _get_disable_fake_quant(quantizer_mode: str) -> Callable[[nn.Module], None] | None:
+    """What ``model.apply`` takes to switch the simulation off; ``None`` for a mode without one."""
+    return _disable_linear_fake_quant if _has_fake_quant(quantizer_mode) else None
+
+
+def swap_lora_linear_with_qat(
+    module: nn.Module, activation_qat_config: Any | None = None, weight_qat_config: Any | None = None
+) -> None:
+    """Give every LoRA layer of a module fake quantizers, in place.
+
+    Args:
+        module: has LoRA layers below it.
+        activation_qat_config: torchao's ``FakeQuantizeConfigBase`` of inputs, or None.
+        weight_qat_config: of weights with the adapter merged in, or None.
+
+    Raises:
+        ConversionError: an adapter with dropout.
+    """
+    for name, child in module.named_children():
+        if type(child) is LoRALinear:
+            setattr(module, name, QATLoRALinear.from_lora_linear(child, activation_qat_config, weight_qat_config))
+        else:
+            swap_lora_linear_with_qat(child, activation_qat_config, weight_qat_config)
 
 
 def is_fp8_tensorwise_scaling(fp8_recipe_name: str | None) -> bool:

@@ -1,6 +1,5 @@
 """What torchrun starts on two ranks: generation and losses of sharded models, against those of one process."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -114,7 +113,3 @@ def main(folder: Path) -> None:
         generate_tokens(cp, PROMPTS, max_new_tokens=2)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

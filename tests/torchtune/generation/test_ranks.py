@@ -9,4 +9,4 @@ from tests.torchtune.training.parallel.test_compositions import launch
 def test_sharded_models_do_what_one_process_does(tmp_path: Path) -> None:
     for tied in (True, False):
         write_checkpoint(tmp_path / f"tied_{tied}", tied=tied)
-    launch(str(Path(__file__).with_name("ranks.py")), 2, tmp_path)
+    launch("generation.ranks", 2, tmp_path)

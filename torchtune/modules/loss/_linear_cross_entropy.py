@@ -1,4 +1,4 @@
-"""Cross entropy of a linear projection, without ever holding all logits."""
+"""Chunked cross entropy of a linear projection, without full logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
 
-# Softmax runs over so many scores at a time: on CPU few enough to stay in cache between its passes.
+# Number of scores per block of softmax; on CPU small enough to stay in cache.
 _CPU_BLOCK = 2**20
 _BLOCK = 2**26
 
@@ -27,7 +27,7 @@ def row_losses(logits: Tensor, target: Tensor) -> Tensor:
 def row_losses_and_gradient(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy of every row [n]; ``logits`` [n, v] is overwritten with its gradient, softmax − one-hot.
 
-    The largest probability is 1 / Σ exp(logit − largest logit), so it yields the normaliser without a pass of its own.
+    The largest probability is 1 / Σ exp(logit − largest logit), which gives the normaliser without another pass.
     """
     compute = torch.promote_types(logits.dtype, torch.float32)
     column = target.unsqueeze(-1)
@@ -48,7 +48,7 @@ def _in_blocks(function: RowLoss, logits: Tensor, target: Tensor) -> Tensor:
 
 
 class _WeightGradient:
-    """Sum of logits_gradientᵀ · hidden over chunks, in float32 at least where there is more than one chunk."""
+    """Sum of logits_gradientᵀ · hidden over chunks, in float32 or wider if there is more than one chunk."""
 
     def __init__(self, weight: Tensor, chunks: int) -> None:
         compute = torch.promote_types(weight.dtype, torch.float32)
@@ -99,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The stored gradients, scaled in place; a second backward pass would scale them twice and is refused."""
+        """Return the stored gradients, scaled in place; raises at a second backward pass, which would scale again."""
         if ctx.gradients is None:
             raise RuntimeError(
                 "LinearCrossEntropyLoss: its gradients were used up by a first backward pass, call the loss again "
@@ -126,9 +126,9 @@ def linear_cross_entropy_sum(
         hidden: [n, d].
         weight: [v, d]; hidden is cast to its dtype.
         target: int64 [n], without ignored entries.
-        chunk_rows: rows whose logits exist at once.
+        chunk_rows: rows per chunk of logits.
         without_gradient: (logits, target) -> losses of rows.
-        with_gradient: the same, which also overwrites logits with their gradient.
+        with_gradient: like ``without_gradient``; also overwrites logits with their gradient.
 
     Returns:
         scalar, float32 (float64 for float64 inputs).

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under a linear projection, without ever holding all logits."""
+"""Chunked log-probabilities of tokens under a linear projection, without full logits."""
 
 from typing import Any, Literal, overload
 
@@ -10,19 +10,19 @@ from torch.autograd.function import once_differentiable
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.loss._linear_cross_entropy import _WeightGradient
 
-# Logits of so many elements exist at once, unless the caller says otherwise.
+# Default number of logits per chunk.
 _CHUNK_ELEMENTS = 2**25
 
 
 class _Projection:
-    """Scaled logits of a chunk of tokens, and how a gradient goes back through them.
+    """Scaled logits of a chunk of tokens, and their backward pass.
 
     Args:
-        weight: [v, d], or this rank's rows of it.
-        bias: [v], likewise.
-        softcap: bounds the logits.
-        temperature: divides them.
-        group: ranks that have the other rows.
+        weight: [v, d], or this rank's shard of the rows.
+        bias: [v], or this rank's shard.
+        softcap: soft cap of the logits.
+        temperature: divisor of the logits.
+        group: process group of the shards.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class _Projection:
         return gradient
 
     def columns(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's column [n, 1] among those of this rank, and whether it is one of them [n, 1]."""
+        """The target's column [n, 1] in this rank's shard, and whether it is in the shard [n, 1]."""
         columns = targets.unsqueeze(-1)
         if self.group is None:
             return columns, torch.ones_like(columns, dtype=torch.bool)
@@ -83,7 +83,7 @@ class _Projection:
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Keeps log Σ exp(logits) and entropy of every token; the backward pass makes the logits again, chunk by chunk."""
+    """Saves log Σ exp(logits) and entropy of every token; backward recomputes the logits chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -168,13 +168,12 @@ def linear_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities of ``targets`` under softmax(projection / temperature).
 
-    Logits exist for a chunk of tokens at a time, in the forward pass and, made again, in the backward pass; memory
-    besides is O(t). Products are computed in the dtype of the weight, softmax and its gradient in float32 (float64 for
-    float64 weights).
+    Logits are computed chunk by chunk in the forward pass and recomputed in the backward pass; other memory is O(t).
+    Products are in the dtype of the weight, softmax and its gradient in float32 (float64 for float64 weights).
 
-    With a weight that is sharded over its rows (a ``DTensor``, as tensor parallelism makes it), every rank of the mesh
-    calls it with the same tokens and gets the same values. The gradient of ``hidden`` is then the summand of this
-    rank, which the all-gather that made ``hidden`` sums over the ranks.
+    With a weight sharded over its rows (a ``DTensor``, from tensor parallelism), every rank of the mesh must pass the
+    same tokens and gets the same values. The gradient of ``hidden`` is then a partial sum, which the backward pass of
+    the all-gather of ``hidden`` reduces.
 
     Args:
         hidden: hidden states [t, d], cast to the dtype of the weight.

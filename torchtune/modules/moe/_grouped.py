@@ -1,4 +1,4 @@
-"""Products of rows with one of several matrices: rows are sorted by matrix, and no matrix without rows is read."""
+"""Grouped matrix products: rows are sorted by matrix; matrices without rows are not read."""
 
 import functools
 from collections.abc import Iterator
@@ -68,8 +68,8 @@ def _has_tensor_cores_for_groups(device: torch.device) -> bool:
 
 
 def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies all groups in one kernel here: bfloat16 on CUDA from compute capability 8.0, with rows
-    of whole 16 bytes."""
+    """Whether torch's grouped kernel supports these tensors: bfloat16 on CUDA, compute capability 8.0 or higher, rows
+    aligned to 16 bytes."""
     return (
         x.is_cuda
         and x.dtype == weight.dtype == torch.bfloat16
@@ -85,10 +85,10 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
 
     Args:
         x: rows ``[t, i]``, sorted by matrix.
-        weight: ``[e, i, o]``; matrices without rows cost nothing, and get a gradient of zero.
+        weight: ``[e, i, o]``; matrices without rows are not computed and get a zero gradient.
         counts: int64 ``[e]``, rows of each matrix; they sum to t.
-        kernel: whether torch's grouped kernel does it, or a loop over the matrices that have rows; by default as
-            :func:`has_grouped_kernel` says.
+        kernel: use torch's grouped kernel (True) or a loop over the matrices with rows (False); by default
+            :func:`has_grouped_kernel` decides.
 
     Returns:
         Tensor ``[t, o]``.

@@ -1,4 +1,4 @@
-"""Keeping the experts of a mixture evenly busy: a loss, a bias learnt without one, and what each has had to do."""
+"""Load balancing of experts: the auxiliary loss, loss-free balancing, and load metrics."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,14 +13,14 @@ from torchtune.modules.moe.moe import TokenChoiceTopKRouter, in_backward_pass
 
 
 def load_balancing_loss(probabilities: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:
-    """``e · Σ f p`` over experts, where f is the share of tokens that chose one and p its mean probability.
+    """The load-balancing loss ``e · Σ f p`` over experts: f is an expert's fraction of tokens, p its mean probability.
 
-    Formulas (4) to (6) of Fedus et al. 2021 (arXiv:2101.03961); shares and means are over all layers together. It is
-    ``experts_per_token`` if all experts are equally likely.
+    Formulas (4) to (6) of Fedus et al. 2021 (arXiv:2101.03961); fractions and means are over all layers together. The
+    loss is ``experts_per_token`` if all experts are equally likely.
 
     Args:
-        probabilities: of every layer ``[t, e]``.
-        counts: tokens of every expert in that layer, int64 ``[e]``.
+        probabilities: for every layer ``[t, e]``.
+        counts: for every layer, tokens per expert, int64 ``[e]``.
 
     Returns:
         scalar.
@@ -32,23 +32,23 @@ def load_balancing_loss(probabilities: Sequence[Tensor], counts: Sequence[Tensor
 
 
 class _Seen:
-    """What the routers of a model see in one forward pass, and what comes of it."""
+    """Statistics of a model's routers in one forward pass."""
 
     def __init__(self) -> None:
         self.routers: list[tuple[Tensor, Tensor, int]] = []  # sums of probabilities, counts, tokens
-        self.slope: Tensor | None = None  # gradient of the balancing loss by the probabilities of any token [e]
-        self.weight: Tensor | None = None  # gradient of what is trained by the balancing loss
+        self.slope: Tensor | None = None  # gradient of the balancing loss w.r.t. a token's probabilities [e]
+        self.weight: Tensor | None = None  # gradient of the total loss w.r.t. the balancing loss
 
 
 class Balance:
     """Carries the balancing loss of one model from its routers to its loss and back.
 
-    Routers leave what they see; the model's loss adds the balancing loss of it to its own; in the backward pass that
-    sum tells how much it weighs, and every router adds its part to the gradient that comes by. So the gradient is
-    that of the sum, whatever the loss is multiplied with, and layers may be compiled, sharded or recomputed.
+    Routers record their probabilities and counts. The model's loss adds the balancing loss. In the backward pass the
+    addition records the upstream gradient, and every router adds its share to the gradient of its scores. The result is
+    the gradient of the sum for any scale of the loss, and layers may be compiled, sharded or recomputed.
 
     Args:
-        coefficient: weight of the balancing loss.
+        coefficient: coefficient of the balancing loss.
     """
 
     def __init__(self, coefficient: float) -> None:
@@ -57,15 +57,14 @@ class Balance:
 
     @outside_graphs
     def attach(self, chosen: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """``chosen``, the scores ``[t, k]``, in whose backward pass ``probabilities`` ``[t, e]`` get their gradient."""
+        """Return ``chosen`` ``[t, k]``; its backward pass adds the gradient of ``probabilities`` ``[t, e]``."""
         if in_backward_pass():
             return chosen
         self._seen.routers.append((probabilities.detach().sum(0), counts, len(probabilities)))
         return _Attach.apply(chosen, probabilities, self._seen)
 
     def add_to(self, loss: Tensor, count: Tensor | int = 1) -> Tensor:
-        """``loss``, a sum over ``count`` labels, and as often the balancing loss of what the routers have seen since
-        this was last called."""
+        """Add ``count`` times the balancing loss since the last call to ``loss``, a sum over ``count`` labels."""
         if not torch.is_grad_enabled():
             return loss
         seen, self._seen = self._seen, _Seen()
@@ -116,14 +115,14 @@ def _routers(model: nn.Module, name: str) -> dict[str, TokenChoiceTopKRouter]:
 class BalancingLoss(Conversion):
     """Conversion that adds :func:`load_balancing_loss` to the loss of supervised fine-tuning.
 
-    Padding counts as tokens do; batches of documents have none. In a step of several batches each one's balancing loss
-    weighs as its labels do; processes balance their own tokens.
+    Padding counts as tokens; packed batches have none. With gradient accumulation, the loss of each micro-batch is
+    weighted by its number of labels. Ranks balance their own tokens.
 
     Args:
-        coefficient: weight of the loss; by default what the model's ``config.json`` says.
+        coefficient: coefficient of the loss; by default that of the model's ``config.json``.
 
     Raises:
-        ConversionError: it is negative.
+        ConversionError: ``coefficient`` is negative.
     """
 
     phase: ClassVar[Phase] = Phase.OBJECTIVE
@@ -134,10 +133,10 @@ class BalancingLoss(Conversion):
         self.coefficient = coefficient
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Let routers tell the loss what they see.
+        """Connect the routers to the loss.
 
         Raises:
-            ConversionError: the model has no experts, or says no coefficient.
+            ConversionError: the model has no experts, or its config has no coefficient.
         """
         routers, coefficient = _routers(model, "BalancingLoss"), self.coefficient
         if coefficient is None:
@@ -151,17 +150,17 @@ class BalancingLoss(Conversion):
 
 
 def balance_of(model: nn.Module) -> Balance | None:
-    """What :class:`BalancingLoss` has given to the routers of a model, if it has."""
+    """The :class:`Balance` of a model converted by :class:`BalancingLoss`, else None."""
     found = (module.balance for module in model.modules() if isinstance(module, TokenChoiceTopKRouter))
     return next(found, None)
 
 
 class LossFreeBalancing(Conversion):
-    """Conversion that moves routers' selection biases after every step, towards experts that had too little to do.
+    """Conversion for loss-free balancing: update the routers' selection biases after every step.
 
-    ``bias += rate · sign(mean tokens - tokens)`` over the tokens of the step on all processes (Wang et al. 2024,
-    arXiv:2408.15664). Scores, and so gradients, know nothing of it. A step that is skipped moves nothing, and its
-    tokens do not count for the next one.
+    ``bias += rate · sign(mean tokens - tokens)`` with the step's tokens of all ranks (Wang et al. 2024,
+    arXiv:2408.15664). The bias does not affect scores or gradients. A skipped step does not update it, and its tokens
+    are not counted.
 
     Args:
         rate: see above.
@@ -175,10 +174,10 @@ class LossFreeBalancing(Conversion):
         self._step: dict[str, Tensor] = {}
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Check that there is something to move.
+        """Check that the routers have selection biases.
 
         Raises:
-            ConversionError: the model has no experts, or its routers no bias.
+            ConversionError: the model has no experts, or its routers have no bias.
         """
         routers = _routers(model, "LossFreeBalancing")
         if lacking := [path for path, router in routers.items() if router.selection_bias is None]:
@@ -193,7 +192,7 @@ class LossFreeBalancing(Conversion):
         return {f"{path}.selection_bias" for path in _routers(model, "LossFreeBalancing")}
 
     def pre_optimizer_hook(self, model: nn.Module) -> None:
-        """Count the tokens of this step, in the place of those of a step before that was skipped."""
+        """Record the step's token counts; they replace those of a skipped step."""
         totals = _own_counts(model)
         self._step = {path: total - self._before.get(path, 0) for path, total in totals.items()}
         self._before = totals
@@ -201,29 +200,29 @@ class LossFreeBalancing(Conversion):
     @torch.no_grad()
     def post_optimizer_hook(self, model: nn.Module) -> None:
         """Move the biases."""
-        if not self._step:  # a loop that calls this hook alone
+        if not self._step:  # the training loop does not call the pre hook
             self.pre_optimizer_hook(model)
         counted, self._step = self._step, {}
         for path, counts in _summed_over_processes(counted).items():
             counts = counts.float()
             step, bias = self.rate * (counts.mean() - counts).sign(), model.get_submodule(path).selection_bias
             if hasattr(bias, "device_mesh"):  # sharded
-                from torch.distributed.tensor import distribute_tensor  # takes its time to import
+                from torch.distributed.tensor import distribute_tensor  # slow to import
 
                 step = distribute_tensor(step, bias.device_mesh, bias.placements)
             bias.add_(step)
 
 
 def tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
-    """How many tokens chose each expert since training began, on all processes: path of the router -> int64 ``[e]``.
+    """Tokens per expert since training began, summed over ranks: path of the router -> int64 ``[e]``.
 
-    All processes call it together. What is only evaluated is not counted, and what is recomputed only once.
+    All ranks must call it. Evaluation is not counted; recomputed activations are counted once.
     """
     return _summed_over_processes(_own_counts(model))
 
 
 def _own_counts(model: nn.Module) -> dict[str, Tensor]:
-    """The same of this process alone."""
+    """Tokens per expert of this rank."""
     return {
         path: router.tokens_per_expert.clone()
         for path, router in model.named_modules()
@@ -240,10 +239,10 @@ def _summed_over_processes(counts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class ExpertLoad:
-    """How unevenly experts are used, for metrics: call it at every step that is logged.
+    """Metrics of the experts' load; call it at every logged step.
 
     Args:
-        model: with experts; one without has no metrics.
+        model: the model; without experts there are no metrics.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -251,8 +250,8 @@ class ExpertLoad:
         self._before: dict[str, Tensor] = {}
 
     def metrics(self) -> dict[str, float]:
-        """Tokens of the busiest and the idlest expert of a layer as multiples of the mean, the extremes over layers,
-        since the last call: ``expert_load_max`` and ``expert_load_min``. All processes call it together."""
+        """Return ``expert_load_max`` and ``expert_load_min``: the largest and smallest load of an expert since the last
+        call, relative to its layer's mean, over all layers. All ranks must call it."""
         now = tokens_per_expert(self._model)
         counts = [(total - self._before.get(path, 0)).float() for path, total in now.items()]
         self._before = now

@@ -1,4 +1,4 @@
-"""The experts of a mixture: feed-forward layers of one shape, their weights stacked."""
+"""Experts with stacked weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,14 @@ _CLAMPED_SLOPE = 1.702  # of the sigmoid that stands for GELU
 
 
 class GroupedExperts(nn.Module):
-    """``down(activation(gate(x)) * up(x))`` with matrices of its own for every expert.
+    """``down(activation(gate(x)) * up(x))`` with separate matrices for every expert.
 
-    Parameters are ``gate_proj`` and ``up_proj`` ``[e, dim, hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``:
-    whoever holds some of the experts holds some of the first dimension.
+    Parameters are ``gate_proj`` and ``up_proj`` ``[e, dim, hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``.
+    Expert parallelism shards dimension 0.
 
     Args:
         dim: d, width of input and output.
-        hidden_dim: width in between.
+        hidden_dim: intermediate width.
         num_experts: e.
         activation: elementwise, applied to the gate.
     """
@@ -68,9 +68,9 @@ class GroupedExperts(nn.Module):
 class ClampedExperts(GroupedExperts):
     """``down(gate · sigmoid(1.702 gate) · (up + 1))``, where gate is at most ``limit`` and up within ``±limit``.
 
-    Gate and up are one product: its even columns and its odd ones. Parameters are ``gate_up_proj``
+    Gate and up are the even and the odd columns of one product. Parameters are ``gate_up_proj``
     ``[e, dim, 2 hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``, each with a bias for every expert,
-    ``gate_up_proj_bias`` ``[e, 2 hidden_dim]`` and ``down_proj_bias`` ``[e, dim]``. So gpt-oss has them.
+    ``gate_up_proj_bias`` ``[e, 2 hidden_dim]`` and ``down_proj_bias`` ``[e, dim]``, as in gpt-oss.
 
     Args:
         dim: d, width of input and output.

@@ -1,4 +1,4 @@
-"""Mixtures of experts: every token goes through a few of many feed-forward layers."""
+"""Mixtures of experts (MoE)."""
 
 from typing import Any, Literal
 
@@ -10,21 +10,21 @@ from torchtune.utils import in_backward_pass
 
 
 class TokenChoiceTopKRouter(nn.Module):
-    """Every token chooses the experts that score highest (Shazeer et al. 2017, arXiv:1701.06538).
+    """Top-k router: each token selects the k experts with the highest scores (Shazeer et al. 2017, arXiv:1701.06538).
 
     Args:
         gate: projection ``d -> e``; its outputs become scores in float32.
         dim: d, width of the tokens.
         num_experts: e.
         experts_per_token: k.
-        score_function: softmax over all experts, or the sigmoid of each.
-        normalize: the scores of the chosen experts are divided by their sum.
-        scale: of the scores, in the end.
-        selection_bias: learn, outside of the loss, what to add to scores when experts are chosen, and only then (Wang
-            et al. 2024, arXiv:2408.15664): a parameter ``selection_bias``, float32 ``[e]``, that gets no gradient.
+        score_function: softmax over all experts, or sigmoid per expert.
+        normalize: divide the scores of the selected experts by their sum.
+        scale: factor of the final scores.
+        selection_bias: add a bias to the scores for the selection only (Wang et al. 2024, arXiv:2408.15664): a
+            parameter ``selection_bias``, float32 ``[e]``, without gradient.
 
     Raises:
-        ValueError: more experts are to be chosen than there are.
+        ValueError: ``experts_per_token`` exceeds ``num_experts``.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class TokenChoiceTopKRouter(nn.Module):
         self.score_function = score_function
         self.normalize = normalize
         self.scale = scale
-        self.balance: Any = None  # where a balancing loss is trained with: see torchtune.modules.moe.balance
+        self.balance: Any = None  # set by torchtune.modules.moe.balance.BalancingLoss
         self.tokens_per_expert: Tensor | None = None  # int64 [e], in training so far
         bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
         self.selection_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose.
+        """Select experts.
 
         Args:
             x: tokens ``[t, d]``.
 
         Returns:
-            scores of the chosen experts, float32 ``[t, k]``; their numbers, int64 ``[t, k]``; tokens of every expert,
+            scores of the selected experts, float32 ``[t, k]``; their indices, int64 ``[t, k]``; tokens per expert,
             int64 ``[e]``.
         """
         logits = self.gate(x).float()
@@ -89,13 +89,13 @@ class TokenChoiceTopKRouter(nn.Module):
 
 @torch.library.custom_op("torchtune::count_tokens", mutates_args=("total",))
 def _count(counts: Tensor, total: Tensor) -> None:
-    """Add to a total, once for every token."""
+    """Add to a total; activation checkpointing's recomputation does not count twice."""
     if not in_backward_pass():
         total += counts
 
 
 class _Rows(torch.autograd.Function):
-    """``x[take // copies]``; ``take`` is a permutation and ``back`` its inverse: its gradient needs no atomics."""
+    """``x[take // copies]`` for a permutation ``take`` with inverse ``back``; the gradient needs no atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, copies: int) -> Tensor:
@@ -114,14 +114,14 @@ class _Rows(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of which every token uses a few experts, ``Σ score · expert(x)``.
+    """A mixture of experts: ``Σ score · expert(x)`` over the selected experts.
 
-    Tokens are sorted by expert: an expert that no token chose costs nothing.
+    Tokens are sorted by expert; experts without tokens are not computed.
 
     Args:
-        experts: rows sorted by expert, and how many each has -> rows.
-        router: tokens -> scores, chosen experts, tokens of every expert.
-        shared_expert: a feed-forward layer ``[…, d] -> […, d]`` that sees every token, and whose result is added.
+        experts: rows sorted by expert, and rows per expert -> rows.
+        router: tokens -> scores, selected experts, tokens per expert.
+        shared_expert: a feed-forward layer ``[…, d] -> […, d]`` for all tokens; its output is added.
     """
 
     def __init__(self, *, experts: nn.Module, router: nn.Module, shared_expert: nn.Module | None = None) -> None:

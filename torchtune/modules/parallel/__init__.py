@@ -1,4 +1,4 @@
-"""How the layers of one model work on several devices at once."""
+"""Tensor, sequence and context parallelism of layers."""
 
 from torchtune.modules.parallel._collectives import sum_gradients
 from torchtune.modules.parallel._context import ContextParallelAttention

@@ -1,6 +1,6 @@
-"""Collectives on activations, with their gradients: each is the other's transpose.
+"""Differentiable collectives on activations.
 
-All of them split or join dimension 1, the sequence, in equal parts; whoever makes the batches pads it to a multiple.
+They shard or gather dimension 1, the sequence, in equal shards; batches are padded to a multiple of the group's size.
 """
 
 from typing import Any
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from torchtune.modules._outside_graphs import outside_graphs
 
-# torch 2.13 gave them new names.
+# Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _joined(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The parts ``[b, s, ...]`` of all ranks one after another: ``[b, s * ranks, ...]``."""
+    """All-gather shards ``[b, s, ...]`` to ``[b, s * ranks, ...]``."""
     rows = part.transpose(0, 1).contiguous()
-    if len(part) == 1:  # written in its final shape: FSDP wants no views
+    if len(part) == 1:  # without a view: FSDP does not support views here
         joined = part.new_empty(1, part.shape[1] * group.size(), *part.shape[2:])
         _all_gather(joined.transpose(0, 1), rows, group=group)
         return joined
@@ -29,7 +29,7 @@ def _joined(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _summed_part(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part ``[b, s / ranks, ...]`` of the sum over ranks of ``[b, s, ...]``."""
+    """Reduce-scatter ``[b, s, ...]`` to ``[b, s / ranks, ...]``."""
     rows = summand.transpose(0, 1).contiguous()
     part = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
     _reduce_scatter(part, rows, group=group)
@@ -124,42 +124,42 @@ def _exchanged(value: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tenso
 
 @outside_graphs
 def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Join the parts ``[b, s / ranks, ...]`` of a sequence; gradients are summed over the ranks and split again."""
+    """All-gather ``[b, s / ranks, ...]`` to ``[b, s, ...]``; the backward pass is a reduce-scatter."""
     return _Gather.apply(part, group)
 
 
 @outside_graphs
 def sum_and_split_sequence(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum ``[b, s, ...]`` over the ranks; each keeps its part ``[b, s / ranks, ...]``."""
+    """Reduce-scatter ``[b, s, ...]`` to ``[b, s / ranks, ...]``; the backward pass is an all-gather."""
     return _ReduceScatter.apply(summand, group)
 
 
 @outside_graphs
 def gather_vocabulary(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather logits ``[..., v / ranks]`` to ``[..., v]``; each rank computes the same with them, so that the
-    gradient of its own shard is there already."""
+    """All-gather logits ``[..., v / ranks]`` to ``[..., v]``. All ranks compute the same loss, so the backward pass
+    only takes this rank's slice of the gradient."""
     return _GatherVocabulary.apply(part, group)
 
 
 @outside_graphs
 def sum_gradients(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``value`` as it is, the same on all ranks; its gradient is the sum of what they find."""
+    """Identity of a replicated value; the backward pass is an all-reduce."""
     return _SumGradients.apply(value, group)
 
 
 @outside_graphs
 def sum_over_ranks(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks, which each goes on with in its own way: gradients are summed too."""
+    """All-reduce; the backward pass is an all-reduce too, because ranks use the sum differently."""
     return _Sum.apply(summand, group)
 
 
 @outside_graphs
 def exchange_sequence_for_heads(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All heads of a part ``[b, s, n, h]`` against some heads of the whole ``[b, s * ranks, n / ranks, h]``."""
+    """All-to-all from sequence shards ``[b, s, n, h]`` to head shards ``[b, s * ranks, n / ranks, h]``."""
     return _Exchange.apply(value, group, True)
 
 
 @outside_graphs
 def exchange_heads_for_sequence(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse: ``[b, s * ranks, n / ranks, h]`` to ``[b, s, n, h]``."""
+    """All-to-all from head shards ``[b, s * ranks, n / ranks, h]`` to sequence shards ``[b, s, n, h]``."""
     return _Exchange.apply(value, group, False)

@@ -1,4 +1,4 @@
-"""Attention of a sequence that is split over ranks."""
+"""Attention with context parallelism."""
 
 from typing import Any
 
@@ -11,29 +11,29 @@ from torchtune.modules.parallel._collectives import exchange_heads_for_sequence,
 
 
 class ContextParallelAttention:
-    """Takes the place of :func:`torchtune.modules.attention` where each rank holds a part of every sequence.
+    """Replaces :func:`torchtune.modules.attention` when sequences are sharded over ranks.
 
-    Queries, keys and values are exchanged so that each rank attends with some of the heads over the whole sequence, by
-    the kernels of a single device (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509). Documents therefore stay
-    what they are, no mask exists, and all ranks have the same work however long the documents are.
+    An all-to-all gives each rank some heads of the whole sequence, on which the kernels of a single device run (Jacobs
+    et al., "DeepSpeed Ulysses", arXiv:2309.14509). Document boundaries are unchanged, there is no mask, and all ranks
+    have the same load for any document lengths.
 
-    Fewer key heads than ranks are repeated; the gradients of the copies add up.
+    With fewer key heads than ranks, key heads are repeated; the gradients of the copies are summed.
 
     Args:
-        group: the ranks among which sequences are split.
+        group: process group of context parallelism.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **options: Any) -> Tensor:
-        """Attention of this rank's part.
+        """Attention of this rank's shard of the sequence.
 
         Args:
             q: queries ``[b, s / ranks, n, h]``; n is a multiple of the ranks.
             k: keys ``[b, s / ranks, n_kv, h]``; n_kv is a multiple of the ranks, or a divisor.
             v: values, likewise.
-            sinks: scores of all n heads, of which this rank takes its own.
+            sinks: attention sinks of all n heads; each rank uses its shard.
             options: for :func:`torchtune.modules.attention`; ``documents`` are those of the whole sequence.
 
         Returns:
@@ -43,7 +43,7 @@ class ContextParallelAttention:
         if k.shape[2] < ranks:
             k, v = (t.repeat_interleave(ranks // t.shape[2], dim=2) for t in (k, v))
         sizes = [t.shape[2] // ranks for t in (q, k, v)]
-        # of every rank's heads the queries, keys and values side by side, so that one exchange does
+        # Concatenated per rank, so that one all-to-all suffices.
         parts = [t.unflatten(2, (ranks, -1)) for t in (q, k, v)]
         whole = exchange_sequence_for_heads(torch.cat(parts, dim=3).flatten(2, 3), self.group)
         if sinks is not None:

@@ -39,7 +39,7 @@ class ParallelError(UserError, ValueError):
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, places: dict[str, Placement]) -> None:
-    """Make the parameters of ``module`` DTensors; those without a place are replicated."""
+    """Convert the parameters of ``module`` to DTensors; those without a placement are replicated."""
     for name, parameter in list(module.named_parameters()):
         path, _, leaf = name.rpartition(".")
         placement = places.get(name, Replicate())
@@ -67,9 +67,9 @@ def replicated(parameter: Tensor | None, group: dist.ProcessGroup) -> Tensor | N
 
 
 class _LinearStyle(ParallelStyle):
-    """A linear layer of which each rank has some outputs or some inputs."""
+    """Shards a linear layer along its outputs or its inputs."""
 
-    # Which of the two dimensions of a parameter is sharded: that of the outputs, or that of the inputs.
+    # Which dimension is sharded: outputs (0) or inputs (1).
     side: ClassVar[int]
 
     def dims(self, module: nn.Module) -> Dims:
@@ -84,7 +84,7 @@ class _LinearStyle(ParallelStyle):
         """Check that ``ranks`` ranks can share the module.
 
         Raises:
-            ParallelError: it is no linear layer, or has a size that ``ranks`` does not divide.
+            ParallelError: the module is not a linear layer, or ``ranks`` does not divide its size.
         """
         if not self.supports(module):
             raise ParallelError(
@@ -123,9 +123,9 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 class ColwiseParallel(_LinearStyle):
-    """A projection of which each rank has some outputs: input ``[b, s, in]`` whole, output ``[b, s, out / ranks]``.
+    """Column-wise parallel projection: input ``[b, s, in]`` replicated, output ``[b, s, out / ranks]``.
 
-    The gradient of the input is this rank's summand.
+    The gradient of the input is a partial sum.
     """
 
     side = 0
@@ -136,7 +136,7 @@ class ColwiseParallel(_LinearStyle):
 
 
 class RowwiseParallel(_LinearStyle):
-    """A projection of which each rank has some inputs: input ``[b, s, in / ranks]``, output ``[b, s / ranks, out]``."""
+    """Row-wise parallel projection: input ``[b, s, in / ranks]``, output ``[b, s / ranks, out]``."""
 
     side = 1
 
@@ -163,7 +163,7 @@ class VocabParallel(ParallelStyle):
         """Check that ``ranks`` ranks can share the module.
 
         Raises:
-            ParallelError: it is no plain embedding or output projection, or its size is not a multiple of ``ranks``.
+            ParallelError: it is not a plain embedding or output projection, or ``ranks`` does not divide its size.
         """
         if type(module) not in (nn.Embedding, nn.Linear, CappedLinear) or getattr(module, "bias", None) is not None:
             raise ParallelError(
@@ -188,7 +188,7 @@ class VocabParallel(ParallelStyle):
 
 
 def vocabulary_parallel_linear(x: Tensor, weight: DTensor) -> Tensor:
-    """``[..., d]``, the same on all ranks, to all logits ``[..., v]``; the gradient of ``x`` is this rank's summand."""
+    """Replicated ``[..., d]`` to all-gathered logits ``[..., v]``; the gradient of ``x`` is a partial sum."""
     if weight.device_mesh.mesh_dim_names != ("tp",):
         raise RuntimeError("The output projection is sharded by FSDP: call it after the forward pass of its model.")
     return gather_vocabulary(F.linear(x, weight.to_local()), weight.device_mesh.get_group())
@@ -214,7 +214,7 @@ class ReplicatedNorm(ParallelStyle):
     """A norm with replicated parameters, which every rank applies to its own positions or heads.
 
     Args:
-        gather: all-gather the sequence afterwards; the gradient of the result is this rank's summand.
+        gather: all-gather the sequence afterwards; the gradient of the result is a partial sum.
     """
 
     def __init__(self, gather: bool = False) -> None:
@@ -237,7 +237,7 @@ class ReplicatedNorm(ParallelStyle):
 class ShardedNorm(ParallelStyle):
     """A norm over all heads of queries or keys at once, sharded along the heads: ``[b, s, n * h / ranks]``.
 
-    One number for each position is all-reduced.
+    It all-reduces one number per position.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -16,6 +16,7 @@ from torchtune.modules.peft._utils import (
 )
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import LoRALinear, TrainableParams
+from torchtune.modules.peft.qat_lora import QATLoRALinear
 
 __all__ = [
     "LORA_ATTN_MODULES",
@@ -24,6 +25,7 @@ __all__ = [
     "LoRA",
     "LoRALinear",
     "NewTokens",
+    "QATLoRALinear",
     "TrainableParams",
     "disable_adapter",
     "get_adapter_params",

@@ -26,7 +26,7 @@ from torchtune.modules.peft.lora import LoRALinear, check_adapter_numbers, refus
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 from torchtune.modules.stored_linear import StoredLinear
 
-if TYPE_CHECKING:  # DTensor takes its time to import
+if TYPE_CHECKING:  # DTensor is slow to import
     from torch.distributed.tensor.parallel import ParallelStyle
 
 _TIED = (
@@ -36,9 +36,9 @@ _TIED = (
 
 
 class LoRA(Conversion):
-    """Conversion that freezes a model and gives chosen linear layers a low-rank adapter.
+    """Conversion that freezes a model and adds LoRA adapters to its target modules.
 
-    Which layers: ``attn_modules``, ``apply_to_mlp`` and ``apply_to_output``, or, instead of these, name patterns.
+    Choose the target modules by ``attn_modules``, ``apply_to_mlp`` and ``apply_to_output``, or by ``target_modules``.
 
     Args:
         rank: width of the bottleneck.
@@ -49,7 +49,7 @@ class LoRA(Conversion):
         apply_to_output: also adapt the output projection; it must not be tied to the embedding.
         target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
             ``layers.[01].attn.*``.
-        use_dora: learn the length of every row of the adapted weight apart from its direction.
+        use_dora: train the magnitude of the adapted weight's rows separately (DoRA).
         quantize_base: refused for now.
 
     Raises:
@@ -93,7 +93,7 @@ class LoRA(Conversion):
             raise ConversionError("LoRA: no module is chosen, name at least one in attn_modules or target_modules.")
 
     def _targets(self) -> dict[str, tuple[str, ...]]:
-        """What was asked for, as it is called in an error -> patterns, of which one at least must match."""
+        """Requested targets by their name in error messages -> patterns; at least one must match."""
         if self.target_modules is not None:
             return {pattern: (pattern, f"*.{pattern}") for pattern in self.target_modules}
         targets = {name: (f"attn.{name}", f"*.attn.{name}") for name in self.attn_modules}
@@ -178,10 +178,10 @@ class LoRA(Conversion):
         )
 
     def revert(self, model: nn.Module) -> None:
-        """Put plain layers with the same weights in the place of the adapted ones; everything stays frozen.
+        """Replace adapted layers by plain layers with the same weights; all parameters stay frozen.
 
         Raises:
-            ConversionError: the adapters have values already, which would be lost.
+            ConversionError: the adapters have values, which would be lost.
         """
         if any(not parameter.is_meta for parameter in get_adapter_params(model).values()):
             raise ConversionError(
@@ -197,7 +197,7 @@ class LoRA(Conversion):
         return set(get_adapter_params(model))
 
     def is_own_key(self, key: str) -> bool:
-        """Whether a state-dict key belongs to an adapter, by its name alone; kept for code that has no model."""
+        """Whether a state-dict key belongs to an adapter, by its name; for code without a model."""
         return is_adapter_key(key)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
@@ -209,15 +209,15 @@ class LoRA(Conversion):
         return adapted_style(style)
 
     def adapted_paths(self, model: nn.Module) -> list[str]:
-        """Paths of the layers that carry an adapter."""
+        """Paths of the layers with an adapter."""
         return [path for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAGroupedExperts)]
 
     def _saved_dropout(self, model: nn.Module) -> float:
-        """What ``adapter_config.json`` says: ``peft`` refuses to load adapters of experts unless it is 0."""
+        """``lora_dropout`` in ``adapter_config.json``: 0 with adapters of experts, which ``peft`` requires."""
         return 0.0 if any(isinstance(module, LoRAGroupedExperts) for module in model.modules()) else self.dropout
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
-        """The weight called ``name`` with the adapter merged in; other tensors come back as they are.
+        """Merge the adapter into the weight ``name``; other tensors are returned unchanged.
 
         Args:
             name: state-dict key of ``weight`` in ``model``.
@@ -233,10 +233,10 @@ class LoRA(Conversion):
         return module.merged_weight(weight) if isinstance(module, LoRALinear) else weight
 
     def peft_config(self, model: nn.Module) -> dict[str, Any]:
-        """What ``adapter_config.json`` says, with ``target_modules`` in this library's module names.
+        """The contents of ``adapter_config.json``, with ``target_modules`` in this library's module names.
 
-        A name without dots stands for every linear layer that ends in it; where only some of these carry an
-        adapter, their paths are listed instead.
+        A name without dots matches every linear layer with that last component; if only some of these have an adapter,
+        their paths are listed.
         """
         adapted = self.adapted_paths(model)
         plain = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 
 def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
-    """Draw which elements dropout keeps.
+    """Sample a dropout mask.
 
     Args:
-        like: gives shape and device.
-        dropout: probability of dropping one, between 0 and 1; on CPU rounded to a multiple of 2⁻¹⁶, because four
-            16-bit numbers out of one draw are several times as fast as a draw for every element.
+        like: tensor with the mask's shape and device.
+        dropout: dropout probability, between 0 and 1; on CPU rounded to a multiple of 2⁻¹⁶, because four 16-bit numbers
+            from one 64-bit sample are several times faster than a sample per element.
 
     Returns:
         bool mask (True: kept) and the exact probability of keeping one.
@@ -30,8 +30,8 @@ def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
 class LoRAProjection(torch.autograd.Function):
     """y = x Wᵀ + bias + scale · (x ∘ mask) Aᵀ Bᵀ (Hu et al., "LoRA", 2021, equation 3).
 
-    Between forward and backward it keeps ``x`` (the gradient of A needs it), ``x Aᵀ`` of width ``rank``, and with
-    dropout a mask of one byte per element. Nothing of the size of the output is allocated besides the output.
+    For backward it saves ``x`` (for the gradient of A), ``x Aᵀ`` of width ``rank``, and with dropout a mask of one byte
+    per element. It allocates no temporary of the output's size.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class LoRAProjection(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, W, bias, A and B, each only where it is asked for."""
+        """Gradients of x, W, bias, A and B, where required."""
         rows, weight, lora_a, lora_b, low, mask = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
         grad = grad.reshape(-1, grad.shape[-1])
@@ -101,12 +101,12 @@ def lora_projection(
 
     Args:
         x: [..., in].
-        weight: [out, in]; its gradient is computed only if it is asked for.
+        weight: [out, in]; its gradient is computed only if required.
         bias: [out] or ``None``.
         lora_a: [r, in].
         lora_b: [out, r].
         scale: alpha / rank.
-        dropout: probability with which elements of the adapter's input are zeroed (0 outside training).
+        dropout: dropout probability of the adapter's input (0 outside of training).
 
     Returns:
         [..., out].

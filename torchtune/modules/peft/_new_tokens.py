@@ -1,4 +1,4 @@
-"""Rows of new tokens, trained beside an adapter of a frozen model."""
+"""Trainable rows of new tokens in a frozen model with an adapter."""
 
 from typing import ClassVar
 
@@ -13,13 +13,13 @@ NEW_ROWS = "new_rows"
 
 
 class GrownEmbedding(nn.Module):
-    """Token embedding whose first rows are frozen and whose last ones are trained.
+    """Token embedding with frozen first rows and trainable last rows.
 
-    ``weight`` [v, d] is the embedding as it was before training, ``new_rows`` [n, d] stand in for its last n rows.
-    It is no ``nn.Embedding``, so that nobody reads ``weight`` for all there is.
+    ``weight`` [v, d] is the embedding before training; ``new_rows`` [n, d] replace its last n rows. It is not an
+    ``nn.Embedding``, so that no code takes ``weight`` for the complete embedding.
 
     Args:
-        embedding: with all v rows, real.
+        embedding: the embedding with all v rows, materialised.
         num_new: n.
     """
 
@@ -37,10 +37,10 @@ class GrownEmbedding(nn.Module):
 
 
 class GrownLinear(nn.Module):
-    """Output projection whose last rows are trained; see :class:`GrownEmbedding`.
+    """Output projection with trainable last rows; see :class:`GrownEmbedding`.
 
     Args:
-        linear: [v, d], real, without a bias.
+        linear: [v, d], materialised, without a bias.
         num_new: n.
     """
 
@@ -71,7 +71,7 @@ def _grown_product(x: Tensor, grown: nn.Module) -> Tensor:
 class NewTokens(Conversion):
     """Conversion that trains the last rows of a frozen embedding and output projection.
 
-    What ``peft`` calls ``trainable_token_indices``, and what an adapter's file calls it.
+    ``peft`` calls it ``trainable_token_indices``, and so do adapter files.
 
     Args:
         num_new: number of rows, at least 1.
@@ -84,10 +84,10 @@ class NewTokens(Conversion):
 
     @staticmethod
     def check(model: nn.Module) -> None:
-        """Refuse a model whose rows cannot be trained apart.
+        """Check that the model's rows can be trained separately.
 
         Raises:
-            ConversionError: embedding or output projection are no plain ones, or the model is sharded.
+            ConversionError: embedding or output projection is not a plain one, or the model is sharded.
         """
         kinds = (type(model.tok_embeddings), type(model.output))
         plain = kinds in ((nn.Embedding, nn.Linear), (nn.Embedding, TiedLinear))
@@ -121,7 +121,7 @@ class NewTokens(Conversion):
         return {rows for rows, _ in self.new_rows(model).values()}
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
-        """The weight called ``name`` with the trained rows in it; other tensors come back as they are."""
+        """Write the trained rows into the weight ``name``; other tensors are returned unchanged."""
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         if leaf != "weight" or not isinstance(module, GrownEmbedding | GrownLinear):

@@ -1,4 +1,4 @@
-"""How adapters are sharded over a tensor-parallel group: like their base weight."""
+"""Tensor parallelism of adapters: they are sharded like their base weight."""
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,15 @@ from torchtune.modules.peft.lora import LoRALinear
 
 
 def adapted_style(style: ParallelStyle) -> ParallelStyle:
-    """The style of an adapted layer that had ``style`` without its adapter; other styles are returned as they are."""
+    """The style of an adapted layer, given the ``style`` of its base layer; other styles are returned unchanged."""
     return {ColwiseParallel: AdapterColwise, RowwiseParallel: AdapterRowwise}.get(type(style), lambda: style)()
 
 
 class _Adapted:
-    """What both styles of adapted layers share."""
+    """Base of both styles of adapted layers."""
 
     def supports(self, module: nn.Module) -> bool:
-        """Whether the style knows how the module computes."""
+        """Whether the style supports the module."""
         return isinstance(module, LoRALinear)
 
     def dims(self, module: LoRALinear) -> Dims:
@@ -39,7 +39,7 @@ class _Adapted:
         """Check that ``ranks`` ranks can share the module.
 
         Raises:
-            ParallelError: it has dropout, or a size that ``ranks`` does not divide.
+            ParallelError: the adapter has dropout, or ``ranks`` does not divide a size.
         """
         super().check(name, module, ranks)
         if module.dropout.p > 0.0:
@@ -50,7 +50,7 @@ class _Adapted:
 
 @torch.no_grad()
 def _norm(module: DoRALinear, weight: Tensor, a: Tensor, b: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Row norms of W + s B A: [out]. With a group, each rank has some columns, and squares are all-reduced."""
+    """Row norms of W + s B A: [out]. With a group, columns are sharded and the squares are all-reduced."""
     updated = updated_weight(weight, a, b, module.scaling)
     return updated.norm(dim=1) if group is None else sum_over_ranks(updated.square().sum(1), group).sqrt()
 

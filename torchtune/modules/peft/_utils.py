@@ -45,7 +45,7 @@ def get_adapter_params(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_adapters(model: nn.Module) -> None:
-    """Check that there is something for LoRA training to train.
+    """Check that the model has adapters.
 
     Raises:
         ConversionError: ``model`` has no adapters.
@@ -58,7 +58,7 @@ def require_adapters(model: nn.Module) -> None:
 
 
 def set_trainable_params(model: nn.Module, adapter_params: dict[str, Any] | set[str]) -> None:
-    """Let gradients flow into the parameters named in ``adapter_params`` and into no other."""
+    """Set ``requires_grad`` for the parameters named in ``adapter_params`` and clear it for all others."""
     for name, param in model.named_parameters():
         param.requires_grad_(name in adapter_params)
 
@@ -91,7 +91,7 @@ def get_lora_module_names(
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Generator[None, None, None]:
-    """Within this context the model computes as its base alone does."""
+    """Context manager that disables the adapters: the model computes with its base weights."""
     changed = []
     try:
         for module in model.modules():
@@ -114,7 +114,7 @@ def get_merged_lora_ckpt(
         state_dict: base and adapter, on one device.
         rank: rank of the adapters.
         alpha: the update is scaled by alpha / rank.
-        use_distributed_barriers: all ranks wait for each other after every weight.
+        use_distributed_barriers: synchronise all ranks after every weight.
 
     Returns:
         ``state_dict`` itself.
@@ -159,7 +159,7 @@ def validate_missing_and_unexpected_for_lora(
     lora_missing: Sequence[str] | None = None,
     lora_unexpected: Sequence[str] | None = None,
 ) -> None:
-    """Check what two calls of ``load_state_dict(strict=False)``, base then adapter, left open.
+    """Check the missing and unexpected keys of two calls of ``load_state_dict(strict=False)``: base, then adapter.
 
     Args:
         lora_attn_modules: adapted attention modules, an older way to say which keys belong to the adapter.
@@ -172,8 +172,7 @@ def validate_missing_and_unexpected_for_lora(
         lora_unexpected: unexpected keys of the adapter.
 
     Raises:
-        ConversionError: a key of the base is missing that is no adapter's, an adapter's key is missing, or there
-            are unexpected keys.
+        ConversionError: a base key or an adapter key is missing, or there are unexpected keys.
     """
     names = get_lora_module_names(lora_attn_modules or [], bool(apply_lora_to_mlp), bool(apply_lora_to_output))
 

@@ -1,4 +1,4 @@
-"""Linear layers whose adapter learns direction and magnitude apart."""
+"""DoRA: linear layers with an adapter that trains direction and magnitude separately."""
 
 from typing import ClassVar
 
@@ -11,14 +11,14 @@ from torchtune.modules.peft.lora import LoRALinear
 
 
 class DoRALinear(LoRALinear):
-    """LoRA whose merged weight has rows of learned length: W' = magnitude · (W + s B A) / ‖W + s B A‖, row by row.
+    """LoRA with a trained magnitude per row: W' = magnitude · (W + s B A) / ‖W + s B A‖, row by row.
 
     ``magnitude`` [out] is one more parameter of the adapter. The norm is treated as a constant in the backward pass
     (Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, section 4.3).
 
-    The adapter is kept in float32 at least, whatever the dtype of the weight: a magnitude in bfloat16 differs from the
-    norm by up to 2⁻⁹ of it, so that the model would change before its first step. A and B follow, as in ``peft``,
-    because FSDP takes trained parameters of one dtype only.
+    The adapter is float32 or wider for any dtype of the weight: a magnitude in bfloat16 would differ from the norm by
+    up to 2⁻⁹ of it, and the model would change before its first step. A and B are float32 too, as in ``peft``, because
+    FSDP requires one dtype of all trainable parameters.
 
     Args:
         in_dim: width of the input.
@@ -46,13 +46,13 @@ class DoRALinear(LoRALinear):
         self.magnitude = nn.Parameter(torch.empty(self.out_dim, device=device, dtype=dtype))
 
     def initialize_parameters(self) -> None:
-        """Fill the adapter so that it changes nothing yet; call it when the base weight is in place. No-op on meta."""
+        """Initialise the adapter to the identity; requires the loaded base weight. No-op on meta."""
         super().initialize_parameters()
         self.initialize_dora_magnitude()
 
     @torch.no_grad()
     def initialize_dora_magnitude(self) -> None:
-        """Set ``magnitude`` to the row norms of the weight as it is. No-op on meta."""
+        """Set ``magnitude`` to the row norms of the weight. No-op on meta."""
         if not self.magnitude.is_meta:
             self.magnitude.copy_(self._norm(self.full_weight()))
 
@@ -82,11 +82,11 @@ class DoRALinear(LoRALinear):
             return scale_rows(y, length, self.bias).to(x.dtype)
         dropped = self.dropout(x)
         scaled = (lora_projection(dropped, weight, None, a, b, scale=self.scaling) * length).to(x.dtype)
-        # The difference first: it is exactly 0 as long as the adapter changes nothing.
+        # The difference first: it is exactly 0 for a newly initialised adapter.
         return F.linear(x, weight, self.bias) + (scaled - F.linear(dropped, weight))
 
 
 def scale_rows(y: Tensor, length: Tensor, bias: Tensor | None) -> Tensor:
-    """Outputs ``[..., out]`` that include ``bias``, with the rest scaled by ``length`` [out]; in the dtype of both."""
-    # With a bias this is exactly y as long as the length is 1.
+    """Scale outputs ``[..., out]`` by ``length`` [out], except for ``bias``, which they include."""
+    # With a bias, this is exactly y if the length is 1.
     return y * length if bias is None else y + (length - 1) * (y - bias)

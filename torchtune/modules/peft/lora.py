@@ -16,7 +16,7 @@ from torchtune.modules.stored_linear import StoredLinear
 
 
 class TrainableParams(Enum):
-    """What of a part of a model is trained."""
+    """Which parameters of a part of a model are trained."""
 
     FULL = "full"
     LORA = "lora"
@@ -54,7 +54,7 @@ def check_adapter_numbers(rank: int, dropout: float) -> None:
 
 
 class LoRALinear(nn.Module):
-    """Linear layer whose weight is frozen and whose update has a low rank: y = x Wᵀ + (alpha / rank) · x Aᵀ Bᵀ.
+    """Frozen linear layer with a LoRA adapter: y = x Wᵀ + (alpha / rank) · x Aᵀ Bᵀ.
 
     Parameters are ``weight`` [out, in] and ``bias`` [out] under their plain names, ``lora_a.weight`` [rank, in] and
     ``lora_b.weight`` [out, rank], all of the default dtype at construction. Formula: Hu et al., "LoRA: Low-Rank
@@ -74,7 +74,7 @@ class LoRALinear(nn.Module):
         ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or a quantised base.
     """
 
-    # Whether initialize_parameters() reads the base weight, which then must be whole.
+    # Whether initialize_parameters() reads the base weight, which then must not be sharded.
     initialize_reads_base: ClassVar[bool] = False
     # As in StoredLinear.
     parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {"weight": (0, 1), "bias": (0, None)}
@@ -115,13 +115,13 @@ class LoRALinear(nn.Module):
         self.dropout = nn.Dropout(p=dropout)
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Create the adapter's parameters, unfilled."""
-        # Made on meta first: nn.Linear would fill them, and initialize_parameters() does so in its own way.
+        """Create the adapter's parameters, uninitialised."""
+        # Created on meta, because nn.Linear would initialise them; initialize_parameters() does.
         self.lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype).to_empty(device=device)
         self.lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype).to_empty(device=device)
 
     def _initialize_base(self) -> None:
-        """Fill the base as ``nn.Linear`` does; a checkpoint replaces it."""
+        """Initialise the base weight as ``nn.Linear`` does; a checkpoint replaces it."""
         if self.weight.is_meta:
             return
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
@@ -131,11 +131,11 @@ class LoRALinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, dropout: float = 0.0) -> "LoRALinear":
-        """Wrap ``linear``: the new layer has the very same base parameters, frozen; device and dtype are kept.
+        """Wrap ``linear``: the new layer shares its base parameters, frozen, with device and dtype unchanged.
 
         Args:
-            linear: a plain layer, or a :class:`~torchtune.modules.stored_linear.StoredLinear`, of which the new one
-                is an instance too.
+            linear: a plain layer, or a :class:`~torchtune.modules.stored_linear.StoredLinear`; the new layer is then an
+                instance of the same class.
             rank: width of the bottleneck.
             alpha: the update is scaled by alpha / rank.
             dropout: dropout on the adapter's input, in training.
@@ -148,7 +148,7 @@ class LoRALinear(nn.Module):
         return new.train(linear.training)
 
     def without_adapter(self) -> nn.Linear:
-        """The layer as it was before, with the very same base parameters, frozen."""
+        """The layer without its adapter; it shares the base parameters, frozen."""
         linear = _recast(self, getattr(self, "stored_kind", nn.Linear))
         for name in dict.fromkeys(name.partition(".")[0] for name in self.adapter_params()):
             delattr(linear, name)
@@ -161,7 +161,7 @@ class LoRALinear(nn.Module):
         return self.weight
 
     def initialize_parameters(self) -> None:
-        """Fill the adapter so that it changes nothing yet: A random (Kaiming uniform), B zero. No-op on meta."""
+        """Initialise the adapter: A Kaiming uniform, B zero. No-op on meta."""
         if self.lora_a.weight.is_meta:
             return
         nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
@@ -193,7 +193,7 @@ class LoRALinear(nn.Module):
 
 
 def _recast(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """A module of another class with the same parameters and attributes."""
+    """An instance of another class that shares parameters and attributes."""
     new = kind.__new__(kind)
     new.__dict__.update(
         (key, copy.copy(item) if isinstance(item, dict) else item) for key, item in vars(module).items()
@@ -203,6 +203,6 @@ def _recast(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 @cache
 def _on_stored(adapted: type[LoRALinear], stored: type[StoredLinear]) -> type[LoRALinear]:
-    """The class of an adapted layer that stores its weight as ``stored`` does."""
+    """The class of an adapted layer with a :class:`StoredLinear` base."""
     members = {name: getattr(stored, name) for name in ("full_weight", "parallel_dims")}
     return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), {**members, "stored_kind": stored})

@@ -15,10 +15,10 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
 class LoRAGroupedExperts(GroupedExperts):
-    """Experts whose matrices are frozen, each with a low-rank update of its own: ``x W + (alpha / rank) · x A B``.
+    """Frozen experts with a LoRA adapter per expert and matrix: ``x W + (alpha / rank) · x A B``.
 
-    Beside the weights of :class:`GroupedExperts` these are ``lora_gate_a`` ``[e, dim, rank]``, ``lora_gate_b``
-    ``[e, rank, hidden_dim]``, and so on for ``up`` and ``down``.
+    In addition to the weights of :class:`GroupedExperts` it has ``lora_gate_a`` ``[e, dim, rank]``, ``lora_gate_b``
+    ``[e, rank, hidden_dim]``, and the same for ``up`` and ``down``.
 
     Args:
         dim: d, width of input and output.
@@ -69,7 +69,7 @@ class LoRAGroupedExperts(GroupedExperts):
     def from_experts(
         cls, experts: GroupedExperts, *, rank: int, alpha: float, dropout: float = 0.0
     ) -> "LoRAGroupedExperts":
-        """Wrap ``experts``: the new ones have the very same weights, frozen; device and dtype are kept."""
+        """Wrap ``experts``: the new module shares their weights, frozen, with device and dtype unchanged."""
         sizes = {"dim": experts.dim, "hidden_dim": experts.hidden_dim, "num_experts": experts.num_experts}
         with torch.device("meta"):
             new = cls(**sizes, rank=rank, alpha=alpha, dropout=dropout, activation=experts.activation)
@@ -79,7 +79,7 @@ class LoRAGroupedExperts(GroupedExperts):
         return new.train(experts.training)
 
     def without_adapter(self) -> GroupedExperts:
-        """Plain experts with the very same weights, frozen."""
+        """Plain experts that share the weights, frozen."""
         sizes = {"dim": self.dim, "hidden_dim": self.hidden_dim, "num_experts": self.num_experts}
         with torch.device("meta"):
             plain = GroupedExperts(**sizes, activation=self.activation)
@@ -88,12 +88,12 @@ class LoRAGroupedExperts(GroupedExperts):
         return plain.train(self.training)
 
     def reset_parameters(self) -> None:
-        """Fill the weights, if there are no adapters yet."""
+        """Initialise the base weights; called before the adapters exist."""
         if not hasattr(self, "rank"):
             super().reset_parameters()
 
     def initialize_parameters(self) -> None:
-        """Fill the adapters so that they change nothing yet: A random (as LoRA's), B zero. No-op on meta."""
+        """Initialise the adapters: A as in LoRA (Kaiming uniform), B zero. No-op on meta."""
         for name in self.adapter_params():
             parameter = getattr(self, name)
             if parameter.is_meta:
@@ -119,7 +119,7 @@ class LoRAGroupedExperts(GroupedExperts):
         return torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling).to(weight.dtype)
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Multiply rows with a matrix of their expert, and add the update of its adapter."""
+        """Multiply rows by their expert's matrix and add its LoRA update."""
         out = super().project(name, x, num_tokens_per_expert)
         if self.disabled:
             return out

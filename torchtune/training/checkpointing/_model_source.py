@@ -149,16 +149,20 @@ class ModelSource:
         return find_adapter(next((path for path in candidates if path.exists()), candidates[-1]))
 
     @cached_property
-    def fingerprint(self) -> list[list[int]]:
+    def base_fingerprint(self) -> list[list[int]]:
         """Size and CRC-32 of samples of every weight file: equal for equal weights, wherever the folder lies.
 
         The first, middle and last MiB of a file are read: fine-tuned weights differ from their base everywhere.
         """
-        paths = resolve_files(self.checkpoint_dir, self.checkpoint_files)
-        paths += sorted(self.checkpoint_dir.glob("adapter_model.*"))
+        return [_sample(path) for path in resolve_files(self.checkpoint_dir, self.checkpoint_files)]
+
+    @cached_property
+    def fingerprint(self) -> list[list[int]]:
+        """:attr:`base_fingerprint`, and the same of adapters that are loaded with the weights."""
+        paths = sorted(self.checkpoint_dir.glob("adapter_model.*"))
         if self.adapter_checkpoint is not None:
             paths.append(self._find_adapter(wanted=True))
-        return [_sample(path) for path in dict.fromkeys(paths)]
+        return self.base_fingerprint + [_sample(path) for path in dict.fromkeys(paths)]
 
     def carry_files(self, folder: Path) -> None:
         """Copy tokenizer, chat template and generation settings into an export, or write those of a GGUF file."""

@@ -16,23 +16,28 @@ _ONE_MODEL = ("policy",)
 
 @dataclass(frozen=True)
 class ModelsOfRun:
-    """The models of a run. A run with the policy alone records nothing.
+    """The models of a run. A run that trains all weights of the policy alone records nothing.
 
     Attributes:
         trained: names of the models that checkpoints hold.
         frozen: ``{"folder": path, "files": fingerprint}`` of every other model.
+        bases: the same of the base weights under the adapters that a resume reads, by name of the model.
     """
 
     trained: tuple[str, ...] = _ONE_MODEL
     frozen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    bases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, trained: Iterable[str], sources: Mapping[str, ModelSource]) -> "ModelsOfRun":
+    def of(
+        cls, trained: Iterable[str], sources: Mapping[str, ModelSource], adapted: Iterable[str] = ()
+    ) -> "ModelsOfRun":
         """The models of this run.
 
         Args:
             trained: names of the models that are saved.
             sources: of all models.
+            adapted: names of the models with a checkpoint of their adapter.
         """
         trained = tuple(trained)
         frozen = {
@@ -40,7 +45,11 @@ class ModelsOfRun:
             for name, source in sources.items()
             if name not in trained
         }
-        return cls(trained, frozen)
+        bases = {
+            name: {"folder": str(sources[name].checkpoint_dir), "files": sources[name].base_fingerprint}
+            for name in adapted
+        }
+        return cls(trained, frozen, bases)
 
     @classmethod
     def read(cls, checkpoint: Path) -> "ModelsOfRun":
@@ -50,8 +59,11 @@ class ModelsOfRun:
             return cls()
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            frozen = {str(n): {"folder": str(f["folder"]), "files": f["files"]} for n, f in content["frozen"].items()}
-            return cls(tuple(map(str, content["trained"])), frozen)
+            frozen, bases = (
+                {str(name): {"folder": str(found["folder"]), "files": found["files"]} for name, found in part.items()}
+                for part in (content["frozen"], content.get("bases", {}))
+            )
+            return cls(tuple(map(str, content["trained"])), frozen, bases)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is damaged ({type(error).__name__}: {error}): resume from another checkpoint."
@@ -59,8 +71,8 @@ class ModelsOfRun:
 
     def write(self, checkpoint: Path) -> None:
         """Record the models in a checkpoint."""
-        if self.trained != _ONE_MODEL or self.frozen:
-            content = {"trained": list(self.trained), "frozen": self.frozen}
+        if self.trained != _ONE_MODEL or self.frozen or self.bases:
+            content = {"trained": list(self.trained), "frozen": self.frozen, "bases": self.bases}
             write_json(checkpoint / STATE_DIR / MODELS, content)
 
     def check_trained(self, names: Iterable[str], checkpoint: Path) -> None:
@@ -72,8 +84,8 @@ class ModelsOfRun:
                 "torchtune_config.yaml."
             )
 
-    def check_frozen(self, sources: Mapping[str, ModelSource], checkpoint: Path) -> None:
-        """Compare the frozen models with those of the run that resumes.
+    def check_sources(self, sources: Mapping[str, ModelSource], checkpoint: Path) -> None:
+        """Compare frozen models, and base weights under adapters, with those of the run that resumes.
 
         Args:
             sources: of all models of that run.
@@ -82,6 +94,13 @@ class ModelsOfRun:
         Raises:
             CheckpointError: a model is missing, is new, or has other weights.
         """
+        for name, base in self.bases.items():
+            if name in sources and sources[name].base_fingerprint != base["files"]:
+                raise CheckpointError(
+                    f"{checkpoint}: its adapter was trained on the weights in {base['folder']}, and those in "
+                    f"{sources[name].checkpoint_dir} differ: set checkpointer.checkpoint_dir back, or start a new run "
+                    "in another output_dir."
+                )
         now = ModelsOfRun.of(self.trained, sources).frozen
         for name in sorted(now.keys() | self.frozen.keys()):
             if name not in now:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtune.modules.peft import get_adapter_params
 from torchtune.training.checkpointing._adapter import ADAPTER_DIR, ADAPTER_FILE, load_adapter
 from torchtune.training.checkpointing._contents import Contents, check_contents, contents_of
 from torchtune.training.checkpointing._directories import (
@@ -153,8 +154,11 @@ class CheckpointStore:
         reshard(model)
         with self._ranks.together():
             loaded = source.read(model, device, dtype)
+            # Now: the folder may be gone when a checkpoint records it.
             if name != POLICY:
-                _ = source.fingerprint  # now: the folder may be gone when a checkpoint records it
+                _ = source.fingerprint
+            elif get_adapter_params(model):
+                _ = source.base_fingerprint
         with self._ranks.same_randomness():
             initialize_rest(model, loaded, device, dtype)
 
@@ -220,7 +224,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the run is finished, every checkpoint is damaged, or it cannot be resumed with these
-                settings or frozen models.
+                settings, frozen models or base weights.
             UserError: another run holds the folder.
         """
         output_dir, was_locked, keep = self.require_output_dir(), self.lock.is_held, False
@@ -243,7 +247,7 @@ class CheckpointStore:
                     with self._ranks.together():
                         if cfg is not None:
                             check_resumed_settings(cfg, path)
-                        ModelsOfRun.read(path).check_frozen(self.sources, path)
+                        ModelsOfRun.read(path).check_sources(self.sources, path)
                     keep = was_locked
                     return point
                 self._ranks.first(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
@@ -258,6 +262,7 @@ class CheckpointStore:
         for newest in complete_directories(self.require_output_dir())[-1:]:
             resume_point(newest)
             check_resumed_settings(cfg, newest)
+            ModelsOfRun.read(newest).check_sources(self.sources, newest)
 
     @doing("resuming")
     def resume(self, point: ResumePoint, models: Models, state: Mapping[str, Any]) -> None:
@@ -280,7 +285,7 @@ class CheckpointStore:
         for model in models.values():
             reshard(model)
         with self._ranks.together():
-            record.check_frozen(self.sources, point.path)
+            record.check_sources(self.sources, point.path)
             for name, model in models.items():
                 device, path = next(model.parameters()).device, files[name]
                 if path.name == ADAPTER_FILE:
@@ -334,7 +339,8 @@ class CheckpointStore:
             source, folder = self.source(model_name), _folder(model_name)
             exports.append(export_model(model, source, chosen, self._ranks, max_shard_bytes, folder))
         saved = None if state is None else local_state(state, _parameters(models), self._ranks)
-        record = ModelsOfRun.of(models, self.sources)
+        adapted = [n for n, export in zip(models, exports, strict=True) if "adapter" in export.contents]
+        record = ModelsOfRun.of(models, self.sources, adapted if state is not None else ())
 
         def write_small_files(folder: Path) -> None:
             for export in exports:

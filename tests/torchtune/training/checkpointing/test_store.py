@@ -160,6 +160,28 @@ def test_a_frozen_model_must_stay_the_same(sources: dict[str, Path], tmp_path: P
         start(moved).find_resume_point()
 
 
+def test_an_adapter_resumes_on_its_base_weights_alone(sources: dict[str, Path], tmp_path: Path) -> None:
+    def start(base: Path) -> FullModelHFCheckpointer:
+        return FullModelHFCheckpointer(str(base), output_dir=str(tmp_path / "run"))
+
+    checkpointer = start(sources["policy"])
+    policy = build(sources["policy"], LoRA(rank=2, alpha=4))
+    checkpointer.load_model(policy)
+    saved = checkpointer.save("step_1", policy, contents="adapter", state={"progress": {}})
+    moved = shutil.copytree(sources["policy"], tmp_path / "moved")
+    (moved / "adapter_model.safetensors").write_bytes(b"")  # no base weights
+    point = start(moved).find_resume_point()
+    assert point.path == saved
+    for resume in (
+        lambda other: other.find_resume_point(),
+        lambda other: other.check_resume(None),
+        lambda other: other.resume(point, policy, {"progress": {}}),
+    ):
+        with pytest.raises(CheckpointError, match="its adapter was trained on the weights in") as caught:
+            resume(start(sources["reference"]))
+        assert all(str(sources[name]) in str(caught.value) for name in ("policy", "reference"))
+
+
 def test_sources_are_checked(sources: dict[str, Path], tmp_path: Path) -> None:
     store = CheckpointStore({"policy": ModelSource(sources["policy"])}, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"'reference' has no source \(there are: policy\)"):

@@ -1,10 +1,10 @@
-"""Runs that stand still, each in a way of its own: forks their ranks, all runs at once, and writes how they ended."""
+"""Runs that stand still, each in a way of its own: and what went otherwise than it should."""
 
 import ctypes
 import json
 import os
+import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from torchtune.training import ParallelDims, Throughput, Watchdog
+from tests.torchtune.training.parallel.standing import note_fault, run_all
+from torchtune.training import HANG_EXIT_CODE, ParallelDims, Throughput, Watchdog
 from torchtune.utils import get_logger, get_run_logger
 
 CPU = torch.device("cpu")
-TIMEOUT = 4.0
+LIMITS = (4.0, 20.0)  # the longer one for runs that the machine was too slow for
 STEPS = 5
 _watchdogs: list[Watchdog] = []
 
@@ -31,11 +32,14 @@ def sleep_forever() -> None:
 def until_others_know() -> None:
     """Wait until this rank has shown that it is in step 3; it cannot any more when it is stopped."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
-    while json.loads(store.get(_watchdogs[0]._beats._key(int(os.environ["RANK"]))))["step"] < 2:
+    key = _watchdogs[0]._beats._key(int(os.environ["RANK"]))
+    while not store.check([key]) or json.loads(store.get(key))["step"] < 2:
         time.sleep(0.05)
+    note_fault()
 
 
 def fall_asleep() -> None:
+    note_fault()
     sleep_forever()
 
 
@@ -45,6 +49,7 @@ def be_stopped() -> None:
 
 
 def fail() -> None:
+    note_fault()
     raise ValueError("a bad row")
 
 
@@ -72,6 +77,7 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 def save_slowly(seconds: float) -> None:
     """Longer than the time limit, by many short pieces of work."""
+    note_fault()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for _ in range(3):
@@ -79,8 +85,9 @@ def save_slowly(seconds: float) -> None:
         time.sleep(0.073)
 
 
-def run(rank: int, name: str) -> None:
+def run(name: str, rank: int, limit: float, folder: Path) -> int:
     """One rank's loop."""
+    get_run_logger(folder).info(name)
     _, culprit, go_wrong, where = RUNS[name]
     dims = ParallelDims.start(CPU, dp_shard=-1)
     throughput = Throughput(dims=dims)
@@ -92,7 +99,7 @@ def run(rank: int, name: str) -> None:
             yield [step]
 
     try:
-        with Watchdog(throughput.activity, dims, TIMEOUT) as watchdog:
+        with Watchdog(throughput.activity, dims, limit) as watchdog:
             _watchdogs.append(watchdog)
             if dims.mesh is not None:
                 limits = {group._get_backend(CPU).options._timeout.total_seconds() for group in all_groups()}
@@ -104,56 +111,61 @@ def run(rank: int, name: str) -> None:
                 throughput.step(processed=1, trained=1)
                 with throughput.paused("saving"):
                     if (step, rank, where) == (3, culprit, "save"):
-                        save_slowly(2.5 * TIMEOUT)
+                        save_slowly(2.5 * limit)
                     dims.any(False)
     except ValueError:
         sleep_forever()  # as a cleanup can that waits for the others
 
-
-def fork(name: str, rank: int, port: int, folder: Path) -> int:
-    """Start one rank; returns its process."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        descriptor = os.open(folder / f"screen_{rank}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(RUNS[name][0]), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        get_run_logger(folder).info(name)
-        run(rank, name)
-        status = 0
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    return 0
 
 
-def main(folder: Path) -> None:
-    """Start all, and wait for those that can end."""
-    torch.set_num_threads(1)
-    waiting: dict[int, tuple[str, int]] = {}
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in RUNS]  # all at once, so that no two are the same
-    ports = [own.getsockname()[1] for own in sockets]
-    for own in sockets:
-        own.close()
-    for (name, (size, *_)), port in zip(RUNS.items(), ports, strict=True):
-        (folder / name).mkdir()
-        waiting.update({fork(name, rank, port, folder / name): (name, rank) for rank in range(size)})
-    codes: dict[str, dict[int, int]] = {name: {} for name in RUNS}
-    lasting = [(name, culprit) for name, (_, culprit, what, _) in RUNS.items() if what in (be_stopped, be_deaf, fail)]
-    stuck = [pid for pid, key in waiting.items() if key in lasting]
-    while waiting.keys() - stuck:
-        pid, status = os.wait()
-        name, rank = waiting.pop(pid)
-        codes[name][rank] = os.waitstatus_to_exitcode(status)
-    while "Timeout" not in (folder / "deaf" / "logs" / "rank_1.log").read_text():
-        time.sleep(0.1)
-    for pid in stuck:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    (folder / "codes.json").write_text(json.dumps(codes))
+SENTENCES = {
+    "asleep": r"Rank 2 has not moved for \d+ s, loading data for step 3, at hangs\.py:\d+ in sleep_forever, while "
+    r"ranks 0, 1 and 3 wait in step 3: its stack is in \S*asleep/logs/rank_2\.log\.",
+    "asleep in the step": r"Rank 1 has not moved for \d+ s, in step 3, at hangs\.py:\d+ in sleep_forever, while rank 0 "
+    r"waits in step 3: its stack is in .*rank_1\.log\.",
+    "stopped": r"Rank 1 has given no sign of life for \d+ s, last seen .*step 3, while rank 0 waits in step 3: the "
+    r"process is stopped or its machine is gone; see .*rank_1\.log for its last words\.",
+    "rank 0 stopped": r"Rank 1 has not moved for \d+ s, in step 3, .*; the process at 127\.0\.0\.1:\d+ through which "
+    r"ranks know of each other does not answer: .*",
+    "deaf": r"Rank 1 has given no sign of life for \d+ s, last seen in step 3, while rank 0 waits in step 3: .*",
+    "failed": r"Rank 1 has ended with ValueError \d+ s ago, in step 3, while rank 0 waits in step 3: see .*\.log\.",
+    "alone": r"Rank 0 has not moved for \d+ s, loading data for step 3, at hangs\.py:\d+ in sleep_forever: its .*",
+}
+# Lines of the logs: stacks, and that torch gives collectives up later than the watchdog does.
+LINES = [
+    *(("asleep", rank, r"Collectives wait \[{}\] s\.") for rank in range(4)),
+    ("asleep", 0, r'File ".*", line \d+ in all_reduce\n'),
+    ("asleep", 2, r'File ".*", line \d+ in fall_asleep\n'),
+    ("asleep in the step", 1, r'File ".*", line \d+ in fall_asleep\n'),
+    ("deaf", 1, r'File ".*", line \d+ in be_deaf\n'),
+    ("alone", 0, r'File ".*", line \d+ in fall_asleep\n'),
+]
+# They would last for ever.
+LASTING = {(name, culprit) for name, (_, culprit, what, _) in RUNS.items() if what in (be_stopped, be_deaf, fail)}
+
+
+def look(name: str, folder: Path, codes: dict[int, int], limit: float) -> str:
+    """What is not as it should be: every process that can ends, one sentence says why, logs hold the stacks."""
+    screens = [path.read_text() for path in sorted(folder.glob("screen_*"))]
+    ends = HANG_EXIT_CODE if name in SENTENCES else 0  # a slow save takes longer than the limit, but it moves
+    wanted = {rank: ends for rank in range(RUNS[name][0]) if (name, rank) not in LASTING}
+    if codes != wanted:
+        return f"exit codes are {codes}, not {wanted}; screens:\n" + "\n".join(screens)
+    errors = [line for screen in screens for line in screen.splitlines() if line.startswith("ERROR")]
+    sentences = [SENTENCES[name]] if name in SENTENCES else []
+    if len(errors) != len(sentences):
+        return f"{len(errors)} errors are shown: {errors}"
+    for error, sentence in zip(errors, sentences, strict=True):
+        if not re.fullmatch(sentence, error.removeprefix("ERROR:torchtune:")):
+            return f"{error!r} does not match {sentence!r}"
+    for where, rank, line in LINES:
+        log = folder / "logs" / f"rank_{rank}.log"
+        if where == name and not re.search(line.format(2 * limit + 60), log.read_text()):
+            return f"{log} lacks {line!r}:\n{log.read_text()}"
+    return ""
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    run_all({name: size for name, (size, *_) in RUNS.items()}, LIMITS, Path(sys.argv[1]), run, look, LASTING)

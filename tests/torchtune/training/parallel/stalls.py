@@ -1,7 +1,7 @@
-"""Runs of a recipe in which a rank stalls before the loop or after it: starts all at once, writes how they ended."""
+"""Runs of a recipe in which a rank stalls before the loop or after it, and what went otherwise than it should."""
 
-import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 import torchtune.training.checkpointing._load as loading
-from tests.recipes.forker import environments
 from tests.recipes.runs import load_recipe, write_config
+from tests.torchtune.training.parallel.standing import note_fault, run_all
 from torchtune.config import load_and_check
+from torchtune.training import HANG_EXIT_CODE
 
 NAME = "full_finetune_distributed"
-MINUTES = 0.1
+LIMITS = (6.0, 30.0)  # the longer one for runs that the machine was too slow for
 # name: (ranks, the line before which the last rank stalls)
 RUNS = {
     "set-up": (2, "        self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)\n"),
@@ -23,6 +24,7 @@ RUNS = {
     "close": (2, "            self.metric_logger.close()\n"),
     "alone": (1, "        self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)\n"),
 }
+_made: dict[str, tuple[Any, Path]] = {}  # name: (module of the recipe, config)
 
 
 def sleep_forever() -> None:
@@ -32,6 +34,7 @@ def sleep_forever() -> None:
 
 def stall_if_last() -> None:
     if int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+        note_fault()
         sleep_forever()
 
 
@@ -49,41 +52,50 @@ def stall_while_reading() -> None:
     loading.sign_of_life = read
 
 
-def run(name: str, module: Any, config: Path) -> int:
+def run(name: str, rank: int, limit: float, folder: Path) -> int:
     """One process of one run."""
     if name == "load":
         stall_while_reading()
-    settings = [f"output_dir={config.parent / name}", f"hang_timeout_minutes={MINUTES}", "log_level=INFO"]
+    module, config = _made[name]
+    settings = [f"output_dir={folder}", f"hang_timeout_minutes={limit / 60}", "log_level=INFO"]
     return module.recipe_main(load_and_check(config, settings, module.recipe_main))
+
+
+SENTENCES = {
+    "set-up": r"Rank 1 has not moved for \d+ s, set-up, at stalls\.py:\d+ in sleep_forever, while rank 0 waits \S.*: "
+    r"its stack is in \S*set-up/logs/rank_1\.log\.",
+    "load": r"Rank 1 has not moved for \d+ s, loading the checkpoint, at stalls\.py:\d+ in sleep_forever, while rank 0 "
+    r"waits loading the checkpoint: its stack is in \S*rank_1\.log\.",
+    "close": r"Rank 1 has not moved for \d+ s, closing after step 6, at stalls\.py:\d+ in sleep_forever.*",
+    "alone": r"Rank 0 has not moved for \d+ s, set-up, at stalls\.py:\d+ in sleep_forever: its stack is in .*\.",
+}
+
+
+def look(name: str, folder: Path, codes: dict[int, int], limit: float) -> str:
+    """What is not as it should be: the run ends, one sentence says why, and the log holds the stack."""
+    last = RUNS[name][0] - 1
+    screens = "".join(path.read_text() for path in sorted(folder.glob("screen_*")))
+    if codes.get(last) != HANG_EXIT_CODE or (name != "close" and set(codes.values()) != {HANG_EXIT_CODE}):
+        return f"exit codes are {codes}; screens:\n{screens}"
+    sentences = [found[1] for line in screens.splitlines() if (found := re.search(r"(Ranks? \d.* moved .*)", line))]
+    if len(sentences) != 1 or not re.fullmatch(SENTENCES[name], sentences[0]):
+        return f"{sentences} are not one that matches {SENTENCES[name]!r}"
+    log = (folder / "logs" / f"rank_{last}.log").read_text()
+    return "" if "in sleep_forever\n" in log else f"the log of rank {last} has no stack:\n{log}"
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    config = write_config(NAME, folder, folder / "output")
-    waiting: dict[int, tuple[str, str]] = {}
-    call = "__import__('tests.torchtune.training.parallel.stalls', fromlist=['x']).stall_if_last()"
     for name, (size, line) in RUNS.items():
         kind = NAME if size > 1 else "full_finetune_single_device"
         indent = "" if line is None else line[: len(line) - len(line.lstrip())]
-        module = load_recipe(kind, folder, None if line is None else {line: f"{indent}{call}\n{line}"})
-        if size == 1:
-            config = write_config(kind, folder, folder / "output")
-        for environment in environments(size):
-            rank = environment.get("RANK", "0")
-            pid = os.fork()
-            if pid == 0:
-                descriptor = os.open(folder / f"{name}_{rank}.screen", os.O_WRONLY | os.O_CREAT)
-                os.dup2(descriptor, 1)
-                os.dup2(descriptor, 2)
-                os.environ.update(environment)
-                os._exit(run(name, module, config))
-            waiting[pid] = (name, rank)
-    codes: dict[str, dict[str, int]] = {name: {} for name in RUNS}
-    for _ in range(len(waiting)):
-        pid, status = os.wait()
-        name, rank = waiting[pid]
-        codes[name][rank] = os.waitstatus_to_exitcode(status)
-    (folder / "codes.json").write_text(json.dumps(codes))
+        call = "__import__('tests.torchtune.training.parallel.stalls', fromlist=['x']).stall_if_last()"
+        config = write_config(kind, folder, folder / "output")
+        _made[name] = (
+            load_recipe(kind, folder, None if line is None else {line: f"{indent}{call}\n{line}"}),
+            config,
+        )
+    run_all({name: size for name, (size, _) in RUNS.items()}, LIMITS, folder, run, look)
 
 
 if __name__ == "__main__":

@@ -42,14 +42,16 @@ CASES = {
 }
 
 
-def launch(script: str, processes: int, folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def launch(module: str, processes: int, folder: Path) -> None:
+    """Run ``main(folder)`` of a module of the tests on several ranks."""
+    program = ["-m", "tests.torchtune.training.parallel.fork_ranks", f"tests.torchtune.{module}"]
     done = subprocess.run(
-        [*command, str(Path(__file__).parent / script), str(folder)],
+        [sys.executable, *program, str(processes), str(folder)],
         capture_output=True,
         text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=600,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-6000:]
 
@@ -70,7 +72,7 @@ def outcomes(folder: Path) -> dict[str, dict[str, float]]:
     for processes in sorted({case[0] for case in CASES.values()}):
         mine = {name: case[1:] for name, case in CASES.items() if case[0] == processes}
         (folder / "cases.json").write_text(json.dumps(mine))
-        launch("worker.py", processes, folder)
+        launch("training.parallel.worker", processes, folder)
         found |= json.loads((folder / "outcomes.json").read_text())
     return found
 
@@ -94,7 +96,7 @@ SHOWN = {
 
 
 def test_moves_no_more_bytes_than_the_formulas_say(folder: Path) -> None:
-    launch("traffic.py", 4, folder)
+    launch("training.parallel.traffic", 4, folder)
     found, wanted = json.loads((folder / "traffic.json").read_text())
     for composition, bytes_moved in wanted.items():
         shared = {kind: found[composition][kind] for kind in bytes_moved}

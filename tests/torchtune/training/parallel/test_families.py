@@ -52,7 +52,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
         for way, settings in WAYS.items():
             cases[f"{name} {way}"] = ({"tp": 2}, {**settings, "source": name, "steps": 2}, {})
     (folder / "cases.json").write_text(json.dumps(cases))
-    launch("worker.py", 2, folder)
+    launch("training.parallel.worker", 2, folder)
     return json.loads((folder / "outcomes.json").read_text())
 
 

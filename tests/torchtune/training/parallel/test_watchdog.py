@@ -2,92 +2,33 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.torchtune.training.parallel.hangs import RUNS, TIMEOUT
+from tests.torchtune.training.parallel.hangs import RUNS
 from torchtune import training
 from torchtune.training.supervise._heartbeats import Beat, explain, list_ranks
 
+ROOT = Path(__file__).parents[4]
+
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("hangs")
-    script = Path(__file__).with_name("hangs.py")
     # torch's store looks up the name of everybody who connects; where names are served badly, not for long here.
-    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}
-    command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def said(folder: Path, name: str) -> str:
-    """The one sentence that a run showed on all its screens."""
-    screens = [path.read_text() for path in sorted((folder / name).glob("screen_*"))]
-    (sentence,) = [
-        line.removeprefix("ERROR:torchtune:")
-        for screen in screens
-        for line in screen.splitlines()
-        if line.startswith("ERROR")
-    ]
-    assert "\n" not in sentence
-    return sentence
-
-
-SENTENCES = {
-    "asleep": r"Rank 2 has not moved for \d+ s, loading data for step 3, at hangs\.py:\d+ in sleep_forever, while "
-    r"ranks 0, 1 and 3 wait in step 3: its stack is in \S*asleep/logs/rank_2\.log\.",
-    "asleep in the step": r"Rank 1 has not moved for \d+ s, in step 3, at hangs\.py:\d+ in sleep_forever, while rank 0 "
-    r"waits in step 3: its stack is in .*rank_1\.log\.",
-    "stopped": r"Rank 1 has given no sign of life for \d+ s, last seen .*step 3, while rank 0 waits in step 3: the "
-    r"process is stopped or its machine is gone; see .*rank_1\.log for its last words\.",
-    "rank 0 stopped": r"Rank 1 has not moved for \d+ s, in step 3, .*; the process at 127\.0\.0\.1:\d+ through which "
-    r"ranks know of each other does not answer: .*",
-    "deaf": r"Rank 1 has given no sign of life for \d+ s, last seen in step 3, while rank 0 waits in step 3: .*",
-    "failed": r"Rank 1 has ended with ValueError \d+ s ago, in step 3, while rank 0 waits in step 3: see .*\.log\.",
-    "alone": r"Rank 0 has not moved for \d+ s, loading data for step 3, at hangs\.py:\d+ in sleep_forever: its .*",
-}
-
-
-@pytest.mark.parametrize("name", SENTENCES)
-def test_a_sentence_names_who_is_behind_and_where(name: str, ended: Path) -> None:
-    assert re.fullmatch(SENTENCES[name], said(ended, name))
+    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).with_name("hangs.py")), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "ended.json").read_text())
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_process_that_can_ends(name: str, ended: Path) -> None:
-    codes = json.loads((ended / "codes.json").read_text())[name]
-    if name == "slow save":  # longer than the time limit, but it moves
-        assert codes == {"0": 0, "1": 0}
-    else:
-        assert set(codes.values()) == {training.HANG_EXIT_CODE}
-        assert len(codes) == RUNS[name][0] - (name in ("stopped", "rank 0 stopped", "deaf", "failed"))
-
-
-@pytest.mark.parametrize(
-    ("name", "rank", "function"),
-    [
-        ("asleep", 0, "all_reduce"),
-        ("asleep", 2, "fall_asleep"),
-        ("asleep in the step", 1, "fall_asleep"),
-        ("deaf", 1, "be_deaf"),
-        ("alone", 0, "fall_asleep"),
-    ],
-)
-def test_logs_hold_the_stacks(name: str, rank: int, function: str, ended: Path) -> None:
-    log = (ended / name / "logs" / f"rank_{rank}.log").read_text()
-    assert re.search(rf'File ".*", line \d+ in {function}\n', log)
-
-
-def test_torch_gives_collectives_up_later(ended: Path) -> None:
-    for rank in range(4):
-        log = (ended / "asleep" / "logs" / f"rank_{rank}.log").read_text()
-        assert f"Collectives wait [{2 * TIMEOUT + 60}] s." in log
+def test_every_process_that_can_ends_and_says_who_is_behind(name: str, ended: dict[str, dict]) -> None:
+    assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"
 
 
 def test_ranks_in_words() -> None:

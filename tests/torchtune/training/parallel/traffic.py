@@ -1,7 +1,6 @@
-"""What torchrun starts: counts the bytes that a step of every composition moves, and writes them beside formulas."""
+"""What every rank does: counts the bytes that a step of every composition moves, and writes them beside formulas."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,3 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "traffic.json").write_text(json.dumps([found, formulas(checkpoint)]))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

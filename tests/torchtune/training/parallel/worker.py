@@ -1,7 +1,8 @@
-"""What torchrun starts: runs every case of ``cases.json`` and writes how far it is from one process."""
+"""What every rank does: runs every case of ``cases.json`` and writes how far it is from one process."""
 
+import hashlib
 import json
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,38 @@ def differences(found: Any, wanted: Any) -> dict[str, float]:
     }
 
 
+def references(folder: Path, cases: dict[str, Any]) -> dict[str, Path]:
+    """Where one process's results for every case lie; each rank computes its share of those that are not there."""
+    found: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
+    for name, (_, settings, _) in cases.items():
+        checkpoint, settings = source(folder, settings)
+        key = hashlib.sha256(f"{checkpoint} {settings}".encode()).hexdigest()[:16]
+        found[name] = (folder / f"alone_{key}.pt", checkpoint, settings)
+    todo = {path: rest for path, *rest in found.values() if not path.exists()}
+    for path in sorted(todo)[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
+        checkpoint, settings = todo[path]
+        torch.save(run(checkpoint, ParallelDims(), **settings), path)
+    return {name: path for name, (path, *_) in found.items()}
+
+
+def source(folder: Path, settings: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that a case starts from, and the settings of its run."""
+    settings = dict(settings)
+    return folder / settings.pop("source", f"tied_{settings.pop('tied', True)}"), settings
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    alone: dict[str, Any] = {}
+    cases = json.loads((folder / "cases.json").read_text())
+    alone = references(folder, cases)  # before there are groups: these runs know of no other process
     outcomes = {}
-    for name, (sizes, settings, options) in json.loads((folder / "cases.json").read_text()).items():
-        settings = dict(settings)
-        checkpoint = folder / settings.pop("source", f"tied_{settings.pop('tied', True)}")
+    for name, (sizes, settings, options) in cases.items():
+        checkpoint, settings = source(folder, settings)
         dims = ParallelDims.start(CPU, **{"dp_shard": 1, **sizes})
+        dist.barrier()  # all references are there
         found = run(checkpoint, dims, **settings, **options)
-        key = f"{checkpoint} {settings}"
-        if key not in alone:
-            alone[key] = run(checkpoint, ParallelDims(), **settings)
-        outcomes[name] = differences(found, alone[key])
+        if dist.get_rank() == 0:
+            outcomes[name] = differences(found, torch.load(alone[name]))
     if dist.get_rank() == 0:
         (folder / "outcomes.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

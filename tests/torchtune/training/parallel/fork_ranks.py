@@ -1,0 +1,45 @@
+"""Runs ``main(folder)`` of a module in several ranks, forked from one process that has imported it.
+
+python -m tests.torchtune.training.parallel.fork_ranks MODULE PROCESSES FOLDER
+"""
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from tests.recipes.forker import environments
+
+
+def main(module: str, processes: int, folder: Path) -> int:
+    """Exit status: 0 if all ranks ended well; the first that does not ends the others."""
+    program = importlib.import_module(module)
+    alive = set()
+    for environment in environments(processes):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(environment)
+            status = 1
+            try:
+                program.main(folder)
+                status = 0
+            except BaseException:  # noqa: BLE001 - whatever it is, the child must end here and say so
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(status)
+        alive.add(pid)
+    failed = 0
+    while alive:
+        pid, status = os.wait()
+        alive.discard(pid)
+        if status and not failed:
+            failed = 1
+            for other in alive:
+                os.kill(other, signal.SIGKILL)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))

@@ -1,0 +1,136 @@
+"""All that the library uses of torchao, whose paths move between releases; nothing else imports it."""
+
+import functools
+import logging
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.modules.conversion import ConversionError
+from torchtune.utils import require
+
+
+@functools.cache
+def torchao_quantization() -> ModuleType:
+    """``torchao.quantization``, without what it logs of kernels that this machine lacks.
+
+    Raises:
+        UserError: torchao is not installed.
+    """
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            require("torchao.quantization.qat", extra="quantization", purpose="Quantization")
+            return require("torchao.quantization", extra="quantization", purpose="Quantization")
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def int_config(bits: int, group_size: int | None, *, dynamic_activations: bool) -> Any:
+    """Configuration of torchao for symmetric integer weights.
+
+    Args:
+        bits: of a weight, 2 to 8.
+        group_size: neighbours along the input dimension that share a scale; None for all of a row.
+        dynamic_activations: quantise inputs to int8, each token with a range of its own.
+    """
+    ao = torchao_quantization()
+    granularity = ao.PerAxis(0) if group_size is None else ao.PerGroup(group_size)
+    dtype = getattr(torch, f"int{bits}")
+    if dynamic_activations:
+        return ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
+    return ao.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
+
+
+def float8_config() -> Any:
+    """Configuration of torchao for weights in float8 (e4m3), a scale for each row."""
+    ao = torchao_quantization()
+    return ao.Float8WeightOnlyConfig(weight_dtype=torch.float8_e4m3fn)
+
+
+def group_size(base_config: Any) -> int | None:
+    """How many neighbours along the input dimension share a scale, where a configuration says so."""
+    for name in ("weight_granularity", "granularity"):
+        size = getattr(getattr(base_config, name, None), "group_size", None)
+        if size is not None:
+            return size
+    return getattr(base_config, "group_size", None)
+
+
+def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | None, nn.Module | None]:
+    """The modules that simulate the quantised inputs and weights of a linear layer, with ``enabled`` to be set.
+
+    Args:
+        base_config: configuration of torchao.
+        shape: of the weight.
+
+    Raises:
+        ConversionError: torchao cannot simulate this configuration.
+    """
+    ao = torchao_quantization()
+    out_dim, in_dim = shape
+    layer = nn.Sequential(nn.Linear(in_dim, out_dim, bias=False, device="meta"))
+    try:
+        ao.quantize_(layer, ao.qat.QATConfig(base_config, step="prepare"))
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise ConversionError(
+            f"quantizer: torchao cannot simulate {type(base_config).__name__} in training ({_first_line(error)}): "
+            "choose another quantizer."
+        ) from error
+    return layer[0].activation_fake_quantizer, layer[0].weight_fake_quantizer
+
+
+def fake_quantizer(config: Any) -> nn.Module:
+    """The module that simulates what a ``FakeQuantizeConfigBase`` of torchao says."""
+    return torchao_quantization().qat.FakeQuantizerBase.from_config(config)
+
+
+def quantize_linears(model: nn.Module, base_config: Any, paths: set[str]) -> None:
+    """Quantise the weights of linear layers in place.
+
+    Args:
+        model: has real weights.
+        base_config: configuration of torchao.
+        paths: of the layers.
+
+    Raises:
+        ConversionError: torchao refuses, for want of a kernel on this device for example.
+    """
+    ao = torchao_quantization()
+    try:
+        ao.quantize_(model, base_config, filter_fn=lambda module, path: path in paths)
+    except (ValueError, AssertionError, NotImplementedError, ImportError, RuntimeError) as error:
+        device = next(model.parameters()).device
+        raise ConversionError(
+            f"quantizer: torchao refuses {type(base_config).__name__} on {device} ({_first_line(error)}): choose "
+            "another quantizer, or another device."
+        ) from error
+
+
+@torch.no_grad()
+def quantized(weight: Tensor, base_config: Any) -> tuple[Tensor, Tensor]:
+    """What torchao makes of the weight of a linear layer.
+
+    Args:
+        weight: ``[out, in]``.
+        base_config: from :func:`int_config` or :func:`float8_config`.
+
+    Returns:
+        values ``[out, in]``, int8 or float8, and their scales ``[out, groups]``: the weight is their product.
+
+    Raises:
+        ConversionError: torchao refuses.
+    """
+    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    model = nn.Sequential(layer)
+    quantize_linears(model, base_config, {"0"})
+    return model[0].weight.qdata, model[0].weight.scale
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,183 @@
+"""Quantisation-aware training: linear layers that compute as their quantised selves would."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from torchtune.modules import _torchao
+from torchtune.modules._fake_quantized import FakeQuantized, FakeQuantSwitch
+from torchtune.modules._recast import recast
+from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
+from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.peft.dora import DoRALinear
+from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.peft.qat_lora import QATLoRALinear, check_dropout
+
+if TYPE_CHECKING:  # DTensor takes its time to import
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+class FakeQuantLinear(FakeQuantized, nn.Linear):
+    """Linear layer whose weight and input are rounded as in its quantised form; gradients pass the rounding.
+
+    Where a value is clipped its gradient is zero. The parameters are those of ``nn.Linear``, under the same names.
+    """
+
+
+def quantizable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers that quantisation changes, by path: all of the transformer layers, never the output projection.
+
+    The output projection keeps its precision, as in the published checkpoints of vLLM: it is often tied to the
+    embedding, and errors there reach the logits at once.
+
+    Raises:
+        ConversionError: the model has experts, or no linear layer.
+    """
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, GroupedExperts):
+            raise ConversionError(
+                f"quantizer: the experts of '{path}' cannot be quantised yet: choose a model without experts."
+            )
+        if ".layers." in f".{path}" and isinstance(module, nn.Linear | LoRALinear) and not _is_inside_adapter(path):
+            found[path] = module
+    if not found:
+        raise ConversionError(f"quantizer: {type(model).__name__} has no linear layer in a list called 'layers'.")
+    return found
+
+
+def _is_inside_adapter(path: str) -> bool:
+    return path.rpartition(".")[2] in ("lora_a", "lora_b")
+
+
+def check_group_size(layers: dict[str, nn.Module], size: int | None) -> None:
+    """Compare the width of every layer with the number of neighbours that share a scale.
+
+    Raises:
+        ConversionError: one is not divided by it.
+    """
+    for path, layer in layers.items():
+        width = layer.weight.shape[1]
+        if size is not None and (size < 2 or width % size):
+            fitting = [
+                str(2**n)
+                for n in range(10, 3, -1)
+                if all(other.weight.shape[1] % 2**n == 0 for other in layers.values())
+            ]
+            raise ConversionError(
+                f"quantizer: groupsize {size} does not divide the {width} inputs of '{path}': "
+                + (f"{', '.join(fitting[:3])} would." if fitting else "no power of two above 8 fits this model.")
+            )
+
+
+class FakeQuantize(Conversion):
+    """Conversion that makes the linear layers of a model compute as torchao would quantise them.
+
+    Weights stay as they are, and are what is trained and saved; each forward pass rounds them (and inputs, if the
+    configuration says so) to the values that the quantised model will have.
+
+    Args:
+        base_config: configuration of torchao for the quantised model, for example ``IntxWeightOnlyConfig()``.
+        after_n_steps: compute as usual for so many steps first.
+        step: returns the number of steps taken so far; needed with ``after_n_steps``.
+        total_steps: of the run.
+
+    Raises:
+        ConversionError: nothing would be quantised in ``total_steps``.
+    """
+
+    phase: ClassVar[Phase] = Phase.FAKE_QUANT
+
+    def __init__(
+        self,
+        base_config: Any,
+        *,
+        after_n_steps: int | None = None,
+        step: Callable[[], int] | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        if after_n_steps and step is None:
+            raise ConversionError(
+                "fake_quant_after_n_steps: pass step, a function that returns the steps taken so far."
+            )
+        if after_n_steps and total_steps is not None and after_n_steps >= total_steps:
+            raise ConversionError(
+                f"fake_quant_after_n_steps is {after_n_steps}, but the run ends after {total_steps} steps, so nothing "
+                "would be fake-quantised: make it smaller, or train without quantizer."
+            )
+        self._base_config, self._after, self._step = base_config, after_n_steps or 0, step
+        self._switch = FakeQuantSwitch()
+
+    def convert(self, model: nn.Module) -> ConversionReport:
+        """Replace linear layers by :class:`FakeQuantLinear`, those with adapters by :class:`QATLoRALinear`.
+
+        Raises:
+            ConversionError: a layer that cannot be quantised; nothing has been changed then.
+        """
+        layers = quantizable_layers(model)
+        check_group_size(layers, _torchao.group_size(self._base_config))
+        new = {path: self._converted(path, layer) for path, layer in layers.items()}
+        for path, layer in new.items():
+            _replace(model, path, layer)
+        if self._after:
+            model.register_forward_pre_hook(self._set_switch)
+        when = f"from step {self._after + 1} on" if self._after else "from the first step on"
+        return ConversionReport("Fake quantisation", list(new), note=f"{type(self._base_config).__name__}, {when}")
+
+    def _converted(self, path: str, layer: nn.Module) -> nn.Module:
+        if isinstance(layer, DoRALinear):
+            raise ConversionError(
+                f"quantizer: '{path}' has a DoRA adapter, which has no fake quantisation: set use_dora to False."
+            )
+        if isinstance(layer, LoRALinear):
+            check_dropout(layer.dropout.p)
+            new = recast(layer, QATLoRALinear)
+        elif type(layer).forward is nn.Linear.forward:
+            new = recast(layer, FakeQuantLinear)
+        else:
+            raise ConversionError(
+                f"quantizer: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and has no "
+                "fake quantisation."
+            )
+        new.set_up_fake_quant(self._base_config, self._switch)
+        return new
+
+    def _set_switch(self, *_: object) -> None:
+        self._switch.on = self._step() >= self._after
+
+    def revert(self, model: nn.Module) -> None:
+        """Put the layers that were there before in their place, with the very same parameters."""
+        for path, layer in fake_quant_layers(model).items():
+            new = recast(layer, LoRALinear if isinstance(layer, LoRALinear) else nn.Linear)
+            del new.activation_fake_quantizer, new.weight_fake_quantizer, new.fake_quant
+            _replace(model, path, new)
+
+    def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
+        """Refuse to split a layer: an input that is split has no range of its own for each token.
+
+        Raises:
+            ConversionError: always, for a layer of this conversion.
+        """
+        if isinstance(module, FakeQuantized):
+            raise ConversionError(
+                "quantizer: fake quantisation needs whole layers: set tensor_parallel_dim to 1, parameters are sharded "
+                "over data_parallel_shard_dim all the same."
+            )
+        return style
+
+
+def fake_quant_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a model that simulate quantisation, by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, FakeQuantized)}
+
+
+def set_fake_quant(module: nn.Module, enabled: bool = True) -> None:
+    """Switch the simulation of a layer on or off, and of those that it shares the switch with; others stay."""
+    if isinstance(module, FakeQuantized):
+        module.fake_quant.on = enabled
+
+
+def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, new)
