@@ -1,4 +1,4 @@
-"""Writing weights as folders that other tools load."""
+"""Exporting weights to folders that other libraries load."""
 
 import shutil
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ from torchtune.training.parallel._ranks import Ranks
 from torchtune.utils import write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
-# Never carried from the source folder into what is saved: weights, and what is written anew.
+# Files that are not copied from the source folder: weights, and files that an export writes itself.
 _LEFT_BEHIND = (".pt", ".pth", ".bin", ".safetensors", ".gguf", ".ckpt", ".index.json", ".distcp", ".h5", ".tmp")
 _WRITTEN_ANEW = ("config.json", "torchtune_config.yaml")
 _OWN_FOLDERS = ("epoch_", "step_", "recipe_state")
@@ -43,14 +43,14 @@ def model_entries(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextTow
     Making them needs memory for one tensor. To merge into a sharded model, all ranks make an entry together.
 
     Args:
-        model: its adapters are left out, or with ``merge`` added to the weights (in float32, then rounded).
-        ranks: each makes what it holds.
-        merge: see above.
-        whole: the checkpoint whose text decoder the model is: its names are used, its other parts are written as they
-            are.
+        model: without its adapters, unless ``merge``.
+        ranks: every rank makes its own shard.
+        merge: merge adapters into the weights, in float32, then round.
+        whole: the multimodal checkpoint that the model is the text decoder of: the export uses its names, and its
+            other towers are written unchanged.
 
     Raises:
-        CheckpointError: the model has parameters that its weight map does not know, or misses some.
+        CheckpointError: a parameter has no name in Hugging Face's format.
     """
     spec, description = identity(model)
     spec = spec if whole is None else spec.as_part(whole.prefixes)
@@ -125,12 +125,12 @@ def write_entries(entries: Iterable[Entry], folder: Path, max_shard_bytes: int) 
 
 
 def config_of_model(model: nn.Module, source_dir: Path | None, *, is_part: bool = False) -> dict:
-    """The contents of ``config.json``: the source's, with what the model has otherwise, or one made by the spec.
+    """Contents of ``config.json``: those of the source, updated with what differs in the model.
 
     Args:
-        model: its description, its dtype and the rows of its embedding are what the file will say.
-        source_dir: where the weights came from.
-        is_part: whether the model is the text decoder of the source, all of whose parts the file will describe.
+        model: decides the description, the dtype and the vocabulary size.
+        source_dir: folder of the source.
+        is_part: whether the model is the text decoder of a multimodal source, which the file describes too.
     """
     spec, description = identity(model)
     embedding = FullWeights(model).spec("tok_embeddings.weight")
@@ -141,17 +141,17 @@ def config_of_model(model: nn.Module, source_dir: Path | None, *, is_part: bool 
 def config_of(
     spec: ModelSpec, description: Description, vocab_size: int, dtype: torch.dtype, source_dir: Path | None
 ) -> dict:
-    """The contents of a ``config.json``; see :func:`config_of_model`."""
+    """Contents of a ``config.json``; see :func:`config_of_model`."""
     description = replace(description, vocab_size=vocab_size)
     source = None if source_dir is None else source_dir / "config.json"
     config = text_config(read_json(source)) if source is not None and source.is_file() else {}
     if not _says(config, spec, description):
-        # What is spelt in two ways must not contradict itself.
+        # Fields with two spellings must not contradict each other.
         config = {key: value for key, value in config.items() if key not in ("rope_parameters", "torch_dtype")}
         longest = config.get("max_position_embeddings")
         config |= spec.to_hf_config(description)
         config["max_position_embeddings"] = longest or config["max_position_embeddings"]
-    config.pop("quantization_config", None)  # what is written is not
+    config.pop("quantization_config", None)  # the export is not quantized
     config["vocab_size"] = vocab_size
     name = str(dtype).removeprefix("torch.")
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
@@ -161,7 +161,7 @@ def config_of(
 
 
 def _says(config: dict, spec: ModelSpec, description: Description) -> bool:
-    """Whether a config describes this model; how long its texts may be and dropout are no part of the weights."""
+    """Whether a config describes this model, apart from its context length and dropout."""
     if not config:
         return False
     try:
@@ -173,13 +173,12 @@ def _says(config: dict, spec: ModelSpec, description: Description) -> bool:
 
 
 def carry_files(source_dir: Path, folder: Path) -> None:
-    """Copy tokenizer, template, generation settings and other small files of the source; nothing is overwritten.
+    """Copy tokenizer, chat template, generation settings and other small files of the source; overwrite nothing.
 
-    A folder without ``config.json`` is no model's own (one GGUF file among downloads, say): of its files only those
-    are copied that make a tokenizer.
+    From a folder without ``config.json``, such as a folder of downloaded GGUF files, only tokenizer files are copied.
     """
     own = (source_dir / "config.json").is_file()
-    # A checkpoint may hold further models, each in a folder of its own; exports write these by themselves.
+    # Folders of the other models in a checkpoint.
     models = [path.parent.name for path in source_dir.glob("*/config.json")] if (source_dir / MARKER).exists() else []
     for path in sorted(source_dir.rglob("*") if own else source_dir.glob("*")):
         relative, target = path.relative_to(source_dir), folder / path.relative_to(source_dir)
@@ -196,7 +195,7 @@ def carry_files(source_dir: Path, folder: Path) -> None:
 
 
 def _stays_behind(relative: Path) -> bool:
-    """Whether a file of the source is hidden, holds weights, belongs to a run, or is written anew."""
+    """Whether a file of the source is hidden, holds weights, belongs to a run, or is written by the export."""
     name = relative.name
     return (
         any(part.startswith(".") for part in relative.parts)

@@ -1,11 +1,10 @@
-"""What a run needs besides the weights to continue bit for bit, in files that hold no code.
+"""Training state: everything besides the weights that an exact resume needs, without pickled objects.
 
-Every rank writes a file of its own, ``rank_N.safetensors``, with what it holds: its parts of sharded tensors, and its
-random generators. ``state.json`` is the index: the structure around the tensors, with the shape and type of each.
-Where in the whole a part lies stands in the header of its file, so that nothing must be gathered to write it. A rank
-that goes on with the same share finds it in its own file; any other number of ranks looks into those of others.
-A directory that was shared by somebody else can be resumed without unpickling anything. Checkpoints of earlier
-releases, which have one ``state.safetensors`` of whole tensors, are read too.
+Every rank writes ``rank_N.safetensors`` with its shards and its random number generators. ``state.json`` is the index:
+the structure of the state, with shape and dtype of each tensor. The header of a rank's file says where its shards
+start, so that writing needs no all-gather. On resume, a rank with the same shards reads its own file; with another
+number of ranks or another mesh it reads slices from the files of several ranks. Checkpoints of earlier releases, with
+one ``state.safetensors`` of full tensors, are read too.
 """
 
 import json
@@ -27,27 +26,27 @@ from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._safetensors_file import Entry, TensorFile, num_bytes, tensor_file
 from torchtune.training.checkpointing._sources import SafetensorsFiles
 from torchtune.training.parallel._ranks import Ranks
-from torchtune.training.parallel._shards import LocalShard, read_shard, reduce_partial
+from torchtune.training.parallel._shards import LocalShard, full_slices, read_shard, reduce_partial
 
 STATE_DIR = "state"
 STRUCTURE = "state.json"
 # Which models the run trains and which are frozen, if there is any beside the policy.
 MODELS = "models.json"
-# Of earlier releases, with all tensors.
+# File of earlier releases, with full tensors.
 _TENSORS = "state.safetensors"
-# Key of the structure under which the names of the optimizers' parameters stand, beside the values of the run.
+# Key of the structure: names of the parameters of the optimizers.
 _NAMES = "parameter names"
-# Key of the structure under which the number of files stands, one of each rank.
+# Key of the structure: number of files, one for each rank.
 _FILES = "files of ranks"
-# Kind of a node whose value is in the header of each rank's file.
+# Kind of a node with its value in the header of each rank's file.
 _OWN = "own"
-# Keys of such a header: the values, and where the parts of tensors begin.
+# Keys of such a header: the values, and the first indices of shards.
 _VALUES, _STARTS = "values", "starts"
-# Key under which earlier releases put the states of the random generators of all ranks.
+# Key of earlier releases: the states of the random number generators of all ranks.
 _RANKS = "ranks"
-# What is not sharded and smaller is rank 0's; larger ones are dealt out.
+# Rank 0 writes replicated tensors up to this size; ranks take turns with larger ones.
 _SMALL = 2**16
-# Files that are kept open.
+# Number of files to keep open.
 _OPEN = 16
 _MOST_RANKS = 10**6
 
@@ -55,7 +54,7 @@ _Tensors = dict[str, tuple[str, torch.Tensor, dict[str, Any]]]
 
 
 def _encode(value: Any, path: str, tensors: _Tensors) -> Any:
-    """JSON of ``value``; its tensors go, with their path and node, into ``tensors`` under a name made from it."""
+    """``value`` as JSON; its tensors are put into ``tensors``: name -> path, tensor, JSON node."""
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, nn.Parameter, DTensor) or value.is_sparse or value.is_quantized:
             raise CheckpointError(
@@ -83,7 +82,7 @@ def _key(key: Any, path: str) -> Any:
 
 
 def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, dict[str, Any]], Any]) -> Any:
-    """The value of a node; ``tensor`` gives those in it from their path and node."""
+    """The value of a JSON node; ``tensor`` returns a tensor for its path and node."""
     if "tensor" in node:
         return tensor(path, node)
     ((kind, content),) = node.items()
@@ -98,7 +97,7 @@ def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, dict[str, An
 
 
 def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers of a value of the state: itself, or those of a wrapper that keeps one per parameter."""
+    """The optimizers in a value of the state: itself, or those of a wrapper with one optimizer per parameter."""
     if isinstance(value, Optimizer):
         yield key, value
     for name, optimizer in getattr(value, "optim_map", {}).items():
@@ -139,12 +138,12 @@ def _parameters(state: Mapping[str, Any], named: Mapping[str, nn.Parameter]) -> 
 
 @dataclass(frozen=True)
 class LocalState:
-    """What a rank writes of the state.
+    """The training state on this rank.
 
     Attributes:
-        file: this rank's.
-        structure: the index, on every rank the same but for values that differ; rank 0 writes it.
-        agreed: what must be the same on all ranks.
+        file: file of this rank.
+        structure: the index; rank 0 writes it.
+        agreed: names, shapes and dtypes, which must be equal on all ranks.
     """
 
     file: TensorFile
@@ -153,17 +152,18 @@ class LocalState:
 
 
 def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ranks: Ranks) -> LocalState:
-    """The state of every value, its ``state_dict()`` or a plain dict as it is: the tensors, and the rest as JSON.
+    """The training state on this rank: tensors as a file, everything else as JSON.
 
-    What is not sharded is rank 0's, but for the random generators: each rank has its own.
+    Values that are not sharded are taken from rank 0, except random number generators: each rank has its own.
 
     Args:
-        state: see above.
-        named: the parameters of the models; names those of the optimizers.
-        ranks: each makes what it holds.
+        state: objects with ``state_dict()``, or dicts, by name.
+        named: parameters of the models by name.
+        ranks: all ranks.
 
     Raises:
-        CheckpointError: a value holds anything but tensors, dicts, lists, numbers and text.
+        CheckpointError: a value holds anything but tensors, dicts, lists, numbers and text, or an optimizer has a
+            parameter of another model.
     """
     tensors: _Tensors = {}
     own_tensors: _Tensors = {}
@@ -200,27 +200,27 @@ def _of_rank(rank: int) -> str:
 
 
 class _WholeFile:
-    """State of an earlier release: whole tensors in one file."""
+    """State of an earlier release: full tensors in one file."""
 
     def __init__(self, folder: Path) -> None:
         self._source = SafetensorsFiles([folder / STATE_DIR / _TENSORS])
 
     def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Shape of the full tensor."""
         return self._source.shape(node["tensor"])
 
     def dtype(self, node: dict[str, Any]) -> torch.dtype:
-        """Type of its elements."""
+        """Its dtype."""
         first = tuple(slice(0, 1) for _ in self.shape(node))
         return self._source.read(node["tensor"], first or None).dtype
 
     def read(self, node: dict[str, Any], slices: Slices) -> torch.Tensor:
-        """A part of a tensor."""
-        return self._source.read(node["tensor"], slices or None).clone()  # the directory may be pruned meanwhile
+        """A slice of a tensor."""
+        return self._source.read(node["tensor"], slices or None).clone()  # the folder may be deleted meanwhile
 
 
 class _RankFiles:
-    """State in files of ranks; of each no more than the header is read before something in it is needed."""
+    """State in one file per rank; headers and tensors are read when they are needed."""
 
     def __init__(self, folder: Path, count: int, rank: int) -> None:
         self._folder = folder
@@ -229,18 +229,18 @@ class _RankFiles:
         self._open: dict[int, SafetensorsFiles] = {}
 
     def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Shape of the full tensor."""
         return tuple(int(size) for size in node["shape"])
 
     def dtype(self, node: dict[str, Any]) -> torch.dtype:
-        """Type of its elements."""
+        """Its dtype."""
         dtype = getattr(torch, node["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"'{node['dtype']}' is no dtype")
         return dtype
 
     def header(self, rank: int) -> dict[str, Any]:
-        """The values in the header of a rank's file, and where its parts of tensors begin."""
+        """The header of a rank's file: values, first indices and shapes of its shards."""
         if rank not in self._headers:
             path = self._folder / _of_rank(rank)
             try:
@@ -267,7 +267,7 @@ class _RankFiles:
         return self._open[rank]
 
     def read(self, node: dict[str, Any], slices: Slices) -> torch.Tensor:
-        """A part of a tensor, put together from the files that have something of it."""
+        """A slice of a tensor, assembled from the shards in all files that overlap it."""
         name = node["tensor"]
         new = torch.empty([part.stop - part.start for part in slices], dtype=self.dtype(node))
         missing = new.numel()
@@ -287,19 +287,19 @@ class _RankFiles:
             ours = tuple(slice(a - p.start, b - p.start) for a, b, p in zip(low, high, slices, strict=True))
             new[ours] = self.file(rank).read(name, theirs or None)
             missing -= math.prod(b - a for a, b in zip(low, high, strict=True))
-            self._order.remove(rank)  # the next is likely to be there, too
+            self._order.remove(rank)  # the next slice is likely in the same file
             self._order.insert(0, rank)
         if missing:
-            raise KeyError(f"'{name}' is not whole in the files of the ranks")
+            raise KeyError(f"'{name}' is incomplete in the files of the ranks")
         return new
 
 
-# What comes of values of another kind than they should be.
+# Exceptions that values of a wrong type cause.
 _WRONG = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError)
 
 
 class _Progress(dict[str, Any]):
-    """Plain values; that one is missing is said as what it is."""
+    """Plain values; a missing one raises ``CheckpointError``."""
 
     path: Path
 
@@ -356,13 +356,19 @@ def _check_number(value: Any, what: str, path: Path, most: int = 2**63 - 1) -> N
 
 
 def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], folder: Path, rank: int) -> None:
-    """Put a saved state into the values of ``state``: ``load_state_dict``, or an update in place of plain dicts.
+    """Load a saved state into the values of ``state``: by ``load_state_dict``, or by updating dicts in place.
 
-    Of what belongs to sharded parameters only this rank's part is read. A rank that the saved run had not gets
-    random generators of its own, derived from rank 0's.
+    Only this rank's shards are read. A rank that the saved run did not have derives its random number generators from
+    those of rank 0.
+
+    Args:
+        state: the same as in :func:`local_state`.
+        named: parameters of the models by name.
+        folder: of the checkpoint.
+        rank: of this process.
 
     Raises:
-        CheckpointError: the state is corrupt, or is that of another kind of run.
+        CheckpointError: the state is corrupt, or belongs to another kind of run.
     """
     structure = _structure(folder)
     saved_names = structure.pop(_NAMES, {})
@@ -379,10 +385,10 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     source = _WholeFile(folder) if count is None else _RankFiles(folder, max(count, 1), rank)
 
     def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
-        like, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
-        if not isinstance(like, DTensor) or not shape:
-            return source.read(node, tuple(slice(0, size) for size in shape))
-        return read_shard(like, shape, source.dtype(node), lambda slices: source.read(node, slices))
+        parameter, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
+        if not isinstance(parameter, DTensor) or not shape:
+            return source.read(node, full_slices(shape))
+        return read_shard(parameter, shape, source.dtype(node), lambda slices: source.read(node, slices))
 
     for key, value in state.items():
         if isinstance(value, RNGState):
@@ -415,7 +421,7 @@ def _told(error: Exception) -> str:
 def _load_generators(
     key: str, generators: RNGState, structure: dict[str, Any], source: _WholeFile | _RankFiles, folder: Path, rank: int
 ) -> None:
-    """Those of this rank; one that the saved run had not gets its own, derived from rank 0's."""
+    """Load the random number generators of this rank; a new rank derives its own from those of rank 0."""
     if isinstance(source, _RankFiles):
         count = len(source._order)
         theirs = rank if rank < count else 0
@@ -440,7 +446,7 @@ def _load_generators(
 
 
 def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
-    """Refuse the state of another kind of optimizer: torch takes it, and fails or goes wrong at the first step."""
+    """Raise on the state of another kind of optimizer: torch accepts it, and fails or diverges at the first step."""
     if not isinstance(value, Optimizer) or not isinstance(saved, dict):
         return
     groups = saved.get("param_groups", ())
@@ -450,7 +456,7 @@ def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
             "checkpoint."
         )
     for ours, theirs in zip(value.param_groups, groups, strict=False):
-        # A setting that only one side has is a newer release's; where both have their own, it is another optimizer.
+        # Settings on one side only are those of a newer release; on both sides, it is another optimizer.
         lacking, left = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys() - {"initial_lr"})
         if lacking and left:
             raise CheckpointError(
@@ -460,7 +466,7 @@ def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
 
 
 def _check_names(saved: dict[str, list[list[str]]], ours: dict[str, list[list[str]]], folder: Path) -> None:
-    """Refuse optimizers over other parameters: by number alone their states would be mixed up."""
+    """Raise on optimizers of other parameters: their state dicts have only numbers, which would be mixed up."""
     if saved == ours:
         return
     try:
