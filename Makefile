@@ -18,7 +18,7 @@ quickstart: $(BIN)/.quickstart  ## Fine-tune SmolLM2-135M on a small task, four 
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/run.py
 
 test: $(BIN)/.test  ## Lint, import contracts, docs and all tests
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(ENVIRONMENT) $(BIN)/pytest -n 2 --durations=10
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(ENVIRONMENT) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 lint: $(BIN)/.test  ## Lint and import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports

@@ -237,7 +237,7 @@ class FullFinetuneRecipeDistributed:
 
     # twin of distributed
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
-        """This process's part of the batches of a dataset, whose order depends on the seed and the epoch alone."""
+        """This rank's batches of a dataset; their order depends only on the seed and the epoch."""
         return BatchLoader(
             datasets.instantiate_dataset(dataset, self.tokenizer),
             batch_size=batch_size,

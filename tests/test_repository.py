@@ -17,7 +17,6 @@ import yaml
 from tests.tiny import write_checkpoint
 from torchtune._cli._target import RecipeTarget
 from torchtune._recipe_registry import get_all_recipes
-from torchtune.config import load_and_check
 
 ROOT = Path(__file__).parents[1]
 # Lines of code files; argue about them in a diff.
@@ -156,15 +155,6 @@ def test_twin_methods_are_copied(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     done = subprocess.run([sys.executable, tmp_path / "tools" / "sync_recipes.py"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), f"run `make sync`:\n{done.stdout}{done.stderr}"
-
-
-def test_every_shipped_config_is_well_formed() -> None:
-    mains: dict[str, object] = {}
-    for recipe in get_all_recipes():
-        for config in recipe.configs:
-            main = mains.setdefault(recipe.name, RecipeTarget(recipe.name, path=recipe.path).load_main())
-            load_and_check(config.path, [], main)
-    assert len(mains) >= 3
 
 
 def test_configs_show_what_people_edit() -> None:
@@ -315,12 +305,12 @@ PRIVATE = re.compile(
 
 def test_private_names_of_torch_stand_in_one_place() -> None:
     """Whatever a release takes away is mended there; what checkpoints need of them is theirs."""
-    home = ROOT / "torchtune/utils/_torch_private.py"
+    home = "_torch_private.py"  # of the library, and of simulations
     found = {
         f"{path.relative_to(ROOT)}:{number}": line.strip()
         for folder in ("torchtune", "recipes")
         for path in (ROOT / folder).rglob("*.py")
-        if path != home and "checkpointing" not in path.parts
+        if path.name != home and "checkpointing" not in path.parts
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if PRIVATE.search(OPERATIONS.sub("", line))
     }

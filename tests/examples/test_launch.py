@@ -199,7 +199,7 @@ def test_two_nodes_train_together_are_stopped_and_queued_again(tmp_path: Path, n
     codes = []
     for _ in range(2):
         done = subprocess.run(
-            [LAUNCH / "slurm.sh", str(config), "log_level=INFO"], env=environment, capture_output=True, timeout=300
+            [LAUNCH / "slurm.sh", str(config), "log_level=INFO"], env=environment, capture_output=True, timeout=600
         )
         codes.append(done.returncode)
     said = (tmp_path / "node_1.log").read_text() + (tmp_path / "node_2.log").read_text()

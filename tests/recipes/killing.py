@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
 # When a life ends, in turns.
 MOMENTS = ("steps", "save", "rename", "save")
 # The longest that a rank may take to notice that its neighbour is dead.
-PATIENCE = 60
+PATIENCE = 300
 
 
 class Forker:
@@ -76,7 +76,7 @@ class Forker:
     def close(self) -> None:
         """End the parent of all ranks."""
         self.process.stdin.close()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=PATIENCE)
         self.process.stdout.close()
 
 

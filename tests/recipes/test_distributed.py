@@ -1,15 +1,16 @@
-"""The distributed recipes on two processes, started as a user starts them."""
+"""The distributed recipes on two processes: once started as a user does, else forked, which saves the imports."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.recipes.killing import Forker, wait_for
+from tests.recipes.killing import said as said_by
 from tests.recipes.runs import read_log, start, write_config
 
 SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
@@ -24,7 +25,17 @@ def command(config: Path, *overrides: str, processes: int = 2) -> list[str]:
 def launch(config: Path, *overrides: str, processes: int = 2) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     line = command(config, *overrides, processes=processes)
-    return subprocess.run(line, capture_output=True, text=True, timeout=180, env=environment)
+    return subprocess.run(line, capture_output=True, text=True, timeout=600, env=environment)
+
+
+def fork(forker: Forker, config: Path, *overrides: str) -> tuple[list[int], str]:
+    """Run a recipe on two ranks; returns their exit codes, and what they said."""
+    forker.start(config.stem.rpartition("_")[0], config, *overrides, ranks=2)
+    codes = forker.wait()
+    output = config.with_suffix(".out")
+    text = output.read_text()
+    output.unlink()
+    return codes, text
 
 
 def losses(output_dir: Path) -> dict[int, float]:
@@ -36,8 +47,11 @@ def close(found: dict[int, float], wanted: dict[int, float], steps: set[int]) ->
     assert {step: found[step] for step in steps} == pytest.approx({s: wanted[s] for s in steps}, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_two_processes_train_as_one_and_resume_in_another_arrangement(kind: str, tmp_path: Path) -> None:
+def test_two_processes_train_as_one_and_resume_in_another_arrangement(
+    kind: str, forker: Forker, tmp_path: Path
+) -> None:
     alone = start(f"{kind}_finetune_single_device", tmp_path, clip_grad_norm=1.0, batch_size=4).losses
     output_dir = tmp_path / "output"
     config = write_config(
@@ -48,28 +62,33 @@ def test_two_processes_train_as_one_and_resume_in_another_arrangement(kind: str,
         batch_size=2,
         save_every_n_steps=2,
     )
-    done = launch(config)
-    assert done.returncode == 0, done.stderr[-4000:]
+    if kind == "full":
+        done = launch(config)
+        codes, said = [done.returncode] * 2, done.stderr
+    else:
+        codes, said = fork(forker, config)
+    assert codes == [0, 0], said[-4000:]
     close(losses(output_dir), alone, set(range(1, 7)))
-    assert done.stderr.count("Metrics are written to") == 1, "one process speaks"
-    assert done.stderr.count("2 processes =") == 1
+    assert said.count("Metrics are written to") == 1, "one process speaks"
+    assert said.count("2 processes =") == 1
 
     for name in ("step_6", "step_4"):
         for path in sorted((output_dir / name).rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         (output_dir / name).rmdir()
     overrides = ["resume_from_checkpoint=True", "tensor_parallel_dim=2", "batch_size=4"]
-    done = launch(config, *overrides)
-    assert done.returncode == 0, done.stderr[-4000:]
+    codes, said = fork(forker, config, *overrides)
+    assert codes == [0, 0], said[-4000:]
     close({step: loss for step, loss in losses(output_dir).items() if step > 2}, alone, {3, 4, 5, 6})
 
 
-def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(tmp_path: Path) -> None:
+def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(forker: Forker, tmp_path: Path) -> None:
     """Each parameter steps when its gradient is reduced; a step that is not finite on one rank is left out on both."""
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [3]}
     settings = {"optimizer_in_bwd": True, "log_level": "INFO"}
-    done = launch(write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, loss=loss))
-    assert done.returncode == 0, done.stderr[-4000:]
+    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, loss=loss)
+    codes, said = fork(forker, config)
+    assert codes == [0, 0], said[-4000:]
     alone = start(
         "full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, optimizer_in_bwd=True
     ).losses
@@ -88,19 +107,19 @@ def test_a_product_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
 def test_without_torchrun_the_command_says_how_many_processes(tmp_path: Path) -> None:
     config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output")
     line = [word for word in command(config) if word not in ("--nproc-per-node", "2")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "--nproc-per-node 2 full_finetune_distributed" in done.stderr
 
 
-def test_what_goes_wrong_on_one_process_is_skipped_by_all(tmp_path: Path) -> None:
+def test_what_goes_wrong_on_one_process_is_skipped_by_all(forker: Forker, tmp_path: Path) -> None:
     """A NaN, then an infinite gradient, on rank 1: both processes leave the step out, and name its rows."""
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [2], "inf": [4]}
     output_dir = tmp_path / "output"
     settings = {**SETTINGS, "batch_size": 2, "save_every_n_minutes": 1e-6, "enable_async_checkpointing": True}
     settings["checkpointer__keep_last_n_checkpoints"] = 20
-    done = launch(write_config("full_finetune_distributed", tmp_path, output_dir, **settings, loss=loss))
-    assert done.returncode == 0, done.stderr[-4000:]
+    codes, said = fork(forker, write_config("full_finetune_distributed", tmp_path, output_dir, **settings, loss=loss))
+    assert codes == [0, 0], said[-4000:]
     alone = start("full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, clip_grad_norm=1.0)
     close({step: loss for step, loss in losses(output_dir).items() if step != 2}, alone.losses, {1, 3, 4, 5, 6})
     found = [json.loads(line) for line in (output_dir / "skipped_steps.jsonl").read_text().splitlines()]
@@ -108,30 +127,20 @@ def test_what_goes_wrong_on_one_process_is_skipped_by_all(tmp_path: Path) -> Non
     assert [record["step"] for record in found] == [record["step"] for record in expected] == [2, 4]
     assert found[0]["rows"] == expected[0]["rows"][2:], "rank 1 has the second half of the NaN's step"
     assert found[1]["rows"] == expected[1]["rows"], "an infinite gradient could be anyone's"
-    assert done.stderr.count("Step 2 was skipped because its loss is nan") == 1
-    assert done.stderr.count("held training up") == 5
+    assert said.count("Step 2 was skipped because its loss is nan") == 1
+    assert said.count("held training up") == 5
     assert len(list(output_dir.glob("step_*/.complete"))) == 5
 
 
-def test_a_signal_to_one_process_stops_all_after_a_save(tmp_path: Path) -> None:
+def test_a_signal_to_one_process_stops_all_after_a_save(forker: Forker, tmp_path: Path) -> None:
     output_dir = tmp_path / "output"
     config = write_config("full_finetune_distributed", tmp_path, output_dir, **SETTINGS, batch_size=2, epochs=400)
-    text = "import os; os.environ['RANK'] == '1' and open(r'{}', 'w').write(str(os.getpid()))".format(tmp_path / "pid")
-    recipe = tmp_path / "copied.py"
-    source = (Path(__file__).parents[2] / "recipes" / "full_finetune_distributed.py").read_text()
-    recipe.write_text(source.replace('if __name__ == "__main__":\n', f'if __name__ == "__main__":\n    {text}\n'))
-    tune = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", str(recipe)]
-    process = subprocess.Popen([*tune, "--config", str(config)], stderr=subprocess.PIPE, text=True)
+    _, pid = forker.start("full_finetune_distributed", config, ranks=2)
     log = output_dir / "logs" / "log.jsonl"
-    deadline = time.monotonic() + 90
-    while not (log.exists() and log.read_text().count("\n") > 2):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
-    _, errors = process.communicate(timeout=90)
-    assert process.returncode == 75, errors[-4000:]
-    assert "Traceback" not in errors
+    assert wait_for(lambda: log.exists() and log.read_text().count("\n") > 2, [pid]), said_by(config)
+    os.kill(pid, signal.SIGTERM)
+    assert forker.wait() == [75, 75], said_by(config)
+    assert "Traceback" not in config.with_suffix(".out").read_text()
     (saved,) = output_dir.glob("step_*")
     assert (saved / ".complete").exists()
     last = json.loads(log.read_text().splitlines()[-1])

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,6 @@ from tests.recipes.runs import RECIPES, TRAINING, read_log, write_config
 ALONE = [name for name in TRAINING if name.endswith("single_device")]
 SEVERAL = [name for name in TRAINING if name.endswith("distributed")]
 STEPS = 48
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    forker = Forker()
-    yield forker
-    forker.close()
 
 
 @pytest.fixture(scope="module", params=ALONE)
@@ -96,8 +89,7 @@ def test_asked_to_stop_saves_and_says_how_to_go_on(forker: Forker, whole: tuple,
     output_dir = folder / f"stopped_{number.name}"
     config = write_config(name, folder, output_dir, **{**SETTINGS, "save_every_n_steps": 1000, "log_level": "WARNING"})
     (pid,) = forker.start(name, config)
-    while steps_logged(output_dir) < 5:
-        time.sleep(0.001)
+    assert killing.wait_for(lambda: steps_logged(output_dir) >= 5, [pid]), said(config)
     os.kill(pid, number)
     assert forker.wait() == [{signal.SIGTERM: 75, signal.SIGINT: 130}[number]], said(config)
     assert "resume_from_checkpoint=True" in said(config)
@@ -144,7 +136,7 @@ def test_a_dead_worker_restarts_the_group_from_the_last_checkpoint(whole_on_two:
         [*tune, str(recipe), "--config", str(config)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -14,7 +14,10 @@ from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.utils import UserError
 
-_USAGE = "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [key=value ...] [~key ...]"
+_USAGE = (
+    "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [--simulate 8xH100] "
+    "[key=value ...] [~key ...]"
+)
 
 
 @dataclass
@@ -26,6 +29,8 @@ class Command:
     config: str | None
     overrides: list[str]
     dry_run: bool = False
+    simulate: str | None = None
+    fit: str | None = None
     help: bool = False
 
 
@@ -50,6 +55,13 @@ def split(tokens: list[str]) -> Command:
             command.config = value if has_value else next(waiting, None)
             if not command.config:
                 raise UserError("--config needs a value: the name of a config (see `tune ls`) or a YAML file.")
+        elif flag in ("--simulate", "--fit"):
+            value = value if has_value else next(waiting, None)
+            if not value:
+                raise UserError(
+                    f"{flag} needs a value: {'devices, as in 8xH100' if flag == '--simulate' else '80GiB'}."
+                )
+            setattr(command, flag[2:], value)
         elif token == "--dry-run":
             command.dry_run = True
         elif token in ("-h", "--help"):
@@ -71,6 +83,17 @@ def split(tokens: list[str]) -> Command:
     return command
 
 
+def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
+    """Simulate what ``command`` says; see :func:`torchtune._cli._simulate.simulate_run`."""
+    from torchtune._cli._simulate import simulate_run
+
+    if command.simulate is None:
+        raise UserError("--simulate is missing: say on which devices, for example --simulate 8xH100.")
+    if command.torchrun:
+        raise UserError(f"{command.torchrun[0]}: --simulate says how many processes there are: leave the option out.")
+    simulate_run(recipe, config, command.overrides, command.simulate, command.fit)
+
+
 class Run(Subcommand):
     """Runs a recipe."""
 
@@ -89,6 +112,7 @@ class Run(Subcommand):
                 options:
                   --config CONFIG  a config's name, or a YAML file; one that names its recipe needs no <recipe>
                   --dry-run        check everything, print what the run needs, and stop
+                  --simulate 8xH100  run two steps on simulated devices (`tune estimate --help`), and stop
                   -h, --help       this text; after a recipe, all of its settings
                   key=value        a setting to use instead of the config's; key.sub=value inside a section
                   ~key             a setting to leave out
@@ -121,7 +145,9 @@ class Run(Subcommand):
             return
         if config is None:
             self._parser.error("The '--config' argument is required.")
-        if command.dry_run:
+        if command.simulate or command.fit:
+            estimate(recipe, config, command)
+        elif command.dry_run:
             self._dry_run(recipe, config, command)
         elif command.torchrun:
             self._run_distributed(recipe, config, command)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -26,8 +27,7 @@ class Documents:
         lengths = tuple(int(length) for length in lengths)
         if not lengths or min(lengths) < 1:
             raise ValueError(f"Every document needs at least one token, got lengths {lengths}.")
-        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(lengths, cu_seqlens.to(device) if device is not None else cu_seqlens)
 
     @property

@@ -148,6 +148,7 @@ def add_lora(
 ) -> TransformerDecoder:
     """Add LoRA adapters to a model, with the arguments of the ``lora_*`` builders, and return it."""
     from torchtune.modules.conversion import apply_conversions
+    from torchtune.modules.low_precision import QuantizeBase
     from torchtune.modules.peft import LoRA
 
     lora = LoRA(
@@ -158,9 +159,8 @@ def add_lora(
         apply_to_mlp=apply_lora_to_mlp,
         apply_to_output=apply_lora_to_output,
         use_dora=use_dora,
-        quantize_base=quantize_base,
     )
-    apply_conversions(model, [lora])
+    apply_conversions(model, [QuantizeBase(), lora] if quantize_base else [lora])
     return model
 
 

@@ -3,10 +3,16 @@
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import attention, create_block_causal_mask, packed_block_causal_mask
 from torchtune.modules.classifier import classifier_model
-from torchtune.modules.common_utils import delete_kv_caches, disable_kv_cache, local_kv_cache
+from torchtune.modules.common_utils import (
+    delete_kv_caches,
+    disable_kv_cache,
+    local_kv_cache,
+    reparametrize_as_dtype_state_dict_post_hook,
+)
 from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.kv_cache import KVCache
+from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import RMSNorm, rms_norm
 from torchtune.modules.stored_linear import StoredLinear
@@ -15,6 +21,7 @@ from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAtt
 
 __all__ = [
     "FeedForward",
+    "FrozenNF4Linear",
     "KVCache",
     "MultiHeadAttention",
     "RMSNorm",
@@ -31,6 +38,7 @@ __all__ = [
     "disable_kv_cache",
     "local_kv_cache",
     "packed_block_causal_mask",
+    "reparametrize_as_dtype_state_dict_post_hook",
     "resize_token_embeddings",
     "rms_norm",
     "swiglu",

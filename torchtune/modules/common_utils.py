@@ -2,12 +2,24 @@
 
 import contextlib
 from collections.abc import Generator
+from functools import partial
 
 import torch
 from torch import nn
 
+from torchtune.modules.low_precision import reparametrize_as_dtype_state_dict_post_hook
+
 # Compatibility: LoRA recipes copied from earlier releases set it; state dicts of this library need no such switch.
 _use_low_cpu_ram = False
+_low_ram_reparametrize_as_dtype_state_dict_post_hook = reparametrize_as_dtype_state_dict_post_hook
+
+
+def _register_reparametrize_state_dict_hooks(
+    module: nn.Module, dtype: torch.dtype = torch.bfloat16, offload_to_cpu: bool = True
+) -> None:
+    """Let ``module.state_dict()`` return dequantised weights."""
+    hook = partial(reparametrize_as_dtype_state_dict_post_hook, dtype=dtype, offload_to_cpu=offload_to_cpu)
+    module._register_state_dict_hook(hook)
 
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:

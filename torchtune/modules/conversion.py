@@ -28,6 +28,7 @@ __all__ = [
     "StoredWeight",
     "apply_conversions",
     "complete_conversions",
+    "full_shapes",
     "get_conversions",
     "nearest_module_names",
     "run_post_optimizer_hooks",
@@ -349,6 +350,20 @@ def get_conversions(model: nn.Module) -> list[Conversion]:
 def complete_conversions(model: nn.Module) -> list[Conversion]:
     """The conversions that were applied to ``model``, in order, each with all methods of :class:`Conversion`."""
     return [_complete(conversion) for conversion in get_conversions(model)]
+
+
+def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The shape of every parameter as checkpoints hold it.
+
+    Of the parameters that store a weight in another form the first one has the shape of that weight, and the others
+    have none, ``(0,)``.
+    """
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for conversion in complete_conversions(model):
+        for form in conversion.stored_weights(model).values():
+            shapes |= {name: form.shape if index == 0 else (0,) for index, name in enumerate(form.names)}
+    return {parameters[name]: shape for name, shape in shapes.items()}
 
 
 def run_pre_optimizer_hooks(model: nn.Module) -> None:

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.utils import computes_on_cpu
+
 
 def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tensor:
     """``x / sqrt(mean(x², last dimension) + eps) * scale``, computed in float32 (Zhang & Sennrich 2019).
@@ -16,7 +18,7 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
     Returns:
         Tensor ``[..., d]`` of the dtype of ``x``.
     """
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if computes_on_cpu(x.device) and not torch.compiler.is_compiling():
         return _EagerRMSNorm.apply(x, scale, eps)
     normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)
     return normed if scale is None else normed * scale

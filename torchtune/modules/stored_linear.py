@@ -1,11 +1,31 @@
 """Linear layers with parameters in another form than a plain weight, for example quantized."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+
+class Stored(NamedTuple):
+    """A frozen weight in the form in which it is stored.
+
+    Attributes:
+        decode: makes the full weight out of ``tensors``.
+        tensors: what is stored.
+        dtype: of the full weight.
+    """
+
+    decode: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    dtype: torch.dtype
+
+    def full(self) -> Tensor:
+        """The full weight, made anew."""
+        return self.decode(*self.tensors)
 
 
 class StoredLinear(nn.Linear):
@@ -24,6 +44,41 @@ class StoredLinear(nn.Linear):
     def full_weight(self) -> Tensor:
         """The weight ``[out, in]``, in the dtype in which the layer computes."""
 
+    def stored_weight(self) -> Tensor | Stored:
+        """What products take: a layer that returns a :class:`Stored` keeps no full weight for the backward pass."""
+        return self.full_weight()
+
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
-        return F.linear(x, self.full_weight(), self.bias)
+        return frozen_linear(x, self.stored_weight(), self.bias)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """x Wᵀ + bias with a frozen W, which is decoded in the forward pass and again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, decode: Callable[..., Tensor], *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(*stored)
+        ctx.decode = decode
+        return F.linear(x, decode(*stored), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad @ ctx.decode(*ctx.saved_tensors) if needs_x else None
+        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return grad_x, grad_bias, None, *(None for _ in ctx.saved_tensors)
+
+
+def frozen_linear(x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` that also takes a :class:`Stored` weight, of which it keeps the stored tensors only.
+
+    Args:
+        x: ``[..., in]``.
+        weight: ``[out, in]``.
+        bias: ``[out]`` or ``None``.
+    """
+    if isinstance(weight, Stored):
+        return _FrozenLinear.apply(x, bias, weight.decode, *weight.tensors)
+    return F.linear(x, weight, bias)

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchtune.utils import get_logger, log_rank_zero
 
 if TYPE_CHECKING:
-    from torchtune.training.optim._optimizer_in_backward import OptimizerInBackwardWrapper
+    from torchtune.training.compat._optimizer_in_backward import OptimizerInBackwardWrapper
 
 
 class WarmupSchedule(LambdaLR):

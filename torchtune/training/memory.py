@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torchtune.training.optim._optimizer_in_backward import (
+from torchtune.training.compat._optimizer_in_backward import (
     OptimizerInBackwardWrapper as OptimizerInBackwardWrapper,
 )
-from torchtune.training.optim._optimizer_in_backward import (
+from torchtune.training.compat._optimizer_in_backward import (
     create_optim_in_bwd_wrapper as create_optim_in_bwd_wrapper,
 )
-from torchtune.training.optim._optimizer_in_backward import (
+from torchtune.training.compat._optimizer_in_backward import (
     register_optim_in_bwd_hooks as register_optim_in_bwd_hooks,
 )
 from torchtune.utils import get_logger, log_once

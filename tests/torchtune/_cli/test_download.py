@@ -94,7 +94,7 @@ def download(endpoint: str, cache: Path, *arguments: str, token: str | None = No
     if token:
         environment["HF_TOKEN"] = token
     command = [sys.executable, "-m", "torchtune._cli.tune", "download", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
 def url(hub: ThreadingHTTPServer) -> str:

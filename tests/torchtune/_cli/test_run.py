@@ -266,18 +266,18 @@ def test_torchrun_starts_a_process_for_each_device(folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", "own.py", "--config"]
     done = subprocess.run(
-        [*command, "own.yaml", "times=2", "add_up=True"], capture_output=True, text=True, timeout=120, env=environment
+        [*command, "own.yaml", "times=2", "add_up=True"], capture_output=True, text=True, timeout=600, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert "Running with torchrun..." in done.stdout
     for rank in range(2):
         assert '"times": 2, "world": "2", "word": "hello"' in note(folder, rank)
         assert (folder / f"total_{rank}.txt").read_text() == "3.0"
-    refused = subprocess.run([*command, "own.yaml", "times=0"], capture_output=True, text=True, timeout=120)
+    refused = subprocess.run([*command, "own.yaml", "times=0"], capture_output=True, text=True, timeout=600)
     assert refused.returncode == 2
     assert "Running with torchrun" not in refused.stdout
     failed = subprocess.run(
-        [*command, "own.yaml", "fail=True"], capture_output=True, text=True, timeout=120, env=environment
+        [*command, "own.yaml", "fail=True"], capture_output=True, text=True, timeout=600, env=environment
     )
     assert failed.returncode == 2
     assert "error: note: there is no ink." in failed.stderr

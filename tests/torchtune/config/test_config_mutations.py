@@ -1,5 +1,6 @@
 """Random mistakes in whole configs: each must be refused, by name, with the right name suggested, and fast."""
 
+import functools
 import importlib.util
 import random
 import time
@@ -27,6 +28,7 @@ def _shipped() -> list[tuple[Path, str]]:
     return [(each.path, str(recipe.path)) for recipe in get_all_recipes() for each in recipe.configs]
 
 
+@functools.cache
 def _load(path: str) -> object:
     spec = importlib.util.spec_from_file_location(f"_mutated_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)

@@ -15,7 +15,7 @@ _ABSURD = ["7", -3, 0.5, 1e30, float("nan"), float("inf"), [8], {"a": 1}, True, 
 
 def _refusal(folder: Path) -> str | None:
     """What reading the folder says; None if it is read."""
-    start = time.monotonic()
+    start = time.process_time()
     try:
         with torch.device("meta"):
             from_hf_config(folder)
@@ -24,7 +24,7 @@ def _refusal(folder: Path) -> str | None:
         text = str(error)
         assert "\n" not in text
         assert len(text) < 600
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     return text
 
 

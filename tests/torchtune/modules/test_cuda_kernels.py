@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tools.check_cuda import Counting
 from torchtune.modules import attention_utils
 from torchtune.modules._block_mask import BLOCK, document_block_mask
 from torchtune.modules._document_attention import Boundaries, document_attention
@@ -131,22 +130,6 @@ def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype: torch.dtype, kind: 
     assert choose_kernel(CPU, dtype, **kind) is Kernel.PER_DOCUMENT
 
 
-class Counting(TorchDispatchMode):
-    """Counts the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-    def waits(self) -> list[str]:
-        """Operators for which the host waits for the device."""
-        return [name for name in self.counts if "_local_scalar_dense" in name or "nonzero" in name]
-
-
 def test_the_host_waits_for_nothing() -> None:
     """Fake CUDA tensors have no values: what asks for one is counted, or fails."""
     with FakeTensorMode(), torch.no_grad(), Counting() as counting:
@@ -155,14 +138,14 @@ def test_the_host_waits_for_nothing() -> None:
         out = flash_attention_with_sinks(q, k, v, cu_seqlens, 512, torch.empty(8, device="cuda:0"), 128)
     assert (out.shape, out.device.type) == (q.shape, "cuda")
     assert counting.counts["torchtune.flash_attention_with_sinks.default"] == 1
-    assert counting.waits() == []
+    assert counting.syncs() == {}
     with Counting() as counting:
         out, lse = add_sinks(torch.randn(3, 5, 4), torch.randn(3, 5), torch.zeros(3))
         sinks_gradient(out, out, lse, torch.zeros(3))
         mask = document_block_mask(boundaries([100, 300]), 400, 128)
     assert isinstance(mask, BlockMask)
     assert counting.counts
-    assert counting.waits() == []
+    assert counting.syncs() == {}
     with Counting() as counting:
         torch.ones(1).item()
-    assert counting.waits(), "the counter must see a host sync"
+    assert counting.syncs(), "the counter must see a host sync"

@@ -130,5 +130,5 @@ def test_the_module_loads_no_logging_package():
         "unwanted = 'tensorboard wandb mlflow comet_ml matplotlib omegaconf'.split()\n"
         "print([name for name in unwanted if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "[]\n"

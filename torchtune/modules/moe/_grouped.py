@@ -1,12 +1,16 @@
 """Grouped matrix products: rows are sorted by matrix; matrices without rows are not read."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from torchtune.modules.stored_linear import Stored
 
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
@@ -96,3 +100,25 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
     if has_grouped_kernel(x, weight) if kernel is None else kernel:
         return F.grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
     return _forward(x, weight, counts)
+
+
+class _FrozenGroupedMM(torch.autograd.Function):
+    """Products with frozen matrices, which are decoded in the forward pass and again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Tensor, decode: Callable[..., Tensor], *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(counts, *stored)
+        ctx.decode = decode
+        return grouped_mm(x, decode(*stored), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        counts, *stored = ctx.saved_tensors
+        grad_x = grouped_mm(grad.contiguous(), ctx.decode(*stored).transpose(1, 2), counts)
+        return grad_x, None, None, *(None for _ in stored)
+
+
+def frozen_grouped_mm(x: Tensor, weight: Stored, counts: Tensor) -> Tensor:
+    """:func:`grouped_mm` with a frozen weight, of which it keeps the stored tensors only."""
+    return _FrozenGroupedMM.apply(x, counts, weight.decode, *weight.tensors)

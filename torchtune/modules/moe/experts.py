@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.feed_forward import swiglu
-from torchtune.modules.moe._grouped import grouped_mm
+from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm
+from torchtune.modules.stored_linear import Stored
 
 _CLAMPED_SLOPE = 1.702  # of the sigmoid that stands for GELU
 
@@ -48,7 +49,19 @@ class GroupedExperts(nn.Module):
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Multiply rows ``[t, i]``, sorted by expert, with the parameter called ``name``, ``[e, i, o]``."""
-        return grouped_mm(x, getattr(self, name), num_tokens_per_expert)
+        weight = self.stored_weight(name)
+        if isinstance(weight, Stored):
+            return frozen_grouped_mm(x, weight, num_tokens_per_expert)
+        return grouped_mm(x, weight, num_tokens_per_expert)
+
+    def stored_weight(self, name: str) -> Tensor | Stored:
+        """The parameter called ``name``, or what stores it in another form."""
+        return getattr(self, name)
+
+    def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Name of every stack of matrices, and its shape ``[e, i, o]``."""
+        wide = (self.num_experts, self.dim, self.hidden_dim)
+        return {"gate_proj": wide, "down_proj": (self.num_experts, self.hidden_dim, self.dim), "up_proj": wide}
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Rows ``[t, d]`` sorted by expert, and how many each expert has, int64 ``[e]``, to ``[t, d]``."""
@@ -90,6 +103,13 @@ class ClampedExperts(GroupedExperts):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, dim))
         self.reset_parameters()
+
+    def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Name of every stack of matrices, and its shape ``[e, i, o]``."""
+        return {
+            "gate_up_proj": (self.num_experts, self.dim, 2 * self.hidden_dim),
+            "down_proj": (self.num_experts, self.hidden_dim, self.dim),
+        }
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Multiply rows ``[t, i]``, sorted by expert, with the parameter called ``name``, and add its bias."""

@@ -25,7 +25,7 @@ from torchtune.modules.parallel._collectives import (
     sum_over_ranks,
 )
 from torchtune.modules.rms_norm import RMSNorm
-from torchtune.modules.stored_linear import StoredLinear
+from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 from torchtune.modules.tied_linear import CappedLinear, soft_cap
 from torchtune.utils import UserError
 
@@ -117,9 +117,12 @@ def _parameter(module: nn.Module, name: str) -> Tensor | None:
     return getattr(module.get_submodule(path), leaf)
 
 
-def _weight(module: nn.Module) -> Tensor:
+def local_weight(module: nn.Module) -> Tensor | Stored:
     """This rank's shard of the weight of a linear layer."""
-    return local_shard(module.weight if type(module) is nn.Linear else module.full_weight())
+    weight = module.weight if type(module) is nn.Linear else module.stored_weight()
+    if isinstance(weight, Stored):
+        return weight._replace(tensors=tuple(local_shard(tensor) for tensor in weight.tensors))
+    return local_shard(weight)
 
 
 class ColwiseParallel(_LinearStyle):
@@ -132,7 +135,7 @@ class ColwiseParallel(_LinearStyle):
 
     def project(self, module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """``[b, s, in]`` to ``[b, s, out / ranks]``."""
-        return F.linear(x, _weight(module), local_shard(module.bias))
+        return frozen_linear(x, local_weight(module), local_shard(module.bias))
 
 
 class RowwiseParallel(_LinearStyle):
@@ -142,7 +145,7 @@ class RowwiseParallel(_LinearStyle):
 
     def project(self, module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """``[b, s, in / ranks]`` to ``[b, s / ranks, out]``, reduce-scattered along the sequence, without the bias."""
-        return sum_and_split_sequence(F.linear(x, _weight(module)), group)
+        return sum_and_split_sequence(frozen_linear(x, local_weight(module)), group)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)

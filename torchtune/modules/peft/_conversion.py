@@ -22,7 +22,7 @@ from torchtune.modules.peft._utils import (
     set_trainable_params,
 )
 from torchtune.modules.peft.dora import DoRALinear
-from torchtune.modules.peft.lora import LoRALinear, check_adapter_numbers, refuse_quantized_base
+from torchtune.modules.peft.lora import LoRALinear, check_adapter_numbers
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 from torchtune.modules.stored_linear import StoredLinear
 
@@ -50,7 +50,7 @@ class LoRA(Conversion):
         target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
             ``layers.[01].attn.*``.
         use_dora: train the magnitude of the adapted weight's rows separately (DoRA).
-        quantize_base: refused for now.
+        quantize_base: must be False: the base is quantised by a conversion of its own.
 
     Raises:
         ConversionError: arguments that contradict each other or are out of range.
@@ -70,7 +70,11 @@ class LoRA(Conversion):
         use_dora: bool = False,
         quantize_base: bool = False,
     ) -> None:
-        refuse_quantized_base(quantize_base)
+        if quantize_base:
+            raise ConversionError(
+                "LoRA: quantize_base is an argument of the lora_* builders; beside this conversion, list "
+                "torchtune.modules.low_precision.QuantizeBase in model_converters."
+            )
         check_adapter_numbers(rank, dropout)
         if target_modules is not None and (attn_modules is not None or apply_to_mlp or apply_to_output):
             raise ConversionError(
@@ -133,7 +137,7 @@ class LoRA(Conversion):
                 f"LoRA: the experts of '{path}' have no adapter with magnitudes: leave them out (apply_to_mlp or "
                 "apply_lora_to_mlp: False), or set use_dora to False."
             )
-        if type(experts) is not GroupedExperts:
+        if getattr(experts, "plain_kind", type(experts)) is not GroupedExperts:
             raise ConversionError(
                 f"LoRA: the experts of '{path}' take no adapter, leave them out (apply_to_mlp or apply_lora_to_mlp: "
                 "False)."

@@ -1,11 +1,15 @@
 """The low-rank update of a frozen projection as one autograd node."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from torchtune.modules.stored_linear import Stored
+from torchtune.utils import computes_on_cpu
 
 
 def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
@@ -19,7 +23,7 @@ def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
     Returns:
         bool mask (True: kept) and the exact probability of keeping one.
     """
-    if like.device.type != "cpu" or torch.compiler.is_compiling():
+    if not computes_on_cpu(like.device) or torch.compiler.is_compiling():
         return torch.empty(like.shape, dtype=torch.bool, device=like.device).bernoulli_(1.0 - dropout), 1.0 - dropout
     dropped = min(max(round(dropout * 2**16), 1), 2**16 - 1)
     draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
@@ -31,40 +35,42 @@ class LoRAProjection(torch.autograd.Function):
     """y = x Wᵀ + bias + scale · (x ∘ mask) Aᵀ Bᵀ (Hu et al., "LoRA", 2021, equation 3).
 
     For backward it saves ``x`` (for the gradient of A), ``x Aᵀ`` of width ``rank``, and with dropout a mask of one byte
-    per element. It allocates no temporary of the output's size.
+    per element. It allocates no temporary of the output's size. W is ``decode(*stored)``, decoded again for backward:
+    of a quantised weight it saves only the stored tensors.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
         bias: Tensor | None,
         lora_a: Tensor,
         lora_b: Tensor,
         mask: Tensor | None,
         scale: float,
+        decode: Callable[..., Tensor],
+        *stored: Tensor,
     ) -> Tensor:
-        """Shapes: x and mask [..., in], weight [out, in], lora_a [r, in], lora_b [out, r] -> [..., out]."""
+        """Shapes: x and mask [..., in], W [out, in], lora_a [r, in], lora_b [out, r] -> [..., out]."""
         rows = x.reshape(-1, x.shape[-1])
         kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = kept @ lora_a.t()
-        y = F.linear(rows, weight, bias)
+        y = F.linear(rows, decode(*stored), bias)
         y.addmm_(low, lora_b.t(), alpha=scale)
-        _, needs_weight, _, needs_a, needs_b, *_ = ctx.needs_input_grad
+        needs_a, needs_b, needs_weight = (ctx.needs_input_grad[index] for index in (2, 3, 7))
         ctx.save_for_backward(
-            rows if needs_weight or needs_a else None, weight, lora_a, lora_b, low if needs_b else None, mask
+            rows if needs_weight or needs_a else None, lora_a, lora_b, low if needs_b else None, mask, *stored
         )
-        ctx.scale = scale
+        ctx.scale, ctx.decode = scale, decode
         ctx.shape = x.shape
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, W, bias, A and B, where required."""
-        rows, weight, lora_a, lora_b, low, mask = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
+        """Gradients of x, bias, A, B and W, where required."""
+        rows, lora_a, lora_b, low, mask, *stored = ctx.saved_tensors
+        needs_x, needs_bias, needs_a, needs_b, _, _, _, needs_weight, *_ = ctx.needs_input_grad
         grad = grad.reshape(-1, grad.shape[-1])
         mask = None if mask is None else mask.view(grad.shape[0], -1)
         grad_x = grad_weight = grad_bias = grad_a = grad_b = None
@@ -74,7 +80,7 @@ class LoRAProjection(torch.autograd.Function):
         if needs_b:
             grad_b = (low.t() @ grad).mul_(ctx.scale).t()
         if needs_x:
-            grad_x = grad @ weight
+            grad_x = grad @ ctx.decode(*stored)
             if mask is None:
                 grad_x.addmm_(grad_low, lora_a)
             else:
@@ -84,12 +90,16 @@ class LoRAProjection(torch.autograd.Function):
             grad_weight = grad.t() @ rows
         if needs_bias:
             grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, grad_a, grad_b, None, None
+        return grad_x, grad_bias, grad_a, grad_b, None, None, None, grad_weight, *(None for _ in stored[1:])
+
+
+def _itself(weight: Tensor) -> Tensor:
+    return weight
 
 
 def lora_projection(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Stored,
     bias: Tensor | None,
     lora_a: Tensor,
     lora_b: Tensor,
@@ -101,7 +111,7 @@ def lora_projection(
 
     Args:
         x: [..., in].
-        weight: [out, in]; its gradient is computed only if required.
+        weight: [out, in]; its gradient is computed only if required, and if it is not quantised.
         bias: [out] or ``None``.
         lora_a: [r, in].
         lora_b: [out, r].
@@ -117,7 +127,8 @@ def lora_projection(
     elif dropout > 0.0:
         mask, keep = draw_mask(x, dropout)
         scale = scale / keep
-    return LoRAProjection.apply(x, weight, bias, lora_a, lora_b, mask, scale)
+    decode, stored, _ = weight if isinstance(weight, Stored) else Stored(_itself, (weight,), weight.dtype)
+    return LoRAProjection.apply(x, bias, lora_a, lora_b, mask, scale, decode, *stored)
 
 
 def updated_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:

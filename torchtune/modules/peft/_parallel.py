@@ -12,11 +12,13 @@ from torchtune.modules.parallel._styles import (
     ParallelError,
     RowwiseParallel,
     local_shard,
+    local_weight,
     replicated,
 )
 from torchtune.modules.peft._functional import lora_projection, updated_weight
 from torchtune.modules.peft.dora import DoRALinear, scale_rows
 from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.stored_linear import Stored
 
 
 def adapted_style(style: ParallelStyle) -> ParallelStyle:
@@ -49,8 +51,9 @@ class _Adapted:
 
 
 @torch.no_grad()
-def _norm(module: DoRALinear, weight: Tensor, a: Tensor, b: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _norm(module: DoRALinear, weight: Tensor | Stored, a: Tensor, b: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Row norms of W + s B A: [out]. With a group, columns are sharded and the squares are all-reduced."""
+    weight = weight.full() if isinstance(weight, Stored) else weight
     updated = updated_weight(weight, a, b, module.scaling)
     return updated.norm(dim=1) if group is None else sum_over_ranks(updated.square().sum(1), group).sqrt()
 
@@ -62,7 +65,7 @@ class AdapterColwise(_Adapted, ColwiseParallel):
         """See the base class."""
         if module.disabled:
             return super().project(module, x, group)
-        weight, bias = local_shard(module.full_weight()), local_shard(module.bias)
+        weight, bias = local_weight(module), local_shard(module.bias)
         a, b = replicated(module.lora_a.weight, group), local_shard(module.lora_b.weight)
         if not isinstance(module, DoRALinear):
             return lora_projection(x, weight, bias, a, b, scale=module.scaling)
@@ -78,7 +81,7 @@ class AdapterRowwise(_Adapted, RowwiseParallel):
         """See the base class."""
         if module.disabled:
             return super().project(module, x, group)
-        weight = local_shard(module.full_weight())
+        weight = local_weight(module)
         a, b = local_shard(module.lora_a.weight), replicated(module.lora_b.weight, group)
         y = lora_projection(x, weight, None, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
         y = sum_and_split_sequence(y, group)

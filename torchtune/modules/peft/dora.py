@@ -4,10 +4,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torchtune.modules.peft._functional import lora_projection, merged_weight, updated_weight
 from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.stored_linear import frozen_linear
 
 
 class DoRALinear(LoRALinear):
@@ -27,11 +27,11 @@ class DoRALinear(LoRALinear):
         alpha: the update is scaled by alpha / rank.
         dropout: dropout on the adapter's input, in training.
         use_bias: whether the base has a bias.
-        quantize_base: refused for now.
+        quantize_base: store the base in NF4.
         **quantization_kwargs: options of the quantised base.
 
     Raises:
-        ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or a quantised base.
+        ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or an option that does not fit.
     """
 
     initialize_reads_base: ClassVar[bool] = True
@@ -72,18 +72,18 @@ class DoRALinear(LoRALinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim], in the dtype of ``x``."""
-        weight = self.full_weight()
+        weight = self.stored_weight()
         if self.disabled:
-            return F.linear(x, weight, self.bias)
+            return frozen_linear(x, weight, self.bias)
         a, b = self.lora_a.weight.to(x.dtype), self.lora_b.weight.to(x.dtype)
-        length = self.magnitude / self._norm(weight)
+        length = self.magnitude / self._norm(self.full_weight())
         if not self.training or self.dropout.p == 0.0:
             y = lora_projection(x, weight, self.bias, a, b, scale=self.scaling)
             return scale_rows(y, length, self.bias).to(x.dtype)
         dropped = self.dropout(x)
         scaled = (lora_projection(dropped, weight, None, a, b, scale=self.scaling) * length).to(x.dtype)
         # The difference first: it is exactly 0 for a newly initialised adapter.
-        return F.linear(x, weight, self.bias) + (scaled - F.linear(dropped, weight))
+        return frozen_linear(x, weight, self.bias) + (scaled - frozen_linear(dropped, weight))
 
 
 def scale_rows(y: Tensor, length: Tensor, bias: Tensor | None) -> Tensor:

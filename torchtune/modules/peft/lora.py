@@ -1,6 +1,5 @@
 """Linear layers with a low-rank adapter."""
 
-import copy
 import math
 from enum import Enum
 from functools import cache
@@ -8,11 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from torchtune.modules._recast import recast
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft._functional import lora_projection, merged_weight
-from torchtune.modules.stored_linear import StoredLinear
+from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 
 
 class TrainableParams(Enum):
@@ -23,18 +22,13 @@ class TrainableParams(Enum):
     FROZEN = "frozen"
 
 
-def refuse_quantized_base(quantize_base: bool, **quantization_kwargs: Any) -> None:
-    """Refuse what this release lacks.
+def _check_quantization(quantize_base: bool, **quantization_kwargs: Any) -> None:
+    """Refuse options of a quantised base where there is none.
 
     Raises:
-        ConversionError: an NF4 base, or options of one, were asked for.
+        ConversionError: options without ``quantize_base``.
     """
-    if quantize_base:
-        raise ConversionError(
-            "quantize_base=True: a base in NF4 is not available yet, set it to False to train LoRA on an "
-            "unquantised base."
-        )
-    if quantization_kwargs:
+    if quantization_kwargs and not quantize_base:
         raise ConversionError(
             f"{', '.join(sorted(quantization_kwargs))}: options of the quantised base need quantize_base=True, "
             "remove them."
@@ -67,11 +61,12 @@ class LoRALinear(nn.Module):
         alpha: the update is scaled by alpha / rank.
         dropout: dropout on the adapter's input, in training.
         use_bias: whether the base has a bias.
-        quantize_base: refused for now.
-        **quantization_kwargs: options of the quantised base.
+        quantize_base: store the base in NF4; the layer is a
+            :class:`~torchtune.modules.low_precision.FrozenNF4Linear` too then.
+        **quantization_kwargs: options of that class.
 
     Raises:
-        ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or a quantised base.
+        ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or an option that does not fit.
     """
 
     # Whether initialize_parameters() reads the base weight, which then must not be sharded.
@@ -95,14 +90,24 @@ class LoRALinear(nn.Module):
         **quantization_kwargs: Any,
     ) -> None:
         super().__init__()
-        refuse_quantized_base(quantize_base, **quantization_kwargs)
+        _check_quantization(quantize_base, **quantization_kwargs)
         check_adapter_numbers(rank, dropout)
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
         self._set_up(in_dim, out_dim, rank, alpha, dropout)
-        self._make_adapter(self.weight.device, self.weight.dtype)
         self._initialize_base()
+        if quantize_base:
+            self._quantize_base(quantization_kwargs)
+        self._make_adapter(self.weight.device, self.stored_weight().dtype)
         self.initialize_parameters()
+
+    def _quantize_base(self, options: dict[str, Any]) -> None:
+        from torchtune.modules.low_precision._layers import FrozenNF4Linear  # who needs none of it loads none of it
+
+        self.in_features, self.out_features = self.in_dim, self.out_dim
+        base = FrozenNF4Linear.from_linear(self, **options)
+        self.__dict__.update(vars(base))
+        self.__class__ = _on_stored(type(self), FrozenNF4Linear)
 
     def _set_up(self, in_dim: int, out_dim: int, rank: int, alpha: float, dropout: float) -> None:
         self.in_dim = in_dim
@@ -141,15 +146,15 @@ class LoRALinear(nn.Module):
             dropout: dropout on the adapter's input, in training.
         """
         kind = _on_stored(cls, type(linear)) if isinstance(linear, StoredLinear) else cls
-        new = _recast(linear, kind).requires_grad_(False)
+        new = recast(linear, kind).requires_grad_(False)
         new._set_up(linear.in_features, linear.out_features, rank, alpha, dropout)
-        new._make_adapter(linear.weight.device, new.full_weight().dtype)
+        new._make_adapter(linear.weight.device, new.stored_weight().dtype)
         new.initialize_parameters()
         return new.train(linear.training)
 
     def without_adapter(self) -> nn.Linear:
         """The layer without its adapter; it shares the base parameters, frozen."""
-        linear = _recast(self, getattr(self, "stored_kind", nn.Linear))
+        linear = recast(self, getattr(self, "stored_kind", nn.Linear))
         for name in dict.fromkeys(name.partition(".")[0] for name in self.adapter_params()):
             delattr(linear, name)
         del linear.dropout
@@ -159,6 +164,10 @@ class LoRALinear(nn.Module):
     def full_weight(self) -> Tensor:
         """The base weight ``[out, in]``, in the dtype in which the layer computes."""
         return self.weight
+
+    def stored_weight(self) -> Tensor | Stored:
+        """What products take, as in :class:`~torchtune.modules.stored_linear.StoredLinear`."""
+        return self.full_weight()
 
     def initialize_parameters(self) -> None:
         """Initialise the adapter: A Kaiming uniform, B zero. No-op on meta."""
@@ -178,9 +187,9 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim], in the dtype of ``x``."""
-        weight = self.full_weight()
+        weight = self.stored_weight()
         if self.disabled:
-            return F.linear(x, weight, self.bias)
+            return frozen_linear(x, weight, self.bias)
         dropout = self.dropout.p if self.training else 0.0
         a, b = self.lora_a.weight, self.lora_b.weight
         return lora_projection(x, weight, self.bias, a, b, scale=self.scaling, dropout=dropout)
@@ -192,17 +201,8 @@ class LoRALinear(nn.Module):
         )
 
 
-def _recast(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """An instance of another class that shares parameters and attributes."""
-    new = kind.__new__(kind)
-    new.__dict__.update(
-        (key, copy.copy(item) if isinstance(item, dict) else item) for key, item in vars(module).items()
-    )
-    return new
-
-
 @cache
 def _on_stored(adapted: type[LoRALinear], stored: type[StoredLinear]) -> type[LoRALinear]:
     """The class of an adapted layer with a :class:`StoredLinear` base."""
-    members = {name: getattr(stored, name) for name in ("full_weight", "parallel_dims")}
+    members = {name: getattr(stored, name) for name in ("full_weight", "stored_weight", "parallel_dims")}
     return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), {**members, "stored_kind": stored})

@@ -1,12 +1,14 @@
 """Experts with low-rank adapters."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.modules._recast import recast
 from torchtune.modules.moe._grouped import grouped_mm
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft.lora import check_adapter_numbers
@@ -47,45 +49,48 @@ class LoRAGroupedExperts(GroupedExperts):
         num_experts: int = 1,
         activation: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:
-        check_adapter_numbers(rank, dropout)
         super().__init__(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, activation=activation)
+        self._set_up(rank, alpha, dropout, self.gate_proj.dtype)
+
+    def _set_up(self, rank: int, alpha: float, dropout: float, dtype: torch.dtype) -> None:
+        check_adapter_numbers(rank, dropout)
         self.requires_grad_(False)
         self.rank = rank
         self.alpha = alpha
         self.scaling = alpha / rank
         self.disabled = False
         self.dropout = nn.Dropout(p=dropout)
-        self._make_adapter()
-
-    def _make_adapter(self) -> None:
-        for name in _MATRICES:
-            weight, part = getattr(self, name), name.removesuffix("_proj")
-            experts, rows, columns = weight.shape
-            setattr(self, f"lora_{part}_a", nn.Parameter(weight.new_empty(experts, rows, self.rank)))
-            setattr(self, f"lora_{part}_b", nn.Parameter(weight.new_empty(experts, self.rank, columns)))
+        kind = {"dtype": dtype, "device": self.gate_proj.device}
+        for name, (experts, rows, columns) in self.matrix_shapes().items():
+            part = name.removesuffix("_proj")
+            setattr(self, f"lora_{part}_a", nn.Parameter(torch.empty(experts, rows, rank, **kind)))
+            setattr(self, f"lora_{part}_b", nn.Parameter(torch.empty(experts, rank, columns, **kind)))
         self.initialize_parameters()
 
     @classmethod
     def from_experts(
         cls, experts: GroupedExperts, *, rank: int, alpha: float, dropout: float = 0.0
     ) -> "LoRAGroupedExperts":
-        """Wrap ``experts``: the new module shares their weights, frozen, with device and dtype unchanged."""
-        sizes = {"dim": experts.dim, "hidden_dim": experts.hidden_dim, "num_experts": experts.num_experts}
-        with torch.device("meta"):
-            new = cls(**sizes, rank=rank, alpha=alpha, dropout=dropout, activation=experts.activation)
-        for name in _MATRICES:
-            setattr(new, name, getattr(experts, name).requires_grad_(False))
-        new._make_adapter()
+        """Wrap ``experts``: the new module shares their weights, frozen, with device and dtype unchanged.
+
+        Args:
+            experts: plain or quantised.
+            rank: width of the bottleneck.
+            alpha: updates are scaled by alpha / rank.
+            dropout: dropout on the adapters' input, in training.
+        """
+        new = recast(experts, cls if type(experts) is GroupedExperts else _on_stored(cls, type(experts)))
+        new._set_up(rank, alpha, dropout, experts.stored_weight("gate_proj").dtype)
         return new.train(experts.training)
 
     def without_adapter(self) -> GroupedExperts:
-        """Plain experts that share the weights, frozen."""
-        sizes = {"dim": self.dim, "hidden_dim": self.hidden_dim, "num_experts": self.num_experts}
-        with torch.device("meta"):
-            plain = GroupedExperts(**sizes, activation=self.activation)
-        for name in _MATRICES:
-            setattr(plain, name, getattr(self, name))
-        return plain.train(self.training)
+        """The experts without their adapters; they share the weights, frozen."""
+        plain = recast(self, getattr(self, "stored_kind", GroupedExperts))
+        for name in (*self.adapter_params(), "dropout"):
+            delattr(plain, name)
+        for name in ("rank", "alpha", "scaling", "disabled"):
+            plain.__dict__.pop(name)
+        return plain
 
     def reset_parameters(self) -> None:
         """Initialise the base weights; called before the adapters exist."""
@@ -130,3 +135,10 @@ class LoRAGroupedExperts(GroupedExperts):
     def extra_repr(self) -> str:
         """Sizes, rank and alpha."""
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"
+
+
+@cache
+def _on_stored(adapted: type[LoRAGroupedExperts], stored: type[GroupedExperts]) -> type[LoRAGroupedExperts]:
+    """The class of adapted experts that store their weights as ``stored`` does."""
+    members = {"stored_weight": stored.stored_weight, "stored_kind": stored}
+    return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), members)

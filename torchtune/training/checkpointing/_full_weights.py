@@ -63,6 +63,7 @@ class FullWeights:
         owned: names of the parameters that conversions save apart from the base weights.
         base: names of the base weights.
         stored: names of the base weights that a conversion stores in another form.
+        inside: names of the parameters that store these.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,8 +74,8 @@ class FullWeights:
         for conversion in self._conversions:
             self._stored |= {name: (conversion, form) for name, form in conversion.stored_weights(model).items()}
         self.stored = set(self._stored)
-        inside = {name for _, form in self._stored.values() for name in form.names}
-        self.base = {name for name in self._parameters if name not in self.owned | inside} | self.stored
+        self.inside = {name for _, form in self._stored.values() for name in form.names}
+        self.base = {name for name in self._parameters if name not in self.owned | self.inside} | self.stored
 
     def parameters(self, name: str) -> tuple[str, ...]:
         """Names of the parameters that store a full weight."""

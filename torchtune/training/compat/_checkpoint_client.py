@@ -30,8 +30,8 @@ from torchtune.training.checkpointing import (
     CheckpointError,
 )
 from torchtune.training.checkpointing._directories import complete_directories
+from torchtune.training.compat._optimizer_in_backward import OptimizerInBackwardWrapper
 from torchtune.training.compat._state_dicts import gather_cpu_state_dict, get_full_optimizer_state_dict
-from torchtune.training.optim._optimizer_in_backward import OptimizerInBackwardWrapper
 from torchtune.training.parallel._ranks import Ranks
 from torchtune.utils import get_device, get_world_size_and_rank
 

@@ -12,6 +12,7 @@ What is computed twice (activation checkpointing) counts once: these are the ope
 that the hardware does. Norms, rotations, activations, the softmax and the optimizer are left out, as is usual.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
         labels_only: whether only labelled positions are projected to logits, as by the losses of recipes; by default
             what ``model(tokens)`` does.
     """
+    from torchtune.modules.conversion import full_shapes
     from torchtune.modules.transformer import text_decoder
 
     decoder = text_decoder(model)
@@ -115,9 +117,10 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
         labels_only = getattr(decoder, "skip_output_layer", False)
     flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
     by_token, by_pair = 0.0, Counter()
+    shapes = full_shapes(model)
     for layer in decoder.layers:
         flows = flows or any(parameter.requires_grad for parameter in layer.parameters())
-        by_token += sum(elements * _passes(matrix, flows) for matrix, elements in _matrices(layer))
+        by_token += sum(elements * _passes(matrix, flows) for matrix, elements in _matrices(layer, shapes))
         attention = getattr(layer, "attn", None)
         if attention is not None:
             width = decoder.num_heads * decoder.head_dim
@@ -139,7 +142,9 @@ def _output_matrices(decoder: "nn.Module") -> list["torch.Tensor"]:
     return [weight for weight in weights if weight is not None and weight.dim() >= 2]
 
 
-def _matrices(layer: "nn.Module") -> Iterator[tuple["torch.Tensor", float]]:
+def _matrices(
+    layer: "nn.Module", shapes: Mapping["nn.Parameter", tuple[int, ...]]
+) -> Iterator[tuple["torch.Tensor", float]]:
     """The matrices of a layer, with how many of their elements a token meets."""
     shares = {}
     for module in layer.modules():
@@ -149,7 +154,7 @@ def _matrices(layer: "nn.Module") -> Iterator[tuple["torch.Tensor", float]]:
             shares.update(dict.fromkeys(module.experts.parameters(), share))
     for parameter in layer.parameters():
         if parameter.dim() >= 2:
-            yield parameter, parameter.numel() * shares.get(parameter, 1.0)
+            yield parameter, math.prod(shapes[parameter]) * shares.get(parameter, 1.0)
 
 
 def document_lengths(batch: Any) -> list[int]:

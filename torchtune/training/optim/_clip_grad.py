@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtune.utils import computes_on_cpu
+
 _PIECE = 2**16
 
 
@@ -18,7 +20,9 @@ def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
     norms = [torch.nn.utils.get_total_norm(wide)] if wide else []
     for device in {grad.device: None for grad in grads if grad.itemsize < 4}:
         halves = [grad for grad in grads if grad.itemsize < 4 and grad.device == device]
-        norms += _norms_on_cpu(halves) if device.type == "cpu" else torch._foreach_norm(halves, 2, dtype=torch.float32)
+        norms += (
+            _norms_on_cpu(halves) if computes_on_cpu(device) else torch._foreach_norm(halves, 2, dtype=torch.float32)
+        )
     if len(norms) == 1 or not norms:
         return norms[0] if norms else torch.zeros(())
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))

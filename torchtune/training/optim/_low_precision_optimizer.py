@@ -18,6 +18,7 @@ from torchtune.training.optim._stochastic_rounding import (
     chunk_size,
     merge_neighbours,
     round_stochastically_,
+    shares_storage,
     spread_within_rounding_,
 )
 from torchtune.training.parallel._shards import own_part, shard_key
@@ -258,14 +259,15 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             if key not in state:
                 state[key] = self._empty_state(piece.parameter)
             stored = piece.of(state[key])
-            if stored.data_ptr() != value.data_ptr():
+            if not shares_storage(stored, value):
                 stored.copy_(value)
 
     @staticmethod
     def _per_element(parameter: torch.Tensor, value: Any) -> bool:
         """Whether ``value`` holds one number per element; quantised states and factors are kept as they come."""
         return (
-            type(value) is torch.Tensor
+            isinstance(value, torch.Tensor)
+            and not hasattr(value, "__tensor_flatten__")
             and value.shape == own_part(parameter).shape
             and value.dim() > 0
             and value.is_floating_point()
@@ -287,8 +289,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         self._worker.state.update(zip(values, states, strict=True))
         self._worker.step()
         for value, state in zip(values, states, strict=True):
-            made = self._worker.state[value]
-            if made is not state:
+            if (made := self._worker.state[value]) is not state:
                 state.update(made)
             if not isinstance(value, torch.nn.Parameter):
                 value.grad = None

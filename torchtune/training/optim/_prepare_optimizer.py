@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch.optim import Optimizer
 
+from torchtune.modules.conversion import Phase, get_conversions
 from torchtune.modules.optim import OptimizerInBackward
 from torchtune.training.optim._low_precision_optimizer import MasterWeightsOptimizer, StochasticRoundingOptimizer
 from torchtune.training.parallel._ranks import broadcast_object
@@ -100,7 +101,13 @@ def setup_optimizer(
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
-        raise UserError("model: none of its parameters requires a gradient, so there is nothing to train.")
+        quantized = any(conversion.phase is Phase.QUANTIZED_BASE for conversion in get_conversions(model))
+        raise UserError(
+            "model: its base is quantised, so it is frozen and only an adapter can be trained: use a LoRA recipe "
+            "(lora_finetune_single_device or lora_finetune_distributed), or leave the conversion out."
+            if quantized
+            else "model: none of its parameters requires a gradient, so there is nothing to train."
+        )
     if not in_backward:
         return prepare_optimizer(factory([parameter for _, parameter in trained]), model, precision)
     seed = _shared_seed()

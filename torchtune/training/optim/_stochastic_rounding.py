@@ -10,6 +10,8 @@ import random
 
 import torch
 
+from torchtune.utils import computes_on_cpu
+
 # Elements handled at a time. What is drawn depends on it, so it must not depend on the number of threads.
 _CHUNK_CPU = 2**20
 _CHUNK_ACCELERATOR = 2**23
@@ -20,7 +22,7 @@ _UPPER_HALF = -65536  # 0xFFFF0000 as int32
 
 def chunk_size(device: torch.device) -> int:
     """Elements to be handled at a time on ``device``."""
-    return _CHUNK_CPU if device.type == "cpu" else _CHUNK_ACCELERATOR
+    return _CHUNK_CPU if computes_on_cpu(device) else _CHUNK_ACCELERATOR
 
 
 @functools.lru_cache(maxsize=2)
@@ -56,7 +58,7 @@ class RandomBits:
         if buffer is None or buffer.numel() < count:
             buffer = self._buffers[device] = torch.empty(count, dtype=torch.int32, device=device)
         out = buffer[:count]
-        if device.type == "cpu":
+        if computes_on_cpu(device):
             offset, mask = self._draw.randrange(_TABLE_WINDOW), self._draw.getrandbits(16)
             return torch.bitwise_xor(_table(self._seed)[offset : offset + count], mask, out=out)
         if device not in self._generators:
@@ -100,6 +102,11 @@ def spread_within_rounding_(values: torch.Tensor, bits: RandomBits) -> torch.Ten
     return values
 
 
+def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors look at the same allocation; asked of the storages, as fake tensors have no addresses."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def merge_neighbours(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """Flat views that cover ``values``; those that lie one after another in the same memory become one."""
     runs: list[torch.Tensor] = []
@@ -107,7 +114,7 @@ def merge_neighbours(values: list[torch.Tensor]) -> list[torch.Tensor]:
         last = runs[-1] if runs else None
         if (
             last is not None
-            and last.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            and shares_storage(last, value)
             and last.storage_offset() + last.numel() == value.storage_offset()
         ):
             runs[-1] = last.as_strided((last.numel() + value.numel(),), (1,))

@@ -26,22 +26,37 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
     return found
 
 
-def broadcast_object(value: T) -> T:
-    """The value of rank 0, pickled; without distributed training ``value``. All ranks call it."""
-    found = [value]
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+def broadcast_object(value: T | None, group: dist.ProcessGroup | None = None) -> T:
+    """The value of rank 0, pickled; without distributed training ``value``. All ranks call it.
+
+    An all-reduce, in which other ranks contribute zeros, needs two neighbours of each rank; a broadcast's tree needs
+    more connections with more ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    device = _device(group)
+    data = bytearray(pickle.dumps(value)) if dist.get_rank(group) == 0 else bytearray()
+    size = torch.tensor(len(data), device=device)
+    dist.all_reduce(size, group=group)
+    buffer = torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(int(size), dtype=torch.uint8)
+    buffer = buffer.to(device)
+    dist.all_reduce(buffer, group=group)
+    return pickle.loads(buffer.cpu().numpy().tobytes())
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ``flag`` is True on any rank, by an all-reduce. All ranks call it."""
     if not (dist.is_available() and dist.is_initialized()):
         return flag
-    on_host = dist.get_backend(group) == "gloo"
-    found = torch.tensor(int(flag), device="cpu" if on_host else torch.accelerator.current_accelerator())
+    found = torch.tensor(int(flag), device=_device(group))
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return bool(found)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Device of the tensors that a process group communicates."""
+    is_gloo = dist.get_backend(group) == "gloo"
+    return torch.device("cpu") if is_gloo else torch.accelerator.current_accelerator()
 
 
 class Ranks:
@@ -101,14 +116,7 @@ class Ranks:
 
     def from_first(self, value: T | None) -> T:
         """Rank 0's value; the values of other ranks are ignored. The cost per rank does not grow with their number."""
-        if self._group is None:
-            return value
-        data = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
-        size = torch.tensor(len(data))
-        dist.all_reduce(size, group=self._group)  # 0 on other ranks; a ring, where a broadcast's tree grows
-        buffer = torch.frombuffer(data, dtype=torch.uint8) if data else torch.zeros(int(size), dtype=torch.uint8)
-        dist.all_reduce(buffer, group=self._group)
-        return pickle.loads(buffer.numpy().tobytes())
+        return value if self._group is None else broadcast_object(value, self._group)
 
     @contextmanager
     def together(self) -> Iterator[None]:

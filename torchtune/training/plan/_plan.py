@@ -20,12 +20,14 @@ Attention scores, the slack of the allocator and the CUDA context (some hundred 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchtune.modules.conversion import full_shapes
 from torchtune.modules.transformer import text_decoder
 from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
 from torchtune.training.optim._prepare_optimizer import prepare_optimizer
@@ -100,7 +102,8 @@ def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, in
     if not layers:
         return 0, 0, 0
     attention = layers[0].attn
-    q, width = attention.q_proj.weight.shape
+    shapes = full_shapes(model)
+    q, width = shapes[attention.q_proj.weight]
     kv = attention.k_proj.weight.shape[0]
     mlp = layers[0].mlp
     if isinstance(mlp, MoE):  # the tokens once more for every chosen expert, before and after it
@@ -253,7 +256,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     settings = RecipeSettings.of(settings)
     dims = arrange(settings, processes)
     model, dtype, reports = build_on_meta(settings)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(map(math.prod, full_shapes(model).values()))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     lines = [
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",

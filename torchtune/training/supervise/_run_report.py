@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from torchtune.data import BatchLoader
+from torchtune.modules.conversion import full_shapes
 from torchtune.training._recipe_settings import RecipeSettings, RecipeSettingsError
 from torchtune.training.checkpointing._adapter import ADAPTER_FILE
 from torchtune.training.checkpointing._directories import complete_directories
@@ -121,7 +122,7 @@ class RunReport:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         recipe, cfg, dims = self._recipe, self._cfg, self._recipe.dims
-        total = sum(parameter.numel() for parameter in recipe.model.parameters())
+        total = sum(map(math.prod, full_shapes(recipe.model).values()))
         trained = sum(parameter.numel() for parameter in recipe.model.parameters() if parameter.requires_grad)
         yield "model", f"{component_name(cfg.model)}, weights of {cfg.checkpointer.get('checkpoint_dir')}"
         yield "parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"

@@ -51,7 +51,11 @@ def test_gradcheck(masked: bool) -> None:
     shapes = ((2, 3, 4), (5, 4), (5,), (2, 4), (5, 2))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     mask = torch.rand(2, 3, 4) > 0.5 if masked else None
-    assert torch.autograd.gradcheck(lambda *inputs: LoRAProjection.apply(*inputs, mask, 1.7), tensors)
+
+    def projection(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return LoRAProjection.apply(x, *others, mask, 1.7, torch.clone, weight)
+
+    assert torch.autograd.gradcheck(projection, tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -231,7 +235,9 @@ def test_keys_dtype_and_what_is_trained() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantize_base": True}, "NF4 is not available yet"),
+        ({"quantize_base": True, "block_size": 7}, "block_size is 7, give an even number"),
+        ({"quantize_base": True, "groups": 2}, "groups: no option of an NF4 weight"),
+        ({"quantize_base": True}, f"block size 64 does not divide {IN}"),
         ({"rank": 0}, "rank is 0"),
         ({"dropout": 1.5}, "dropout is 1.5"),
         ({"block_size": 64}, "block_size: options of the quantised base"),

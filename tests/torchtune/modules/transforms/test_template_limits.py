@@ -76,12 +76,12 @@ def render(source: str, caught: list[Exception]) -> None:
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_template_is_refused(source: str) -> None:
     """In a thread of its own, where no signal can interrupt it."""
-    before, start, caught = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic(), []
+    before, start, caught = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time(), []
     thread = threading.Thread(target=render, args=(source, caught), daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    assert time.monotonic() - start < 8
+    assert time.process_time() - start < 8
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000, "KiB"
     (error,) = caught
     assert isinstance(error, DataError)

@@ -92,7 +92,7 @@ def main(folder: Path, output: Path, kills: int, size: int) -> None:
         store = FullModelHFCheckpointer(str(folder), output_dir=str(output), keep_last_n_checkpoints=2)
         before = {path.name for path in output.iterdir()}
         pids = start(store, folder, size, behind=size > 1 and life % 2 == 1, life=life)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while {path.name for path in output.iterdir()} == before and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1 * size))

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from torchtune.training import ParallelDims, parallelize
 
-TIMEOUT = 120
+TIMEOUT = 600
 
 
 def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folder: Path, store: str) -> None:

@@ -32,13 +32,13 @@ def folder(single: Path, tmp_path: Path) -> Path:
 
 
 def _refusal(action: Any) -> str:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         action()
     text = str(caught.value)
     assert "\n" not in text, text
     assert len(text) < 1000, text
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     return text
 
 

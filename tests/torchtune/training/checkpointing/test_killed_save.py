@@ -12,6 +12,7 @@ from tests.torchtune.training.checkpointing.small import write_folder
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "kills"), [(1, 16), (2, 24)], ids=["one process", "two ranks"])
 def test_killed_at_any_moment(tmp_path: Path, size: int, kills: int) -> None:
     """Two ranks save now and then behind training's back; one is killed before the other, or both."""
@@ -31,7 +32,7 @@ def test_killed_at_any_moment(tmp_path: Path, size: int, kills: int) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]

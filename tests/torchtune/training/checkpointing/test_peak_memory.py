@@ -77,7 +77,7 @@ def test_its_share_of_the_model_and_little_more(folder: Path, tmp_path: Path, ho
         )
         for rank in range(size)
     ]
-    outputs = [run.communicate(timeout=120) for run in runs]
+    outputs = [run.communicate(timeout=600) for run in runs]
     for run, (output, errors) in zip(runs, outputs, strict=True):
         assert run.returncode == 0, errors[-2000:]
         found = json.loads(output)

@@ -148,6 +148,7 @@ def check_files(folder: Path) -> None:
     assert {path.suffix for path in saved.rglob("*") if path.is_file()} == {".json", ".safetensors", ""}
 
 
+@pytest.mark.slow
 def test_state_on_other_ranks_and_meshes(folder: Path) -> None:
     ranks.run(
         2,

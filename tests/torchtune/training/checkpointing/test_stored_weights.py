@@ -22,6 +22,7 @@ from tests.torchtune.training.checkpointing.small import (
     write_folder,
 )
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.peft import LoRA, LoRALinear
 from torchtune.training import FullModelHFCheckpointer
 
@@ -140,11 +141,14 @@ KINDS = {
     "whole": {},
     "lora": {"contents": ("adapter", "merged")},
     "dora": {"contents": ("adapter", "merged")},
+    "nf4": {"contents": ("adapter", "merged")},
 }
 
 
 def conversions(kind: str) -> list[Any]:
     adapters = {"lora": [lora()], "dora": [lora(dora=True)]}
+    if kind == "nf4":
+        return [QuantizeBase(block_size=8), lora()]
     return [Int8Rows(by_rows=kind != "whole"), *adapters.get(kind, [])]
 
 

@@ -95,6 +95,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.slow
 def test_moves_no_more_bytes_than_the_formulas_say(folder: Path) -> None:
     launch("training.parallel.traffic", 4, folder)
     found, wanted = json.loads((folder / "traffic.json").read_text())

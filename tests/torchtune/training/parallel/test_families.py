@@ -56,6 +56,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
     return json.loads((folder / "outcomes.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_split_layer_computes_what_one_device_does(outcomes: dict, name: str, way: str) -> None:

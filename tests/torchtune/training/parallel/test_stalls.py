@@ -25,6 +25,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     return json.loads((folder / "ended.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_stall_outside_of_the_loop_is_told_and_ended(name: str, ended: dict[str, dict]) -> None:
     assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"

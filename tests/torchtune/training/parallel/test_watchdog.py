@@ -26,6 +26,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     return json.loads((folder / "ended.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_every_process_that_can_ends_and_says_who_is_behind(name: str, ended: dict[str, dict]) -> None:
     assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"

@@ -1,0 +1,45 @@
+"""``tune estimate``."""
+
+import argparse
+import textwrap
+
+from torchtune._cli._target import recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli.run import Command, estimate, split
+from torchtune._cli.subcommand import Subcommand
+
+
+class Estimate(Subcommand):
+    """Simulates two steps of a recipe on devices that need not be there."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        self._parser = subparsers.add_parser(
+            "estimate",
+            prog="tune estimate",
+            usage="tune estimate [<recipe>] --config <config> --simulate 8xH100 [--fit 80GiB] [key=value ...]",
+            help="Simulate two steps of a recipe on any number of devices: memory, time, cost",
+            description="Run two steps of a recipe on a simulated cluster, without weights, data and devices.\n"
+            "The same as tune run --dry-run --simulate.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            prefix_chars="\0",
+            add_help=False,
+            epilog=textwrap.dedent("""\
+                options:
+                  --simulate NxDEVICE  H100, H200, B200, A100, L40S, RTX4090, RTX5090 or MI300X; without N, one
+                  --fit MEMORY         search the fastest settings with which a device needs no more, for example 80GiB
+
+                examples:
+                  $ tune estimate --config llama3_1/8B_full --simulate 8xH100
+                  $ tune estimate my_recipe.py --config my_config.yaml --simulate RTX4090 --fit 24GB
+                """),
+        )
+        self._parser.add_argument("tokens", nargs="*", help=argparse.SUPPRESS)
+        self._parser.set_defaults(func=self._estimate_cmd)
+
+    def _estimate_cmd(self, args: argparse.Namespace) -> None:
+        command: Command = split(args.tokens)
+        if command.help or command.config is None:
+            self._parser.print_help()
+            return
+        config = resolve_config(command.config, command.recipe)
+        recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
+        estimate(recipe, config, command)

@@ -1,0 +1,370 @@
+"""Sees every operator of a run: memory, FLOPs, bytes and collectives; answers what fake tensors cannot tell."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.flop_counter import flop_registry
+
+from torchtune.training.measure._flops import _pairs
+from torchtune.training.simulate._ledger import Ledger, storages
+from torchtune.training.simulate._torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    fsdp_groups,
+    group_named,
+    shape_propagation,
+    tree_leaves,
+    unset_fake_temporarily,
+)
+
+_aten = torch.ops.aten
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+_PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+_LIBRARY = "torchtune"
+# (what, ranks of its group) -> [calls, bytes]
+Traffic = dict[tuple[str, tuple[int, ...]], list[int]]
+_COLLECTIVES = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+
+
+class Work:
+    """What was done in a phase of a step.
+
+    Attributes:
+        flops: by dtype.
+        calls: (FLOPs, bytes read and written, dtype) -> how many operators.
+        traffic: of collectives inside FSDP, which overlap with computation.
+        waiting: of all other collectives.
+    """
+
+    def __init__(self) -> None:
+        self.flops: dict[torch.dtype, int] = defaultdict(int)
+        self.calls: dict[tuple[int, int, torch.dtype], int] = defaultdict(int)
+        self.traffic: Traffic = {}
+        self.waiting: Traffic = {}
+
+
+class Observer(TorchDispatchMode):
+    """Counts what a run does; enter it inside a fake tensor mode, or around a run on real tensors.
+
+    Numbers that depend on fake data have no value: a float is 0, an integer 1, a truth is False, every element is
+    nonzero, and every row is chosen by a boolean index. Integers computed from real ones are real.
+
+    Attributes:
+        ledger: memory.
+        work: what was done, by (step, phase), from step 0.
+        step: optimizer steps so far.
+        path: names of the modules that are being called.
+        in_fsdp: whether FSDP communicates, so that what is allocated are its buffers.
+        offload: whether parameters, gradients and optimizer states lie in host memory.
+    """
+
+    def __init__(self, *, fake: bool = True) -> None:
+        super().__init__()
+        self.ledger, self.fake = Ledger(), fake
+        self.work: dict[tuple[int, str], Work] = defaultdict(Work)
+        self.step = 0
+        self.path: list[str] = []
+        self.in_fsdp = 0
+        self.offload = False
+        self._quiet = 0
+        self._has_stepped = False
+        self._names: dict[int, str] = {}
+        self._parameters: set[int] = set()
+        self.entered = False
+        self._patches = ExitStack()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in _PLAIN and kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
+            return NotImplemented  # a tensor that wraps others: the operators on these come by
+        out = self._answer(func, args, kwargs) if self.fake else func(*args, **kwargs)
+        if not self._quiet:
+            self._count(func, args, kwargs, out)
+        return out
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator returns; values that a fake tensor does not have are made up."""
+        first = args[0] if args else None
+        if all(not isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if (
+                tensors and all(not t.is_meta for t in tensors) and _is_small(tensors)
+            ) or func is _aten.arange.start_step:
+                with unset_fake_temporarily():
+                    return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return False if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 1
+        if func is _aten.nonzero.default:
+            return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
+        if func is _aten.equal.default:
+            return False
+        if func is _aten.index.Tensor and (mask := _boolean(args[1])) is not None:
+            return first.new_empty(mask.numel(), *first.shape[mask.dim() :])
+        return func(*args, **kwargs)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        produced = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        for tensor in produced:
+            self.see(tensor, func)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        work = self.work[self.step, self.ledger.phase]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._communicates(work, func, args, kwargs, inputs)
+            return
+        if not produced or _is_view(func):
+            return
+        dtype = produced[0].dtype
+        flops = self._flops(func, args, kwargs, out)
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *produced))
+        work.calls[flops, moved, dtype] += 1
+        if flops:
+            work.flops[dtype] += flops
+
+    def _flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            return flop_registry[packet](*args, **kwargs, out_val=out)
+        own = _OWN_FLOPS.get(str(packet))
+        return 0 if own is None else own(*args, **kwargs)
+
+    def _communicates(self, work: Work, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> None:
+        name = func._schema.name.split("::")[1].strip("_")
+        kind = next((text for key, text in _COLLECTIVES.items() if key in name), None)
+        if kind is None or not inputs:
+            return
+        size = max(tensor.numel() * tensor.element_size() for tensor in inputs)
+        ranks = _ranks_of(func, (*args, *kwargs.values()))
+        if func.namespace == "_c10d_functional" and kind == "all-gather":
+            size *= len(ranks)
+        traffic = work.traffic if self.in_fsdp else work.waiting
+        entry = traffic.setdefault((kind, ranks), [0, 0])
+        entry[0], entry[1] = entry[0] + 1, entry[1] + size
+
+    def see(self, tensor: torch.Tensor, func: Any = None) -> None:
+        """Note the memory of a tensor."""
+        for storage in storages(tensor):
+            if storage._cdata not in self.ledger._live:
+                name = "" if func is None else f"{func._schema.name.replace('::', '.')} "
+                shape = " x ".join(map(str, tensor.shape)) or "scalar"
+                what = f"{name}[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
+                on_host = self.offload and self.ledger.phase in ("set-up", "optimizer")
+                self.ledger.add(storage, self._component(), what, self._where(), on_host=on_host)
+
+    def _component(self) -> str:
+        return "other" if self.in_fsdp or self.ledger.phase in ("set-up", "optimizer") else "activations"
+
+    def _where(self) -> str:
+        """The module that is being called, and the line of the library or of the recipe."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if "/simulate/_" not in file and f"{_TORCH}/" not in file and not file.startswith("<"):
+                place = f"{_short(file)}:{frame.f_lineno}"
+                break
+            frame = frame.f_back
+        else:
+            place = "torch"
+        return f"{self.path[-1]}, {place}" if self.path else place
+
+    # What is put into torch while the block lasts.
+
+    def patch(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace an attribute by what ``make`` makes of it, until the block ends."""
+        before = getattr(owner, name, None)
+        if before is not None:
+            setattr(owner, name, make(before))
+            self._patches.callback(setattr, owner, name, before)
+
+    def __enter__(self) -> "Observer":
+        def noted(resize_: Callable[..., Any]) -> Callable[..., Any]:
+            def resize(storage: torch.UntypedStorage, size: int) -> Any:
+                resize_(storage, size)
+                self.ledger.resized(storage, "other")
+                return storage
+
+            return resize
+
+        self.patch(torch.UntypedStorage, "resize_", noted)
+        for name in ("propagate_tensor_meta", "_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"):
+            self.patch(shape_propagation(), name, self._quietly)
+        self.entered = True
+        self._watch_phases()
+        self._watch_fsdp()
+        self._watch_modules()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _quietly(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """DTensor asks for the shapes of results by computing them on whole fake tensors: that costs nothing."""
+
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            self._quiet += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._quiet -= 1
+
+        return quiet
+
+    def _watch_phases(self) -> None:
+        def in_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self.ledger.enter("backward")
+                try:
+                    return backward(*args, **kwargs)
+                finally:
+                    self.ledger.enter("optimizer")
+
+            return run
+
+        self.patch(torch.autograd, "backward", in_backward)
+        hook = register_optimizer_step_post_hook(self._stepped)
+        self._patches.callback(hook.remove)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._has_stepped = True
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in self._parameters:  # not the stand-ins of a step in higher precision
+                for value in state.values():
+                    self.ledger.mark(value, "optimizer", on_host=self.offload)
+
+    def _watch_fsdp(self) -> None:
+        def inside(method: Callable[..., Any]) -> Callable[..., Any]:
+            def run(group: Any, *args: Any, **kwargs: Any) -> Any:
+                if method.__name__ == "post_backward":
+                    for parameter in group.fsdp_params:
+                        self.ledger.mark(getattr(parameter, "unsharded_accumulated_grad", None), "gradients")
+                        unsharded = getattr(parameter, "_unsharded_param", None)
+                        self.ledger.mark(getattr(unsharded, "grad", None), "gradients")
+                self.in_fsdp += 1
+                self.path.append(f"FSDP of {getattr(group, '_module_fqn', None) or 'model'}")
+                try:
+                    return method(group, *args, **kwargs)
+                finally:
+                    self.in_fsdp -= 1
+                    self.path.pop()
+                    if method.__name__ in ("post_backward", "finalize_backward"):
+                        for parameter in group.fsdp_params:
+                            self.ledger.mark(parameter.sharded_param.grad, "gradients", on_host=self.offload)
+
+            run.__name__ = method.__name__
+            return run
+
+        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
+            self.patch(fsdp_groups(), name, inside)
+
+    def _watch_modules(self) -> None:
+        pre = torch.nn.modules.module.register_module_forward_pre_hook(self._enter_module)
+        post = torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
+        self._patches.callback(pre.remove)
+        self._patches.callback(post.remove)
+
+    def _enter_module(self, module: torch.nn.Module, _: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            if self.ledger.phase != "backward":
+                if self._has_stepped:
+                    self.step, self._has_stepped = self.step + 1, False
+                self.ledger.enter("forward")
+            self.path.append(name)
+
+    def _leave_module(self, module: torch.nn.Module, *_: Any) -> None:
+        if id(module) in self._names and self.path:
+            self.path.pop()
+
+    def loaded(self, model: torch.nn.Module, name: str) -> None:
+        """Take note of a model that has its weights now."""
+        self._names |= {id(module): path or name for path, module in model.named_modules()}
+        for parameter in model.parameters():
+            self.see(parameter)
+            self._parameters.add(id(parameter))
+            self.ledger.mark(parameter, "parameters", on_host=self.offload)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter: self.ledger.mark(parameter.grad, "gradients")
+                )
+
+
+def _is_small(tensors: list[torch.Tensor]) -> bool:
+    return sum(tensor.numel() for tensor in tensors) < 2**26
+
+
+def _boolean(indices: Any) -> torch.Tensor | None:
+    """The mask of an index by one mask."""
+    first = indices[0]
+    return first if first is not None and first.dtype == torch.bool else None
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator only looks at memory in another way."""
+    returns = func._schema.returns
+    info = returns[0].alias_info if returns else None
+    return info is not None and not info.is_write
+
+
+def _ranks_of(func: Any, args: Any) -> tuple[int, ...]:
+    """The ranks that take part in a collective."""
+    for value in tree_leaves(args):
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+        if isinstance(value, str) and func.namespace == "_c10d_functional" and not value.isalpha():
+            return tuple(dist.get_process_group_ranks(group_named(value)))
+    return tuple(range(dist.get_world_size()))
+
+
+def _lengths(cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    if isinstance(cu_seqlens, FakeTensor):
+        return [total]
+    with unset_fake_temporarily():
+        return cu_seqlens.diff().tolist()
+
+
+def _attention_flops(products: int, q: torch.Tensor, cu_seqlens: torch.Tensor, window: int) -> int:
+    pairs = sum(_pairs(length, window or None) for length in _lengths(cu_seqlens, q.shape[0]))
+    return 2 * products * pairs * q.shape[1] * q.shape[2]
+
+
+def _forward_flops(q: Any, k: Any, v: Any, cu: Any, sinks: Any = None, window: int = 0, *_: Any) -> int:
+    return _attention_flops(2, q, cu, window)
+
+
+def _backward_flops(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu: Any, sinks: Any = None, window: int = 0, *_: Any
+) -> int:
+    return _attention_flops(5, q, cu, window)
+
+
+# Of the library's own operators, by name: scores and values forward; scores again and four gradients backward.
+_OWN_FLOPS: dict[str, Callable[..., int]] = {
+    "torchtune.document_attention": _forward_flops,
+    "torchtune.document_attention_backward": _backward_flops,
+    "torchtune.grouped_rows": lambda x, weight, counts: 2 * x.shape[0] * weight.shape[1] * weight.shape[2],
+    "torchtune.grouped_weights": lambda x, grad, counts: 2 * x.shape[0] * x.shape[1] * grad.shape[1],
+}
+_TORCH = torch.__path__[0]
+
+
+def _short(file: str) -> str:
+    """A path from the library's folder on, or the name of the file."""
+    _, found, rest = file.rpartition(f"/{_LIBRARY}/")
+    return f"{_LIBRARY}/{rest}" if found else file.rpartition("/")[2]

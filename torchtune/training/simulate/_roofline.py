@@ -1,0 +1,84 @@
+"""How long a step takes: every operator as fast as either its arithmetic or its memory traffic allows.
+
+Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785. Collectives are bound by the slowest link of a ring
+(all-gather and reduce-scatter of ``n`` bytes over ``r`` ranks move ``n (r - 1) / r`` through every rank, all-reduce
+twice that). What FSDP sends overlaps with computation; other collectives do not.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from torchtune.training.simulate._devices import Accelerator
+from torchtune.training.simulate._observer import Observer, Traffic, Work
+
+# Shares of the published peaks that large kernels and messages reach.
+ARITHMETIC, MEMORY, LINKS = 0.7, 0.85, 0.8
+# Seconds that the host takes to start an operator, and a collective to begin.
+LAUNCH, LATENCY = 6e-6, 20e-6
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        computing: kernels, one after another.
+        launching: the host, which runs ahead of the device where it is faster.
+        overlapped: collectives of FSDP.
+        waiting: all other collectives.
+    """
+
+    computing: float
+    launching: float
+    overlapped: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        """Of the whole step."""
+        return max(self.computing, self.launching, self.overlapped) + self.waiting
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        parts = {"computation": self.computing, "the host": self.launching, "FSDP's collectives": self.overlapped}
+        return max(parts, key=parts.__getitem__)
+
+
+def step_time(observer: Observer, device: Accelerator) -> StepTime:
+    """Predict the time of the last whole step."""
+    works = [work for (step, _), work in observer.work.items() if step == observer.step]
+    computing = sum(_compute(work, device) for work in works)
+    operators = sum(sum(work.calls.values()) for work in works)
+    overlapped = sum(_send(work.traffic, device) for work in works)
+    waiting = sum(_send(work.waiting, device) for work in works)
+    return StepTime(computing, operators * LAUNCH, overlapped, waiting)
+
+
+def _compute(work: Work, device: Accelerator) -> float:
+    seconds = 0.0
+    for (flops, moved, dtype), calls in work.calls.items():
+        peak = device.fp32 * 1e12 if dtype in (torch.float32, torch.float64) else device.bf16
+        slowest = max(flops / (peak * ARITHMETIC), moved / (device.bandwidth * 1e9 * MEMORY))
+        seconds += calls * slowest
+    return seconds
+
+
+def _send(traffic: Traffic, device: Accelerator) -> float:
+    seconds = 0.0
+    for (kind, ranks), (calls, size) in traffic.items():
+        share = (len(ranks) - 1) / len(ranks)
+        rounds = 2 if kind == "all-reduce" else 1
+        seconds += calls * LATENCY + rounds * size * share / (_link(ranks, device) * 1e9 * LINKS)
+    return seconds
+
+
+def _link(ranks: tuple[int, ...], device: Accelerator) -> float:
+    """GB/s of the slowest link of a ring over these ranks; a machine's ranks share their ways to the network."""
+    machines: dict[int, int] = {}
+    for rank in ranks:
+        machines[rank // device.per_machine] = machines.get(rank // device.per_machine, 0) + 1
+    if len(machines) == 1:
+        return device.link
+    return min(device.link, device.network * min(machines.values()))

@@ -1,0 +1,112 @@
+"""What a simulated run has in the place of files: weights, rows, tokens and a log."""
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune.training.checkpointing import CheckpointStore
+from torchtune.training.checkpointing._full_weights import FullWeights
+from torchtune.training.checkpointing._load import initialize_rest
+
+# Called with every model that has its weights.
+on_load: ContextVar[Callable[[nn.Module], None]] = ContextVar("on_load")
+# Called before the first model gets its weights: from here on tensors are fake.
+before_load: ContextVar[Callable[[], None]] = ContextVar("before_load")
+
+
+class StandInCheckpointer:
+    """Gives a model weights without values, and saves nothing; the methods are those of the library's checkpointers."""
+
+    def __init__(self) -> None:
+        self.checkpoint_dir = self.output_dir = Path()
+
+    def add_source(self, name: str, source: Any) -> None:
+        """Nothing is read."""
+
+    def load_model(
+        self, model: nn.Module, *, device: Any = "cpu", dtype: torch.dtype | None = None, name: str = "policy"
+    ) -> None:
+        """Make every parameter of the meta device real, through the form in which conversions store it."""
+        before_load.get()()
+        device, weights = torch.device("cpu"), FullWeights(model)
+        for weight in sorted(weights.base):
+            weights.fill(weight, lambda slices, target: target.normal_(std=0.02), device, dtype)
+        model.adapter_init = None
+        initialize_rest(model, weights.base | weights.inside, device, dtype)
+        on_load.get()(model)
+
+    def check_contents(self, models: Any, **options: Any) -> None:
+        """Refuse what a real run would refuse."""
+        CheckpointStore({}).check_contents(models, **options)
+
+    def check_model(self, model: nn.Module, *, name: str = "policy") -> None:
+        """There are no files to compare with."""
+
+    def check_output_dir(self, *, resume: bool) -> None:
+        """Nothing is written."""
+
+    def lock_output_dir(self) -> None:
+        """Nothing is written."""
+
+    def find_resume_point(self, cfg: Any = None) -> None:
+        """There is none."""
+
+    def save(self, *_: Any, **__: Any) -> None:
+        """Write nothing."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class StandInTokenizer:
+    """Knows how long rows are; tokenizes nothing."""
+
+    vocab_size = 0  # fits every embedding
+    pad_id = bos_id = eos_id = 0
+
+    def __init__(self, max_seq_len: int) -> None:
+        self.max_seq_len = max_seq_len
+        self.stop_tokens = [0]
+        self.special_tokens: dict[str, int] = {}
+
+
+class StandInDataset:
+    """Rows of one length, every token of which carries a label.
+
+    Args:
+        tokenizer: not used.
+        rows: how many.
+        length: tokens of each.
+        pairs: whether a row is a pair of answers.
+    """
+
+    def __init__(self, tokenizer: Any, *, rows: int, length: int, pairs: bool = False) -> None:
+        self._rows, self._row = rows, [0] * length
+        names = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
+        self._names = names if pairs else ("tokens", "labels")
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return dict.fromkeys(self._names, self._row)
+
+
+class StandInLogger:
+    """Logs nothing."""
+
+    def log(self, name: str, data: Any, step: int) -> None:
+        """Log nothing."""
+
+    def log_config(self, config: Any) -> None:
+        """Write nothing."""
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        """Log nothing."""
+
+    def close(self) -> None:
+        """Nothing is open."""
