@@ -56,8 +56,6 @@ class Settings:
     dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
     # Data on which the loss is measured every run_val_every_n_steps.
     dataset_val: Annotated[Component | list[Component] | None, HandedOver("tokenizer")] = None
-    # Function that turns a list of examples into a batch; the default never pads.
-    collate_fn: str = "torchtune.data.collate_documents"
     # Seed of everything random; null draws one and writes it into the saved config.
     seed: Annotated[int | None, Range(min=0)] = None
     # Visit the examples of an epoch in random order.
@@ -66,6 +64,10 @@ class Settings:
     batch_size: Annotated[int, Range(min=1)] = 2
     # Examples per batch of validation; null means batch_size.
     batch_size_val: Annotated[int | None, Range(min=1)] = None
+
+    # twin of supervised: collation
+    # Function that turns a list of examples into a batch; the default never pads.
+    collate_fn: str = "torchtune.data.collate_documents"
 
     # twin of training: steps
     # Passes over the training data.
@@ -87,7 +89,7 @@ class Settings:
             "optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}
         ),
     ] = None
-    # Loss over the labelled tokens.
+    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
     loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
     # Largest norm of the gradients; larger ones are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
@@ -224,7 +226,7 @@ class LoRAFinetuneRecipeSingleDevice:
             max_steps_per_epoch=self.cfg.max_steps_per_epoch if training_data else None,
         )
 
-    # twin of training
+    # twin of supervised
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Loss summed over the labels of one batch, as a scalar."""
         batch = batch.to(self.device, non_blocking=True)
@@ -254,10 +256,10 @@ class LoRAFinetuneRecipeSingleDevice:
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
-            for batches, num_tokens, num_labels in control.steps(self.loader, cfg.epochs):
-                # The mean is over all labels of the step, so that its gradient does not depend on the split.
-                for batch in batches:
-                    loss = self.compute_loss(batch) / max(num_labels, 1)
+            for step in control.steps(self.loader, cfg.epochs):
+                # The mean is over all labels (pairs, …) of the step, so that its gradient does not depend on the split.
+                for batch in step.batches:
+                    loss = self.compute_loss(batch) / max(step.num_terms, 1)
                     self.guard.add(loss)
                     loss.backward()
 
@@ -273,7 +275,7 @@ class LoRAFinetuneRecipeSingleDevice:
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()
                 self.global_step += 1
-                throughput.step(processed=num_tokens // self.dims.world_size, trained=num_labels)
+                throughput.step(processed=step.num_tokens // self.dims.world_size, trained=step.num_labels)
                 profiler.step()
 
                 if self.global_step % cfg.log_every_n_steps == 0:
@@ -286,7 +288,7 @@ class LoRAFinetuneRecipeSingleDevice:
 
                 if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
                     with throughput.paused("validation"):
-                        metrics = {"val_loss": self.validate()}
+                        metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 if name := control.checkpoint_due(self.global_step):
@@ -297,16 +299,14 @@ class LoRAFinetuneRecipeSingleDevice:
 
     # twin of training
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss per label over the validation data."""
+    def validate(self) -> dict[str, float]:
+        """Means over the validation data: of the loss, and of what ``compute_loss`` notes."""
         self.model.eval()
-        total, num_labels = 0.0, 0
-        for (batch,) in self.loader_val:
-            num_labels += batch.num_labels
-            total += self.compute_loss(batch).item()
+        with self.guard.validation() as means:
+            for (batch,) in self.loader_val:
+                means.add({"loss": (self.compute_loss(batch), batch.num_terms)})
         self.model.train()
-        total, num_labels = self.dims.sum(total, num_labels)
-        return total / max(num_labels, 1)
+        return means.over(self.dims)
 
     # twin of training
     def training_state(self) -> dict[str, Any]:
@@ -327,15 +327,9 @@ class LoRAFinetuneRecipeSingleDevice:
         """Write the adapter, the merged model after an epoch, and, unless training is over, what a resume needs."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
-        self.checkpointer.save(
-            name,
-            self.model,
-            contents=("adapter", "merged") if merge else "adapter",
-            state=state,
-            cfg=self.cfg,
-            async_save=self.cfg.enable_async_checkpointing and optional,
-            optional=optional,
-        )
+        contents = ("adapter", "merged") if merge else "adapter"
+        how = {"async_save": self.cfg.enable_async_checkpointing and optional, "optional": optional}
+        self.checkpointer.save(name, self.model, contents=contents, state=state, cfg=self.cfg, **how)
 
     # twin of training
     def cleanup(self) -> None:

@@ -66,18 +66,30 @@ def write_checkpoint(folder: Path, *, tied: bool = True, dtype: torch.dtype = to
     return folder
 
 
+def _sentence(rng: random.Random, longest: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, longest)))
+
+
 def write_conversations(path: Path, count: int = 24, *, seed: int = 0) -> Path:
     """Write ``count`` conversations of one or two turns, of very different lengths, as JSON lines."""
     rng = random.Random(seed)
-
-    def sentence(longest: int) -> str:
-        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, longest)))
-
     with path.open("w") as file:
         for _ in range(count):
             messages = []
             for _ in range(rng.randint(1, 2)):
-                messages.append({"role": "user", "content": sentence(12)})
-                messages.append({"role": "assistant", "content": sentence(6)})
+                messages.append({"role": "user", "content": _sentence(rng, 12)})
+                messages.append({"role": "assistant", "content": _sentence(rng, 6)})
             file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def write_pairs(path: Path, count: int = 12, *, seed: int = 0) -> Path:
+    """Write ``count`` pairs of answers to a question, of very different lengths, as JSON lines."""
+    rng = random.Random(seed)
+    with path.open("w") as file:
+        for number in range(count):
+            question = {"role": "user", "content": _sentence(rng, 12)}
+            answers = [_sentence(rng, 8), f"{_sentence(rng, 8)} {WORDS[number % len(WORDS)]}"]
+            pair = [[question, {"role": "assistant", "content": answer}] for answer in answers]
+            file.write(json.dumps(dict(zip(("chosen", "rejected"), pair, strict=True))) + "\n")
     return path

@@ -66,12 +66,20 @@ def without_defaults(text: str, recipe: str) -> str:
     return "".join(line for line in lines if line.partition(":")[0] not in repeated)
 
 
+def with_quantized(variants: list[dict[str, Any]], defaults: dict[str, Any]) -> list[dict[str, Any]]:
+    """The variants of a row, and for a recipe that has one, the first of them again with a quantised base."""
+    quantized = defaults.get("quantized")
+    if not variants or quantized is None:
+        return variants
+    return [*(variant for variant in variants if "only" not in variant), {**variants[0], **quantized}]
+
+
 def configs() -> Iterator[tuple[str, str]]:
     """(name, text) of every config."""
     table = yaml.load((SOURCES / "models.yaml").read_text(), Loader=yaml.BaseLoader)
     for model, row in table["models"].items():
         for recipe, defaults in table["recipes"].items():
-            for changes in row.get(recipe, []):
+            for changes in with_quantized(row.get(recipe, []), defaults):
                 # the loader that keeps numbers as they are written does not merge
                 shared = changes.get("<<", {})
                 values = {**defaults, **shared, **{key: value for key, value in changes.items() if key != "<<"}}

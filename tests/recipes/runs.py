@@ -12,14 +12,16 @@ from typing import Any
 import torch
 import yaml
 
-from tests.tiny import write_checkpoint, write_conversations
+from tests.tiny import write_checkpoint, write_conversations, write_pairs
 from tools.recipe_table import recipes_in
 from torchtune.config import load_and_check
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-# Every training recipe, as recipes/features.yaml says: the contract suite runs on all of them.
-TRAINING = recipes_in("training")
-WEIGHTS, ADAPTERS = recipes_in("training", "weights"), recipes_in("training", "adapters")
+# Recipes of fine-tuning, as recipes/features.yaml says: the whole contract suite runs on all of them. Those of
+# preferences share their loop and their checkpoints; test_preferences.py runs what they have of their own.
+TRAINING = recipes_in("training", "supervised")
+WEIGHTS, ADAPTERS = (recipes_in("training", "supervised", kind) for kind in ("weights", "adapters"))
+PREFERENCE = recipes_in("training", "preference")
 # The last line of a step before it validates and saves; what is put after it is done after each step.
 ADVANCE = "                progress.advance(self.global_step)\n"
 _count = itertools.count()
@@ -99,7 +101,17 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         "dtype": "fp32",
         "log_level": "ERROR",
     }
-    if name in ADAPTERS:
+    if name in PREFERENCE:
+        pairs = folder / "pairs.jsonl"
+        if not pairs.exists():
+            write_pairs(pairs)
+        cfg["dataset"] = {
+            "_component_": "torchtune.datasets.preference_dataset",
+            "source": "json",
+            "data_files": str(pairs),
+        }
+        cfg["loss"] = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+    if name in recipes_in("adapters"):
         cfg["model_converters"] = [
             {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "apply_to_mlp": True}
         ]

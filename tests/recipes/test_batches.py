@@ -16,7 +16,10 @@ FOR_DICTS = {
     ),
     "self.model(**batch.model_inputs(), output": "self.model(**batch, output",
     "hidden, batch.labels, self": "hidden, labels, self",
-    "num_labels += batch.num_labels": "num_labels += int((batch['labels'] != -100).sum())",
+    'means.add({"loss": (self.compute_loss(batch), batch.num_terms)})': (
+        "count = int((batch['labels'] != -100).sum())\n"
+        "                means.add({'loss': (self.compute_loss(batch), count)})"
+    ),
 }
 
 

@@ -59,8 +59,8 @@ LABELS_OF_BATCH = "batch.num_labels"
 # In the text of every recipe: (what stands there, the bug, the check, the promise that it breaks).
 IN_TEXT: dict[str, tuple[str, str, Callable[..., None], str]] = {
     "loss averaged per micro-batch": (
-        "self.compute_loss(batch) / max(num_labels, 1)",
-        f"self.compute_loss(batch) / {LABELS_OF_BATCH} / len(batches)",
+        "self.compute_loss(batch) / max(step.num_terms, 1)",
+        f"self.compute_loss(batch) / {LABELS_OF_BATCH} / len(step.batches)",
         checks.accumulation_changes_nothing,
         "the loss of step 1 is the same",
     ),
@@ -107,7 +107,7 @@ def test_in_the_text_of_a_recipe(name: str, bug: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_dropout_left_off_after_validation(name: str, tmp_path: Path) -> None:
-    bug = {"        self.model.train()\n        total, num_labels": "        total, num_labels"}
+    bug = {"        self.model.train()\n        return means": "        return means"}
     with caught("validation changes no loss"):
         checks.validation_leaves_training_alone(name, tmp_path, changes=bug)
 

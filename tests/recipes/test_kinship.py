@@ -91,7 +91,7 @@ def test_a_shared_setting_has_one_type_default_and_comment(one: Path, other: Pat
     mine, theirs = settings(one), settings(other)
     kin = one in TRAINING and other in TRAINING
     for name in mine.keys() & theirs.keys():
-        if name in table()["own_settings"] and (name == "model" or not kin):
+        if name in table()["own_settings"] and (name in ("model", "collate_fn") or not kin):
             continue
         assert mine[name] == theirs[name], f"'{name}' differs between {one.name} and {other.name}"
 
@@ -181,7 +181,7 @@ def test_sync_copies_methods_and_blocks_from_the_first_recipe_of_a_group(tmp_pat
     recipes = copy_of_recipes(tmp_path)
     originals = {path.name: path.read_text() for path in recipes.glob("*.py")}
     source = recipes / f"{recipes_in('training')[0]}.py"
-    changed = source.read_text().replace("num_labels = 0.0, 0\n", "num_labels = 0.0, 1\n")
+    changed = source.read_text().replace("self.validate()\n", "self.validated()\n")
     changed = changed.replace(
         " = 2\n    # Examples per batch", " = 3\n    # How many\n    new: int = 5\n    # Examples per batch"
     )
@@ -193,9 +193,9 @@ def test_sync_copies_methods_and_blocks_from_the_first_recipe_of_a_group(tmp_pat
     assert sync(tmp_path)[0] == 0
     for name in recipes_in("training"):
         text = (recipes / f"{name}.py").read_text()
-        assert "num_labels = 0.0, 1\n" in text
+        assert "self.validated()\n" in text
         assert "    batch_size: Annotated[int, Range(min=1)] = 3\n    # How many\n    new: int = 5\n" in text
-        assert ("the files.\n    resize" in text) == (name in recipes_in("one_device"))
+        assert ("the files.\n    resize" in text) == (name in recipes_in("one_device", "supervised"))
     assert "    context_parallel_dim: Annotated" in last.read_text(), "the first distributed recipe has the block"
     assert alone.read_text() == originals[alone.name]
     assert sync(tmp_path) == (0, "", "")
@@ -244,11 +244,12 @@ def test_a_twin_of_a_foreign_group_is_named(tmp_path: Path) -> None:
 
 
 def test_training_recipes_have_one_order_and_one_set_of_names() -> None:
-    orders = {tuple(node.name for node in recipe_class(path).body if hasattr(node, "name")) for path in TRAINING}
-    assert len(orders) == 1, orders
     for one, other in itertools.combinations(TRAINING, 2):
-        mine, theirs = list(settings(one)), list(settings(other))
-        assert [n for n in mine if n in theirs] == [n for n in theirs if n in mine], "settings are in another order"
+        for names in (settings, methods):
+            mine, theirs = list(names(one)), list(names(other))
+            assert [n for n in mine if n in theirs] == [n for n in theirs if n in mine], f"{one} and {other}"
+    for group in ("supervised", "preference"):
+        assert len({tuple(methods(FILES[name])) for name in recipes_in(group)}) == 1, group
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)

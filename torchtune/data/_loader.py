@@ -140,6 +140,12 @@ class BatchLoader:
         words = [self.seed & 0xFFFFFFFF, (self.seed >> 32) & 0xFFFFFFFF, epoch]
         return np.random.RandomState(words).permutation(len(self.dataset))
 
+    def visited(self, epochs: int) -> np.ndarray:
+        """Indices, in order, of the examples that the first ``epochs`` epochs come to, for all ranks."""
+        most = len(self) * self.examples_per_step
+        found = [self._order(epoch)[:most] for epoch in range(epochs if self.shuffle else 1)]
+        return np.unique(np.concatenate(found))
+
     def rows(self, parts: Sequence[tuple[int, int]] | None = None) -> list[dict[str, Any]]:
         """Rows of the dataset that the last yielded step was made from.
 

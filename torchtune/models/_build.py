@@ -16,6 +16,7 @@ from torchtune.models._rope_scaling import (
 )
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.classifier import ClassifierHead
 from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtune.modules.position_embeddings import (
@@ -70,7 +71,7 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
 
 def _output(d: Description, embeddings: nn.Embedding) -> nn.Linear | TiedLinear:
     if d.is_classifier:
-        return nn.Linear(d.embed_dim, d.num_classes, bias=False)
+        return ClassifierHead(d.embed_dim, d.num_classes)
     if d.tie_word_embeddings:
         return TiedLinear(embeddings, d.logit_softcap)
     if d.logit_softcap is not None:

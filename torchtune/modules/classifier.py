@@ -9,6 +9,22 @@ from torch import nn
 from torchtune.utils import UserError
 
 
+class ClassifierHead(nn.Linear):
+    """Output layer of classes, ``[..., d]`` to ``[..., num_classes]``, without a bias.
+
+    Args:
+        width: d.
+        num_classes: outputs.
+    """
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__(width, num_classes, bias=False)
+
+    def initialize_parameters(self) -> None:
+        """Draw the weight from a normal distribution of variance 1 / (d + 1) (Stiennon et al. 2020, 2009.01325)."""
+        nn.init.normal_(self.weight, std=(self.in_features + 1) ** -0.5)
+
+
 def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs: Any) -> nn.Module:
     """Build a model and give it an output layer of classes, ``nn.Linear(d, num_classes)`` without a bias.
 
@@ -38,7 +54,7 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
     if hasattr(old, "adapter_params"):
         model.output = type(old)(width, num_classes, rank=old.rank, alpha=old.alpha, dropout=old.dropout.p)
     else:
-        model.output = nn.Linear(width, num_classes, bias=False)
+        model.output = ClassifierHead(width, num_classes)
     if getattr(model, "description", None) is not None:
         model.description = replace(model.description, num_classes=num_classes)
     return model

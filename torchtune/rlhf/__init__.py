@@ -1,6 +1,7 @@
 """Post-training: losses of preferences and rewards, and what recipes of reinforcement learning are made of."""
 
 from torchtune.rlhf import loss, utils
+from torchtune.rlhf._reference import Reference, ReferenceScores, setup_reference
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
 from torchtune.rlhf.rewards import (
@@ -23,6 +24,8 @@ from torchtune.rlhf.sequence_processing import (
 __all__ = [
     "ChosenRejectedOutputs",
     "PPOStats",
+    "Reference",
+    "ReferenceScores",
     "Trajectory",
     "batched_logits_to_logprobs",
     "document_log_probs",
@@ -36,6 +39,7 @@ __all__ = [
     "masked_sum",
     "masked_var",
     "pooled_scores",
+    "setup_reference",
     "truncate_sequence_at_first_stop_token",
     "truncate_sequence_for_logprobs",
     "utils",

@@ -99,5 +99,5 @@ SIZES = {
     "gpt_oss_20b": _20B,
     "gpt_oss_120b": replace(_20B, num_layers=36, window_layers=tuple(range(0, 36, 2)), num_experts=128),
 }
-BUILDERS = model_builders(__name__, "gpt-oss", SPEC, SIZES, qlora=False)
+BUILDERS = model_builders(__name__, "gpt-oss", SPEC, SIZES)
 globals().update(BUILDERS)

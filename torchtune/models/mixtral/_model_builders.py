@@ -67,5 +67,5 @@ SIZES = {
     "mixtral_8x22b": _8X22B,
     "mixtral_8x22b_instruct": replace(_8X22B, vocab_size=32_768),
 }
-BUILDERS = model_builders(__name__, "Mixtral", SPEC, SIZES, qlora=False)
+BUILDERS = model_builders(__name__, "Mixtral", SPEC, SIZES)
 globals().update(BUILDERS)

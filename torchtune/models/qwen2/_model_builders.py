@@ -40,5 +40,5 @@ SIZES = {
         vocab_size=152_064, num_layers=28, embed_dim=3584, intermediate_dim=18_944, num_heads=28, num_kv_heads=4
     ),
 }
-BUILDERS = model_builders(__name__, "Qwen2", SPEC, SIZES, qlora=False)
+BUILDERS = model_builders(__name__, "Qwen2", SPEC, SIZES)
 globals().update(BUILDERS)

@@ -31,7 +31,7 @@ SIZES = {
     "qwen2_5_72b_base": replace(_72B, max_seq_len=_LONG, norm_eps=1e-5),
     "qwen2_5_72b_instruct": _72B,
 }
-BUILDERS = model_builders(__name__, "Qwen2.5", SPEC, SIZES, qlora=False)
+BUILDERS = model_builders(__name__, "Qwen2.5", SPEC, SIZES)
 # A config of earlier releases names it.
 BUILDERS["lora_qwen2_5_7b"] = BUILDERS["lora_qwen2_5_7b_instruct"]
 globals().update(BUILDERS)

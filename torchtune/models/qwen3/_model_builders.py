@@ -52,5 +52,5 @@ SIZES = {
     "qwen3_14b_instruct": replace(_14B, max_seq_len=_LONG),
     "qwen3_32b": replace(_32B, max_seq_len=_LONG),
 }
-BUILDERS = model_builders(__name__, "Qwen3", SPEC, SIZES, qlora=False)
+BUILDERS = model_builders(__name__, "Qwen3", SPEC, SIZES)
 globals().update(BUILDERS)

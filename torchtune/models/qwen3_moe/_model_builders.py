@@ -77,5 +77,5 @@ SIZES = {
     "qwen3_30b_a3b_instruct": replace(_30B, max_seq_len=_LONG),
     "qwen3_235b_a22b": replace(_235B, max_seq_len=_LONG),
 }
-BUILDERS = model_builders(__name__, "Qwen3 MoE", SPEC, SIZES, qlora=False)
+BUILDERS = model_builders(__name__, "Qwen3 MoE", SPEC, SIZES)
 globals().update(BUILDERS)

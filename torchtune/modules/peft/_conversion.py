@@ -50,6 +50,7 @@ class LoRA(Conversion):
         target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
             ``layers.[01].attn.*``.
         use_dora: train the magnitude of the adapted weight's rows separately (DoRA).
+        use_rslora: scale the update by alpha / sqrt(rank) (Kalajdzievski, "A Rank Stabilization Scaling Factor", 2023).
         quantize_base: must be False: the base is quantised by a conversion of its own.
 
     Raises:
@@ -69,6 +70,7 @@ class LoRA(Conversion):
         target_modules: Sequence[str] | None = None,
         use_dora: bool = False,
         quantize_base: bool = False,
+        use_rslora: bool = False,
     ) -> None:
         if quantize_base:
             raise ConversionError(
@@ -90,6 +92,7 @@ class LoRA(Conversion):
         self.dropout = dropout
         self.attn_modules = list(known if attn_modules is None else attn_modules)
         self.use_dora = use_dora
+        self.use_rslora = use_rslora
         self.apply_to_mlp = apply_to_mlp
         self.apply_to_output = apply_to_output
         self.target_modules = None if target_modules is None else list(target_modules)
@@ -168,6 +171,8 @@ class LoRA(Conversion):
             parent, _, name = path.rpartition(".")
             make = LoRAGroupedExperts.from_experts if isinstance(layer, GroupedExperts) else linear_kind.from_linear
             new = make(layer, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+            if self.use_rslora:
+                new.scaling = self.alpha / self.rank**0.5
             setattr(model.get_submodule(parent), name, new)
         adapter = get_adapter_params(model)
         set_trainable_params(model, adapter)
@@ -252,6 +257,7 @@ class LoRA(Conversion):
             "lora_alpha": self.alpha,
             "lora_dropout": self._saved_dropout(model),
             "use_dora": self.use_dora,
+            "use_rslora": self.use_rslora,
             "bias": "none",
             "target_modules": adapted if plain & set(leaves) else list(leaves),
         }

@@ -230,8 +230,13 @@ def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str,
     for group in groups:
         if isinstance(group.op, FusedAdapter):
             counts[_adapted(group.external[0]).rpartition(".")[2]] = len(group.op.sizes)
-    names = (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
-    return {key: {name: count * settings[of] for name, count in counts.items()} for key, of in names} if counts else {}
+    if not counts:
+        return {}
+    power = 0.5 if settings.get("use_rslora") else 1  # so that peft's scale is that of the parts
+    return {
+        "rank_pattern": {name: count * settings["r"] for name, count in counts.items()},
+        "alpha_pattern": {name: count**power * settings["lora_alpha"] for name, count in counts.items()},
+    }
 
 
 def _adapted(name: str) -> str:

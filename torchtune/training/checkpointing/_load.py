@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights, materialize, replaced_parameters
 from torchtune.training.checkpointing._sources import Source
 from torchtune.training.parallel._shards import full_tensor, my_shard
-from torchtune.utils import get_logger, log_once, sign_of_life
+from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
 
 # Fields that no shape of a tensor tells.
 _UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation")
@@ -75,7 +76,7 @@ def _folder(source: Source) -> Path | str:
     return source.where(names[0]).parent if names else "checkpoint_files"
 
 
-def load_base(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None = None) -> None:
+def load_base(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
     """Fill the base weights of ``model`` from a source, one tensor at a time; every rank reads its own shard.
 
     Args:
@@ -84,15 +85,23 @@ def load_base(model: nn.Module, source: Source, device: torch.device, dtype: tor
         device: where parameters on the meta device become real.
         dtype: of these; their own by default.
 
+    Returns:
+        Names of base weights to be initialized: the output layer of a classifier, if the source is a language model.
+
     Raises:
         CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
     """
-    weights = FullWeights(model)
+    weights, filled = FullWeights(model), set()
     for group, shapes in _groups(model, weights, source, compare_tied=True):
         for name in group.tune:
             read = partial(group.read, name, shapes=shapes, source=source.read)
             weights.fill(name, read, device, dtype)
             sign_of_life()
+        filled.update(group.tune)
+    new_head = weights.base & {_HEAD} - filled
+    if new_head:
+        log_rank_zero(get_logger(), f"{_folder(source)} is of a language model: the classifier's output layer is new.")
+    return new_head
 
 
 def check_base(model: nn.Module, source: Source) -> None:
@@ -128,8 +137,11 @@ def _groups(
         weight_map = spec.weight_map(kind)
         if compare_tied:
             _check_tied(model, weight_map, description, source)
+        names, lacks_head = source.names(), _lacks_head(weight_map, description, source)
+        if lacks_head:  # a classifier has no place for the projection to the vocabulary
+            names = [name for name in names if name not in _head(weight_map, replace(description, num_classes=0))]
         try:
-            groups = weight_map.select(source.names(), description)
+            groups = weight_map.select(names, description, lambda name: name != _HEAD or not lacks_head)
         except WeightMapError as error:
             raise CheckpointError(f"{_folder(source)}: {str(error).rstrip('.')}: {_OTHER_MODEL}.") from error
     for group in groups:
@@ -140,7 +152,19 @@ def _groups(
         yield group, shapes
 
 
+_HEAD = "output.weight"
 _OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the config"
+
+
+def _head(weight_map: WeightMap, description: Description) -> set[str]:
+    """External names of the output layer."""
+    groups = weight_map.groups(description)
+    return {name for group in groups if _HEAD in group.tune for name in group.external}
+
+
+def _lacks_head(weight_map: WeightMap, description: Description, source: Source) -> bool:
+    """Whether the model is a classifier and the source a language model."""
+    return description.is_classifier and not _head(weight_map, description) & set(source.names())
 
 
 def _own_groups(weights: FullWeights, source: Source, description: Description) -> list[Group]:

@@ -102,12 +102,13 @@ class ModelSource:
         if isinstance(source, GGUFFile) and not (self.checkpoint_dir / "tokenizer.json").exists():
             self._tokenizer_files, self._token_ids = tokenizer_files(source), special_ids(source)
         self._check_description(model, source)
-        load_base(model, source, device, dtype)
+        left_out = load_base(model, source, device, dtype)
         model.adapter_init = None
         adapter = self._find_adapter(wanted=bool(owned))
         if adapter is not None:
             load_adapter(model, adapter, device, dtype)
-        return {name for name, _ in model.named_parameters() if adapter is not None or name not in owned}
+        names = {name for name, _ in model.named_parameters() if adapter is not None or name not in owned}
+        return names - left_out
 
     def check(self, model: nn.Module) -> None:
         """Compare files, family, names and shapes with ``model``, on the meta device; no tensor data is read.

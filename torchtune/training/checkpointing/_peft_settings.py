@@ -17,7 +17,17 @@ from torchtune.utils import get_logger
 
 # Settings that are compared with the model, or handled elsewhere.
 _COMPARED = (
-    *("peft_type", "r", "lora_alpha", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"),
+    *(
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_dora",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "bias",
+    ),
     "trainable_token_indices",
 )
 # Settings that may have any value: origin and training of the adapter, options of other settings, and its target
@@ -68,7 +78,7 @@ def check_settings(model: nn.Module, path: Path, patterns: Mapping[str, Any]) ->
                 f"{path}: {key} = {value!r} cannot be expressed: use an adapter without it, or merge it into its base "
                 "with peft and start from the merged model."
             )
-    for key, default in (("r", None), ("lora_alpha", None), ("use_dora", False)):
+    for key, default in (("r", None), ("lora_alpha", None), ("use_dora", False), ("use_rslora", False)):
         if key in ours and saved.get(key, default) != ours[key]:
             raise CheckpointError(
                 f"{path}: the adapter has {key} = {saved.get(key, default)}, the model in the config {ours[key]}: "
@@ -155,10 +165,10 @@ def take_from_base(model: nn.Module, settings: Mapping[str, Any], path: Path) ->
             f"{path}: init_lora_weights = '{init}' cannot be expressed for '{others[0]}', whose base weight has other "
             "parts here: merge the adapter into its base with peft and start from the merged model."
         )
-    weights, scale = FullWeights(model), settings["lora_alpha"] / settings["r"]
-    for path in adapted:
+    weights = FullWeights(model)
+    for path, module in adapted.items():
         name = f"{path}.weight"
-        weights.put(name, _without_start(weights.full(name).float(), init, settings["r"], scale))
+        weights.put(name, _without_start(weights.full(name).float(), init, settings["r"], module.scaling))
     model.adapter_init = init
 
 

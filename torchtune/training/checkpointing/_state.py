@@ -25,8 +25,10 @@ from torchtune.training._rng import RNGState
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._safetensors_file import Entry, TensorFile, num_bytes, tensor_file
 from torchtune.training.checkpointing._sources import SafetensorsFiles
+from torchtune.training.checkpointing._state_json import NodeTensors, decode, encode
+from torchtune.training.optim._low_precision_optimizer import OptimizerStateError, check_state_format
 from torchtune.training.parallel._ranks import Ranks
-from torchtune.training.parallel._shards import LocalShard, full_slices, read_shard, reduce_partial
+from torchtune.training.parallel._shards import LocalShard, ShardGrid, full_slices, read_shard, reduce_partial
 
 STATE_DIR = "state"
 STRUCTURE = "state.json"
@@ -49,51 +51,6 @@ _SMALL = 2**16
 # Number of files to keep open.
 _OPEN = 16
 _MOST_RANKS = 10**6
-
-_Tensors = dict[str, tuple[str, torch.Tensor, dict[str, Any]]]
-
-
-def _encode(value: Any, path: str, tensors: _Tensors) -> Any:
-    """``value`` as JSON; its tensors are put into ``tensors``: name -> path, tensor, JSON node."""
-    if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter, DTensor) or value.is_sparse or value.is_quantized:
-            raise CheckpointError(
-                f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved: use an optimizer "
-                "whose state is plain tensors."
-            )
-        name = path if path not in tensors else f"{path} {len(tensors)}"  # 1 and "1" may both be keys of a dict
-        node = {"tensor": name}
-        tensors[name] = path, value.detach(), node
-        return node
-    if isinstance(value, Mapping):
-        return {"dict": [[_key(key, path), _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
-    if isinstance(value, list | tuple):
-        items = [_encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": items}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"value": value}
-    raise CheckpointError(f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved.")
-
-
-def _key(key: Any, path: str) -> Any:
-    if key is None or isinstance(key, bool | int | float | str):
-        return key
-    raise CheckpointError(f"The training state '{path}' has a key {key!r}, which cannot be saved: use text or numbers.")
-
-
-def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, dict[str, Any]], Any]) -> Any:
-    """The value of a JSON node; ``tensor`` returns a tensor for its path and node."""
-    if "tensor" in node:
-        return tensor(path, node)
-    ((kind, content),) = node.items()
-    if kind == "dict":
-        return {key: _decode(item, f"{path}/{key}", tensor) for key, item in content}
-    if kind in ("list", "tuple"):
-        items = [_decode(item, f"{path}/{index}", tensor) for index, item in enumerate(content)]
-        return items if kind == "list" else tuple(items)
-    if kind != "value" or isinstance(content, list | dict):
-        raise ValueError(f"'{path}' is of the unknown kind '{kind}'")
-    return content
 
 
 def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
@@ -165,16 +122,16 @@ def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ran
         CheckpointError: a value holds anything but tensors, dicts, lists, numbers and text, or an optimizer has a
             parameter of another model.
     """
-    tensors: _Tensors = {}
-    own_tensors: _Tensors = {}
+    tensors: NodeTensors = {}
+    own_tensors: NodeTensors = {}
     structure, values, parameters = {}, {}, _parameters(state, named)
     with ranks.together():
         for key, value in state.items():
             plain = value.state_dict() if hasattr(value, "state_dict") else value
             if isinstance(value, RNGState):
-                structure[key], values[key] = {_OWN: key}, _encode(plain, key, own_tensors)
+                structure[key], values[key] = {_OWN: key}, encode(plain, key, own_tensors)
             else:
-                structure[key] = _encode(plain, key, tensors)
+                structure[key] = encode(plain, key, tensors)
     structure |= {_NAMES: _parameter_names(state, named), _FILES: ranks.size}
     entries, starts = [], {}
     for turn, (name, (path, tensor, node)) in enumerate(tensors.items()):
@@ -184,6 +141,8 @@ def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ran
         turn = 0 if parameter is None or num_bytes(tensor) <= _SMALL else turn
         shard = LocalShard.of(tensor, ranks, turn, parameter)
         node |= {"shape": list(shard.spec.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        if isinstance(parameter, DTensor) and isinstance(tensor, DTensor) and tensor.shape != parameter.shape:
+            node["shards"] = list(ShardGrid.of(parameter).sizes)  # a row per shard: no other shard can use it
         if shard.data.shape == shard.spec.shape:
             node["rank"] = turn % ranks.size
         if shard.is_writer and shard.data.numel():
@@ -321,7 +280,7 @@ def _structure(folder: Path) -> dict[str, Any]:
 def _decoded(structure: dict[str, Any], key: str, tensor: Callable[[str, dict[str, Any]], Any], folder: Path) -> Any:
     """The value of ``key``. Raises ``CheckpointError`` if the structure is not one that :func:`local_state` made."""
     try:
-        return _decode(structure[key], key, tensor)
+        return decode(structure[key], key, tensor)
     except CheckpointError:
         raise
     except (*_WRONG, RecursionError, SafetensorError) as error:
@@ -386,6 +345,8 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
 
     def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
         parameter, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
+        if "shards" in node or path.endswith(" codes"):
+            return source.read(node, _own_row(parameter, node, shape, folder))
         if not isinstance(parameter, DTensor) or not shape:
             return source.read(node, full_slices(shape))
         return read_shard(parameter, shape, source.dtype(node), lambda slices: source.read(node, slices))
@@ -411,6 +372,17 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
                 f"{folder}: its '{key}' does not fit this run ({_told(error)}): resume with the saved "
                 "torchtune_config.yaml."
             ) from error
+
+
+def _own_row(parameter: torch.Tensor, node: dict[str, Any], shape: tuple[int, ...], folder: Path) -> Slices:
+    """The row of this rank's shard in stacked states, such as those of low-bit optimizers."""
+    grid, saved = ShardGrid.of(parameter), tuple(node.get("shards", ()))
+    if grid.sizes != saved:
+        raise CheckpointError(
+            f"{folder}: its optimizer has low-bit states of {math.prod(saved)} shards and this run has "
+            f"{math.prod(grid.sizes)}: resume with as many, or from the weights alone."
+        )
+    return (*(slice(place, place + 1) for place in grid.place), *full_slices(shape[len(saved) :]))
 
 
 def _told(error: Exception) -> str:
@@ -455,6 +427,11 @@ def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
             f"{folder / STATE_DIR / STRUCTURE} is damaged, the groups of its '{key}' are none: resume from another "
             "checkpoint."
         )
+    try:
+        for path, one in optimizers_of(key, value):
+            check_state_format(one, saved if path == key else saved.get(path.removeprefix(f"{key}/"), {}))
+    except OptimizerStateError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
     for ours, theirs in zip(value.param_groups, groups, strict=False):
         # Settings on one side only are those of a newer release; on both sides, it is another optimizer.
         lacking, left = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys() - {"initial_lr"})

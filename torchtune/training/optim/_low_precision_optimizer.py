@@ -1,27 +1,22 @@
 """Optimizer steps computed in float32 for weights that are kept in 16 bits.
 
 Any optimizer of ``torch.optim`` is run, unchanged, on float32 stand-ins of a bounded number of parameters at a
-time; what it leaves in them goes back into the stored weights and states. The two classes here differ in what is
-stored between steps.
+time; what it leaves in them goes back into the stored weights and states. The classes in ``_precisions`` differ in what
+is stored between steps.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from torchtune.training.optim._stochastic_rounding import (
-    RandomBits,
-    chunk_size,
-    merge_neighbours,
-    round_stochastically_,
-    shares_storage,
-    spread_within_rounding_,
-)
-from torchtune.training.parallel._shards import own_part, shard_key
+from torchtune.modules._torchao import StateFormat
+from torchtune.training.optim._low_bit_states import SMALLEST, LowBitState
+from torchtune.training.optim._stand_ins import Piece, Scratch, grad_like, own_slice, whole
+from torchtune.training.optim._stochastic_rounding import chunk_size, shares_storage
+from torchtune.training.parallel._shards import ShardGrid, own_part, shard_key
 from torchtune.utils import UserError, get_logger
 
 # Their update of an element depends on that element and on scalars alone, so a parameter may be cut into pieces.
@@ -30,70 +25,51 @@ _ELEMENTWISE = {
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 }
 _FUSABLE = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _ABSENT = object()
+# Names in a state dict of the two tensors of a low-bit state.
+_CODES, _SCALE = " codes", " scale"
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether a step of an element is known to depend on that element and on scalars alone."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+def looks_at_matrices(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's that is not elementwise, such as Muon."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not is_elementwise(optimizer)
 
 
 class OptimizerStateError(UserError, ValueError):
     """The state of an optimizer that does not fit the optimizer that it is loaded into."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """Elements ``start`` to ``stop`` of a parameter; ``stop`` is None for the whole one, in its own shape."""
-
-    parameter: torch.nn.Parameter
-    start: int = 0
-    stop: int | None = None
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements of a tensor that is shaped like the parameter, or like its shard on this rank."""
-        return own_part(tensor) if self.stop is None else own_part(tensor).view(-1)[self.start : self.stop]
-
-    @property
-    def numel(self) -> int:
-        return own_part(self.parameter).numel() if self.stop is None else self.stop - self.start
-
-
-class _Scratch:
-    """float32 memory for the stand-ins of one batch, used again for the next one."""
-
-    def __init__(self, device: torch.device, numel: int) -> None:
-        self._block = torch.empty(numel, dtype=torch.float32, device=device)
-        self._used = 0
-
-    def reset(self) -> None:
-        self._used = 0
-
-    def copy(self, source: torch.Tensor) -> torch.Tensor:
-        """A contiguous float32 copy of ``source``."""
-        start, self._used = self._used, self._used + source.numel()
-        if self._used > self._block.numel():
-            return torch.empty(source.shape, dtype=torch.float32, device=source.device).copy_(source)
-        return self._block[start : self._used].view(source.shape).copy_(source)
-
-
 class LowPrecisionOptimizer(Optimizer, ABC):
     """Base of the optimizers below: has the groups of ``optimizer`` and steps with its class.
 
-    Of sharded parameters each rank steps its own shards, which only an elementwise optimizer may do.
+    Of sharded parameters each rank steps its own shards if the optimizer is elementwise. Any other, such as Muon, is
+    given whole matrices, one at a time, and every rank keeps its shard of the result.
+
+    Attributes:
+        state_format: ``8bit``, ``4bit``, ``fp8`` where states of large parameters are stored so, else None.
 
     Args:
         optimizer: a fresh optimizer over 16-bit (and perhaps float32) parameters; it belongs to this one from now on.
         names: name of every parameter; the state dict is keyed by it.
+        low_bit: how states are stored, if not in the precision of the class; for elementwise optimizers.
     """
 
     precision: str
 
-    def __init__(self, optimizer: Optimizer, names: dict[torch.nn.Parameter, str]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, names: dict[torch.nn.Parameter, str], low_bit: StateFormat | None = None
+    ) -> None:
         self._names = names
         self._worker = optimizer
-        self._elementwise = type(optimizer) in _ELEMENTWISE
-        if not self._elementwise and any(own_part(parameter) is not parameter for parameter in names):
-            raise UserError(
-                f"optimizer: {type(optimizer).__name__} looks at whole matrices, of which a rank has shards: use an "
-                "elementwise one such as torch.optim.AdamW, or set optimizer_precision=param_dtype."
-            )
+        self._elementwise = is_elementwise(optimizer)
+        self._low_bit = low_bit
+        self.state_format = low_bit and low_bit.name
         super().__init__(optimizer.param_groups, optimizer.defaults)
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -110,16 +86,27 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         """Type in which states of ``parameter`` are stored."""
 
     @abstractmethod
-    def _read_parameter(self, piece: _Piece, scratch: _Scratch) -> torch.Tensor:
+    def _read_parameter(self, piece: Piece, scratch: Scratch) -> torch.Tensor:
         """float32 stand-in of the weights."""
 
     @abstractmethod
-    def _read_state(self, stored: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
+    def _read_state(self, stored: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """float32 stand-in of a state."""
 
     def _settle(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Make float32 values fit to be cast to what is stored; they may be overwritten."""
         return values
+
+    def _has_stand_ins(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the optimizer is given stand-ins of a parameter, its shard or its states; else it steps in place."""
+        if parameter.dtype in HALF or self._is_low_bit(parameter):
+            return True
+        return not self._elementwise and own_part(parameter) is not parameter
+
+    def _is_low_bit(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether states are stored in few bits: as in torchao, where the whole parameter is large, in full blocks."""
+        numel = parameter.numel()
+        return self._low_bit is not None and numel >= SMALLEST and numel % self._low_bit.block_size == 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -145,26 +132,26 @@ class LowPrecisionOptimizer(Optimizer, ABC):
     def _begin_step(self) -> None:
         """Called at the start of every step."""
 
-    def _begin_shard(self, shard: str) -> None:
-        """Called before this rank's shards of that key are stepped."""
+    def _begin_shard(self, shard: str, dtype: torch.dtype) -> None:
+        """Called before this rank's shards of that key and dtype are stepped."""
 
     def _step_group(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
         settings = {**group, "fused": True} if self._is_fused(group) else group
         result = settings
-        full = [p for p in parameters if p.dtype not in _HALF]
+        full = [p for p in parameters if not self._has_stand_ins(p)]
         if full:
             result = self._run(dict(settings), full, [p.grad for p in full], [self.state[p] for p in full])
         # All pieces of a parameter start from the same scalars, so these are stored when the last one is done
-        updated = {p: {} for p in parameters if p.dtype in _HALF}
+        updated = {p: {} for p in parameters if self._has_stand_ins(p)}
         before = {p: dict(self.state[p]) if p in self.state else {} for p in updated}
-        kinds: dict[tuple[torch.device, str], list[torch.nn.Parameter]] = {}
+        kinds: dict[tuple[torch.device, str, torch.dtype], list[torch.nn.Parameter]] = {}
         for parameter in updated:
-            kinds.setdefault((parameter.device, shard_key(parameter)), []).append(parameter)
-        for (device, shard), halves in kinds.items():
-            self._begin_shard(shard)
+            kinds.setdefault((parameter.device, shard_key(parameter), parameter.dtype), []).append(parameter)
+        for (device, shard, dtype), halves in kinds.items():
+            self._begin_shard(shard, dtype)
             self._make_room([p for p in halves if not before[p]], settings)
             # A parameter, its gradient and two states of a chunk at a time
-            scratch = _Scratch(device, 4 * min(chunk_size(device), sum(own_part(p).numel() for p in halves)))
+            scratch = Scratch(device, 4 * min(chunk_size(device), sum(own_part(p).numel() for p in halves)))
             for batch in self._batches(halves, chunk_size(device)):
                 result = self._step_batch(dict(settings), batch, scratch, before, updated)
         for parameter, scalars in updated.items():
@@ -184,7 +171,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         keys = [key for key, value in state.items() if self._per_element(probe, value)]
         for parameter in fresh:
             for key in keys:
-                self.state[parameter][key] = self._empty_state(parameter)
+                self.state[parameter][key] = self._empty_state(parameter, key)
 
     def _is_fused(self, group: dict[str, Any]) -> bool:
         """Whether torch's fused kernel takes the step: where it can, unless the user said otherwise."""
@@ -192,16 +179,16 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             return False
         return not group.get("capturable") and not group.get("differentiable")
 
-    def _batches(self, parameters: list[torch.nn.Parameter], limit: int) -> Iterator[list[_Piece]]:
+    def _batches(self, parameters: list[torch.nn.Parameter], limit: int) -> Iterator[list[Piece]]:
         """Batches of at most ``limit`` elements; a parameter that cannot be cut makes a batch of its own if larger."""
-        batch: list[_Piece] = []
+        batch: list[Piece] = []
         room = limit
         for parameter in parameters:
             own = own_part(parameter)
             cut = self._elementwise and own.is_contiguous() and own.numel() > limit
             starts = range(0, own.numel(), limit)
-            cuts = [_Piece(parameter, start, min(start + limit, own.numel())) for start in starts]
-            pieces = cuts if cut else [_Piece(parameter)]
+            cuts = [Piece(parameter, start, min(start + limit, own.numel())) for start in starts]
+            pieces = cuts if cut else [Piece(parameter)]
             for piece in pieces:
                 if piece.numel > room and batch:
                     yield batch
@@ -214,16 +201,19 @@ class LowPrecisionOptimizer(Optimizer, ABC):
     def _step_batch(
         self,
         settings: dict[str, Any],
-        batch: list[_Piece],
-        scratch: _Scratch,
+        batch: list[Piece],
+        scratch: Scratch,
         before: dict[torch.nn.Parameter, dict[str, Any]],
         updated: dict[torch.nn.Parameter, dict[str, Any]],
     ) -> dict[str, Any]:
         scratch.reset()
         values = [self._read_parameter(piece, scratch) for piece in batch]
-        grads = [scratch.copy(piece.of(_like(piece.parameter.grad, piece.parameter))) for piece in batch]
+        grads = [scratch.copy(piece.of(grad_like(piece.parameter.grad, piece.parameter))) for piece in batch]
         states = self._stand_in_states(batch, before, scratch)
-        settings = self._run(settings, values, grads, states)
+        if not self._elementwise and any(own_part(piece.parameter) is not piece.parameter for piece in batch):
+            settings, values, states = self._run_whole(settings, batch, values, grads, states)
+        else:
+            settings = self._run(settings, values, grads, states)
         for piece, value in zip(batch, self._settle(values), strict=True):
             piece.of(piece.parameter.detach()).copy_(value)
         for key in {key: None for state in states for key in state}:
@@ -236,8 +226,34 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             self._store_states(key, per_element)
         return settings
 
+    def _run_whole(
+        self,
+        settings: dict[str, Any],
+        batch: list[Piece],
+        values: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: list[dict[str, Any]],
+    ) -> tuple[dict[str, Any], list[torch.Tensor], list[dict[str, Any]]]:
+        """Run on whole parameters, one at a time; returns the settings, and this rank's shards of values and states."""
+        result, new_values, new_states = settings, [], []
+        for piece, value, grad, state in zip(batch, values, grads, states, strict=True):
+            like, own = piece.parameter, value.shape
+            gathered = {
+                key: whole(item, like) if self._per_element(like, item) else item for key, item in state.items()
+            }
+            value = whole(value, like)
+            result = self._run(dict(settings), [value], [whole(grad, like)], [gathered])
+            new_values.append(own_slice(value, like).view(own))
+            new_states.append(
+                {
+                    key: own_slice(item, like) if isinstance(item, torch.Tensor) and item.shape == like.shape else item
+                    for key, item in gathered.items()
+                }
+            )
+        return result, new_values, new_states
+
     def _stand_in_states(
-        self, batch: list[_Piece], before: dict[torch.nn.Parameter, dict[str, Any]], scratch: _Scratch
+        self, batch: list[Piece], before: dict[torch.nn.Parameter, dict[str, Any]], scratch: Scratch
     ) -> list[dict[str, Any]]:
         states: list[dict[str, Any]] = [{} for _ in batch]
         for key in {key: None for piece in batch for key in before[piece.parameter]}:
@@ -245,19 +261,26 @@ class LowPrecisionOptimizer(Optimizer, ABC):
                 stored = before[piece.parameter].get(key, _ABSENT)
                 if stored is _ABSENT:
                     continue
-                if self._per_element(piece.parameter, stored):
+                if isinstance(stored, LowBitState):
+                    shape = own_part(piece.parameter).shape if piece.stop is None else (-1,)
+                    state[key] = stored.read(piece.start, piece.numel).view(shape)
+                elif self._per_element(piece.parameter, stored):
                     state[key] = self._read_state(piece.of(stored), scratch)
                 else:
                     cut = isinstance(stored, torch.Tensor) and piece.stop is not None
                     state[key] = stored.clone() if cut else stored
         return states
 
-    def _store_states(self, key: str, new: list[tuple[_Piece, torch.Tensor]]) -> None:
+    def _store_states(self, key: str, new: list[tuple[Piece, torch.Tensor]]) -> None:
+        for piece, value in new:
+            if self._is_low_bit(piece.parameter):
+                self.state[piece.parameter][key].write(piece.start, value.reshape(-1))
+        new = [(piece, value) for piece, value in new if not self._is_low_bit(piece.parameter)]
         values = self._settle([value for _, value in new])
         for (piece, _), value in zip(new, values, strict=True):
             state = self.state[piece.parameter]
             if key not in state:
-                state[key] = self._empty_state(piece.parameter)
+                state[key] = self._empty_state(piece.parameter, key)
             stored = piece.of(state[key])
             if not shares_storage(stored, value):
                 stored.copy_(value)
@@ -299,12 +322,17 @@ class LowPrecisionOptimizer(Optimizer, ABC):
 
     # State dicts.
 
-    def _empty_state(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def _empty_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor | LowBitState:
+        if self._is_low_bit(parameter):
+            own = own_part(parameter)
+            return LowBitState.zeros(own.numel(), self._low_bit, signed=key == "exp_avg", device=own.device)
         return torch.empty_like(own_part(parameter), dtype=self._storage_dtype(parameter), requires_grad=False)
 
     def _to_storage(self, parameter: torch.nn.Parameter, value: Any) -> Any:
-        value = own_part(value) if isinstance(value, torch.Tensor) and parameter.dtype in _HALF else value
-        if parameter.dtype in _HALF and self._per_element(parameter, value):
+        if not self._has_stand_ins(parameter):
+            return value
+        value = own_part(value) if isinstance(value, torch.Tensor) else value
+        if self._per_element(parameter, value):
             return value.to(self._storage_dtype(parameter))
         return value
 
@@ -316,11 +344,11 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             ``precision``: what was stored and how.
         """
         return {
-            "state": {self._names[p]: dict(state) for p, state in self.state.items()},
+            "state": {self._names[p]: _plain_tensors(p, state) for p, state in self.state.items()},
             "param_groups": [
                 {**group, "params": [self._names[p] for p in group["params"]]} for group in self.param_groups
             ],
-            "precision": {"mode": self.precision},
+            "precision": {"mode": self.precision} | ({"states": self.state_format} if self.state_format else {}),
         }
 
     @torch.no_grad()
@@ -330,6 +358,7 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         Raises:
             OptimizerStateError: groups or names do not fit; nothing was loaded then.
         """
+        check_state_format(self, state_dict)
         groups = state_dict["param_groups"]
         mine = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in groups]
@@ -363,138 +392,43 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             )
 
     def _load_parameter(self, parameter: torch.nn.Parameter, state: dict[str, Any], fused: bool) -> None:
+        if self._is_low_bit(parameter):
+            state = self._join_low_bit(parameter, state)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and (key != "step" or fused):
                 value = value.to(parameter.device)
             self.state[parameter][key] = self._to_storage(parameter, value)
 
-
-def _like(grad: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """``grad`` laid out as ``parameter`` is, so that a piece of one is a piece of the other."""
-    if hasattr(grad, "device_mesh") and grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)  # ranks may hold summands of it
-    grad, parameter = own_part(grad), own_part(parameter)
-    return grad if grad.is_contiguous() or not parameter.is_contiguous() else grad.contiguous()
-
-
-class StochasticRoundingOptimizer(LowPrecisionOptimizer):
-    """Weights and states stay bfloat16; what is written back is rounded stochastically.
-
-    Between steps nothing is kept beyond plain bfloat16 training. The rounding depends on (seed, step) alone, so a
-    run that resumes continues bit for bit. Different shards are rounded with independent numbers and replicas of a
-    shard with the same ones: another mesh rounds otherwise, and as well.
-
-    All states are: to nearest, even the fast mean of a constant gradient stops 2 to 15 % short.
-
-    Args:
-        optimizer: a fresh optimizer.
-        names: name of every parameter.
-        seed: of the rounding.
-    """
-
-    precision = "stochastic_rounding"
-
-    def __init__(self, optimizer: Optimizer, names: dict[torch.nn.Parameter, str], seed: int) -> None:
-        super().__init__(optimizer, names)
-        self._seed = seed
-        self._num_steps = 0
-        self._stream = names[self.param_groups[0]["params"][0]]
-        self._bits_of: dict[str, RandomBits] = {}  # of this step, by shard
-        self._bits = RandomBits(seed, self._stream, 0)
-
-    def _begin_step(self) -> None:
-        self._num_steps += 1
-        self._bits_of.clear()
-
-    def _begin_shard(self, shard: str) -> None:
-        # Replicas of a shard must draw the same, so nothing else is drawn from its source.
-        if shard not in self._bits_of:
-            self._bits_of[shard] = RandomBits(self._seed, f"{self._stream} {shard}", self._num_steps)
-        self._bits = self._bits_of[shard]
-
-    def _storage_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        return parameter.dtype
-
-    def _read_parameter(self, piece: _Piece, scratch: _Scratch) -> torch.Tensor:
-        return scratch.copy(piece.of(piece.parameter.detach()))
-
-    def _read_state(self, stored: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
-        return scratch.copy(stored)
-
-    def _settle(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        values = [value.contiguous() for value in values]
-        for run in merge_neighbours(values):
-            round_stochastically_(run, self._bits)
-        return values
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in the base class; ``precision`` also holds the seed and the number of steps."""
-        state = super().state_dict()
-        return state | {"precision": {**state["precision"], "seed": self._seed, "step": self._num_steps}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in the base class; the rounding goes on where it was."""
-        super().load_state_dict(state_dict)
-        saved = state_dict.get("precision", {})
-        self._seed = int(saved.get("seed", self._seed))
-        self._num_steps = int(saved.get("step", self._num_steps))
+    def _join_low_bit(self, parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        joined = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALE))}
+        for key in [name.removesuffix(_CODES) for name in state if name.endswith(_CODES)]:
+            stored = self._empty_state(parameter, key)
+            for own, name in ((stored.codes, key + _CODES), (stored.scale, key + _SCALE)):
+                own.copy_(own_part(state[name]).reshape(-1)[: own.numel()])
+            joined[key] = stored
+        return joined
 
 
-class MasterWeightsOptimizer(LowPrecisionOptimizer):
-    """Keeps weights and states in float32 beside the 16-bit weights of the model: 12 more bytes a parameter with Adam
-    than its 2 bytes of weight, but every update counts in full.
+def _plain_tensors(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """A state with its low-bit tensors as plain ones, named after what they hold; those of shards are stacked."""
+    grid, found = ShardGrid.of(parameter), {}
+    for key, value in state.items():
+        if not isinstance(value, LowBitState):
+            found[key] = value
+            continue
+        blocks = -(-grid.longest(parameter) // value.format.block_size)
+        bytes_ = blocks * value.format.block_size * value.format.bits // 8
+        found[key + _CODES] = grid.stack(value.codes, parameter, bytes_)
+        found[key + _SCALE] = grid.stack(value.scale, parameter, blocks)
+    return found
 
-    A bfloat16 weight says no more than that the weight lies between two bounds. The float32 weight starts at a random
-    place between them, not in the middle: from the middle, no rounded weight would change until its updates add up
-    to half a spacing, and the model would stand still for the first tens of steps of a small learning rate.
 
-    Args:
-        optimizer: a fresh optimizer.
-        names: name of every parameter.
-        seed: of those places.
-    """
-
-    precision = "fp32_master"
-
-    def __init__(self, optimizer: Optimizer, names: dict[torch.nn.Parameter, str], seed: int) -> None:
-        self._masters: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._seed = seed
-        super().__init__(optimizer, names)
-
-    def _make_master(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.dtype not in _HALF:
-            return
-        master = own_part(parameter).detach().float().contiguous()
-        if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
-            stream = f"{self._names[parameter]} {shard_key(parameter)}"
-            spread_within_rounding_(master, RandomBits(self._seed, stream, 0))
-        self._masters[parameter] = master
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; the new parameters get float32 weights too."""
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            self._make_master(parameter)
-
-    def _storage_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        return torch.float32
-
-    def _read_parameter(self, piece: _Piece, scratch: _Scratch) -> torch.Tensor:
-        return piece.of(self._masters[piece.parameter])
-
-    def _read_state(self, stored: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
-        return stored
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in the base class; every state also holds the float32 weight as ``master``."""
-        state = super().state_dict()
-        for parameter, master in self._masters.items():
-            state["state"].setdefault(self._names[parameter], {})["master"] = master
-        return state
-
-    def _load_parameter(self, parameter: torch.nn.Parameter, state: dict[str, Any], fused: bool) -> None:
-        master = state.pop("master", None)
-        self._make_master(parameter)
-        if master is not None and parameter in self._masters:
-            self._masters[parameter].copy_(own_part(master))
-        super()._load_parameter(parameter, state, fused)
+def check_state_format(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise ``OptimizerStateError`` if the states of a state dict are stored in other bits than ``optimizer``'s."""
+    saved = state_dict.get("precision", {}).get("states")
+    own = getattr(optimizer, "state_format", None)
+    if saved != own and state_dict.get("state"):
+        raise OptimizerStateError(
+            f"The saved optimizer has {saved or 'plain'} states and this run's has {own or 'plain'} ones: resume with "
+            "the optimizer of the saved run."
+        )

@@ -6,9 +6,12 @@ from typing import Literal, get_args
 import torch
 from torch.optim import Optimizer
 
+from torchtune.modules._torchao import StateFormat, low_bit_format
 from torchtune.modules.conversion import Phase, get_conversions
-from torchtune.modules.optim import OptimizerInBackward
-from torchtune.training.optim._low_precision_optimizer import MasterWeightsOptimizer, StochasticRoundingOptimizer
+from torchtune.modules.optim import OptimizerInBackward, OptimizerMap
+from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
+from torchtune.training.optim._low_precision_optimizer import looks_at_matrices
+from torchtune.training.optim._precisions import MasterWeightsOptimizer, StochasticRoundingOptimizer
 from torchtune.training.parallel._ranks import broadcast_object
 from torchtune.utils import UserError
 
@@ -34,7 +37,9 @@ def prepare_optimizer(
     - ``fp32_master``: weights and states are kept in float32 beside the bfloat16 weights (14 bytes a parameter).
     - ``param_dtype``: as torch does it.
 
-    An optimizer over float32 weights only is returned as it is. Attach schedules to what this returns.
+    An optimizer over float32 weights only is returned as it is, but for two that are run in one of these ways there,
+    too: torchao's with states of few bits (``AdamW8bit`` …), and torch's that look at whole matrices, of which a rank
+    may have a shard. Attach schedules to what this returns.
 
     Args:
         optimizer: fresh, over parameters of ``model``; not to be used by itself afterwards.
@@ -50,14 +55,26 @@ def prepare_optimizer(
         raise UserError(
             f"optimizer_precision: '{precision}' is not known: use one of {', '.join(get_args(OptimizerPrecision))}."
         )
-    if precision == "param_dtype":
-        return optimizer
+    if isinstance(optimizer, OptimizerMap):
+        seed = _shared_seed() if seed is None else seed
+        parts = optimizer.optim_map.items()
+        return OptimizerMap({name: prepare_optimizer(part, model, precision, seed) for name, part in parts})
     name = type(optimizer).__name__
+    optimizer, low_bit = _without_torchao(optimizer)
+    if precision == "param_dtype" and low_bit is None:
+        return optimizer
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optimizer: {name} is no torch.optim.Optimizer: set optimizer_precision=param_dtype.")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     dtypes = {parameter.dtype for parameter in parameters}
-    if not dtypes & {torch.bfloat16, torch.float16}:
+    if dtypes & {torch.bfloat16, torch.float16}:
+        if precision == "param_dtype":
+            raise UserError(
+                f"optimizer_precision: {name} takes its steps in float32: use stochastic_rounding or fp32_master."
+            )
+    elif low_bit is not None or looks_at_matrices(optimizer):
+        precision = "fp32_master"  # of float32 weights that is the weights themselves
+    else:
         return optimizer
     for kind, reason in _UNSUPPORTED.items():
         if isinstance(optimizer, kind):
@@ -70,10 +87,19 @@ def prepare_optimizer(
         raise ValueError(f"{name} has parameters that the model lacks, of shapes {unknown[:3]}.")
     seed = _shared_seed() if seed is None else seed
     if precision == "fp32_master":
-        return MasterWeightsOptimizer(optimizer, names, seed)
+        return MasterWeightsOptimizer(optimizer, names, seed, low_bit)
     if torch.float16 in dtypes:
         raise UserError("optimizer_precision: stochastic_rounding is for bf16 weights: use fp32_master with fp16.")
-    return StochasticRoundingOptimizer(optimizer, names, seed)
+    return StochasticRoundingOptimizer(optimizer, names, seed, low_bit)
+
+
+def _without_torchao(optimizer: Optimizer) -> tuple[Optimizer, StateFormat | None]:
+    """torch's optimizer with the groups of one of torchao, and the format of its states; others as they are."""
+    found = low_bit_format(optimizer)
+    if found is None:
+        return optimizer, None
+    low_bit, cls = found
+    return cls([{**group, "lr": float(group["lr"])} for group in optimizer.param_groups]), low_bit
 
 
 def _shared_seed() -> int:
@@ -91,7 +117,7 @@ def setup_optimizer(
     """Build the optimizer of all parameters of ``model`` that require a gradient.
 
     Args:
-        factory: makes an optimizer of a list of parameters.
+        factory: makes an optimizer of a list of parameters, or describes one (``GroupedOptimizer``).
         model: whose parameters are trained.
         precision: see ``prepare_optimizer``.
         in_backward: step every parameter during the backward pass and free its gradient; one optimizer a parameter.
@@ -108,8 +134,13 @@ def setup_optimizer(
             if quantized
             else "model: none of its parameters requires a gradient, so there is nothing to train."
         )
+    parameters = [parameter for _, parameter in trained]
+    described = factory(parameters[:1] if in_backward else parameters)
+    if isinstance(described, GroupedOptimizer):
+        described.assign(trained, model)
+        factory, described = described.make, described.make(parameters)
     if not in_backward:
-        return prepare_optimizer(factory([parameter for _, parameter in trained]), model, precision)
+        return prepare_optimizer(described, model, precision)
     seed = _shared_seed()
     return OptimizerInBackward(
         trained, lambda parameters: prepare_optimizer(factory(parameters), model, precision, seed)

@@ -252,6 +252,23 @@ class ParallelDims:
         ]
         return sums, [found > 0 for found in totals[len(numbers) :]]
 
+    def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over the context-parallel ranks of a sequence, of what each has of it; all of them call it.
+
+        Every rank then computes the same loss of the sums, and its gradient is the summand of this rank, if the loss is
+        divided by ``cp``: losses and gradients are sums over ranks.
+
+        Args:
+            values: for example log-probs of documents, from :meth:`Batch.sum_per_document
+                <torchtune.data.Batch.sum_per_document>` ``[n]``.
+        """
+        if self.cp == 1:
+            return values
+        whole = values.detach().clone()
+        dist.all_reduce(whole, group=self.mesh["cp"].get_group())
+        scaled = self.cp * values
+        return whole + (scaled - scaled.detach())
+
     def max(self, number: int) -> int:
         """The largest ``number`` of any process; all of them call it."""
         if self.world_size == 1:

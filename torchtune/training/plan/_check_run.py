@@ -105,7 +105,8 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if built is not None and model is not None and not cfg.resize_token_embeddings:
         attempt(lambda: fit_vocabulary(model, built))
     if has("optimizer"):
-        attempt(lambda: optimizer_bytes_per_element(cfg.optimizer, torch.float32, "param_dtype"))
+        attempt(lambda: _check_optimizer(cfg, device, model))
+        attempt(lambda: optimizer_bytes_per_element(cfg.optimizer, torch.float32, "param_dtype", model))
     for name in ("loss", "metric_logger"):
         if has(name):
             attempt(lambda name=name: _check_component(getattr(cfg, name), build=name == "loss"))
@@ -132,6 +133,27 @@ def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: An
         merged = of_adapters and not cfg.save_adapter_weights_only
         contents = ("adapter", "merged") if merged else "adapter" if of_adapters else "model"
         checkpointer.check_contents(model, contents=contents)
+
+
+def _check_optimizer(cfg: RecipeSettings, device: torch.device | None, model: torch.nn.Module | None) -> None:
+    """Refuse optimizers that this device or a recipe's loop cannot run."""
+    path = str(cfg.optimizer["_component_"])
+    offloads = path.endswith(".CPUOffloadOptimizer")
+    if path.startswith("schedulefree."):
+        raise UserError(
+            f"optimizer: {path} needs to be told of every change between training and validation, which recipes do "
+            "not do: use torch.optim.AdamW with an lr_scheduler."
+        )
+    if (offloads or path.startswith("bitsandbytes.")) and device is not None and device.type != "cuda":
+        raise UserError(f"optimizer: {path} needs device=cuda, not {device.type}: use torchao.optim.AdamW8bit.")
+    if offloads and (cfg.optimizer_in_bwd or (cfg.dtype != "fp32" and cfg.optimizer_precision != "param_dtype")):
+        raise UserError(
+            f"optimizer: {path} steps its own copies: set optimizer_precision=param_dtype and optimizer_in_bwd=False."
+        )
+    trained = () if model is None else [item for item in model.named_parameters() if item[1].requires_grad]
+    for name, parameter in trained if path == "torch.optim.Muon" else ():
+        if parameter.dim() != 2:
+            raise UserError(f"optimizer: {path} is for matrices, {name} is none: use torchtune.training.MuonWithAdamW.")
 
 
 def _plan(cfg: RecipeSettings) -> Callable[[torch.nn.Module], Any] | None:

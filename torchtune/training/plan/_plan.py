@@ -27,9 +27,11 @@ from typing import Any
 
 import torch
 
+from torchtune.config._locate import locate
 from torchtune.modules.conversion import full_shapes
 from torchtune.modules.transformer import text_decoder
 from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
+from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
 from torchtune.training.optim._prepare_optimizer import prepare_optimizer
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
@@ -68,18 +70,44 @@ class MemoryEstimate:
         return MemoryEstimate(*kept, -(-self.activations // parts), -(-self.loss // parts), whole)
 
 
-def optimizer_bytes_per_element(cfg: Any, dtype: torch.dtype, precision: str) -> float:
+def optimizer_bytes_per_element(
+    cfg: Any, dtype: torch.dtype, precision: str, model: torch.nn.Module | None = None
+) -> float:
     """Bytes of state that the optimizer of ``cfg`` keeps for each trained element, found by one step on a matrix.
+
+    Of an optimizer of groups it is their mean. Those whose states are elsewhere or that run on CUDA alone are not
+    tried: bitsandbytes' count as what their names say, offloaded ones as nothing.
 
     Args:
         cfg: component node of the optimizer.
         dtype: type of the weights.
         precision: see ``prepare_optimizer``.
+        model: with the trained parameters, for an optimizer that groups them by name.
     """
     from torchtune import config
 
+    path = str(cfg.get("_component_"))
+    if path.startswith("bitsandbytes.") or path.endswith(".CPUOffloadOptimizer"):
+        locate(path)
+        return 0.0 if path.endswith("Optimizer") else 2.0 if "8bit" in path else 8.0
     probe = torch.nn.Linear(*_PROBE_SHAPE, bias=False, device="cpu", dtype=dtype)
-    optimizer = prepare_optimizer(config.instantiate(cfg, list(probe.parameters())), probe, precision, seed=0)
+    made = config.instantiate(cfg, list(probe.parameters()))
+    if not isinstance(made, GroupedOptimizer):
+        return _state_bytes(made, probe, precision)
+    if model is None:
+        return 0.0
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    made.assign(named, model, quiet=True)
+    total = 0.0
+    for members in made.members().values():
+        made.adopt(probe.weight, members[0])
+        numel = sum(parameter.numel() for parameter in members)
+        total += numel * _state_bytes(made.make([probe.weight]), probe, precision)
+    return total / max(sum(parameter.numel() for _, parameter in named), 1)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, probe: torch.nn.Linear, precision: str) -> float:
+    optimizer = prepare_optimizer(optimizer, probe, precision, seed=0)
     probe.weight.grad = torch.ones_like(probe.weight)
     with torch.compiler.set_stance("force_eager"):  # optimizers that compile themselves need not do so here
         optimizer.step()
@@ -228,7 +256,7 @@ def memory_by_processes(settings: Any, counts: Sequence[int]) -> dict[int, Memor
     """
     settings = RecipeSettings.of(settings)
     model, dtype, _ = build_on_meta(settings)
-    state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, settings.optimizer_precision)
+    state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, settings.optimizer_precision, model)
     whole, gathered, found = _estimate(settings, model, state_bytes), _gathered_bytes(model), {}
     for count in counts:
         try:
@@ -268,7 +296,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
         return "\n".join([*lines, f"memory      {_show(sum(map(_num_bytes, model.parameters())))} of weights"])
 
     precision = settings.optimizer_precision
-    state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision)
+    state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision, model)
     batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
     gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
     estimate = _estimate(settings, model, state_bytes).share(dims, gathered, offload=offload)

@@ -28,11 +28,13 @@ class Step(NamedTuple):
         batches: this process's micro-batches.
         num_tokens: of all processes.
         num_labels: of all processes.
+        num_terms: of all processes: what the loss of the step is a mean over, labels unless a batch says otherwise.
     """
 
     batches: list[Any]
     num_tokens: int
     num_labels: int
+    num_terms: int
 
 
 class RunControl:
@@ -81,7 +83,7 @@ class RunControl:
         self._throughput = Throughput(dims=dims) if throughput is None else throughput
         self._loader: BatchLoader | None = None
         self._epochs = 0
-        self._counts: list[int] | None = None  # tokens and labels of the step that comes
+        self._counts: list[int] | None = None  # tokens, labels and terms of the step that comes
         self._asked = False
         self.save_due = False
         self.finished = False
@@ -115,14 +117,14 @@ class RunControl:
                 if self.stopping:
                     return
 
-    def _exchange(self, loss: torch.Tensor, bad: torch.Tensor | bool) -> tuple[float, bool]:
+    def _exchange(self, numbers: list[Any], bad: torch.Tensor | bool) -> tuple[list[float], bool]:
         """The message of a step; see :class:`StepGuard`."""
         upcoming = self._throughput.load_ahead(self._loader)
-        numbers = [loss, *_count(upcoming or [])]
-        (total, *counts), (bad, *wishes) = self._dims.exchange(numbers, [bad, *self._wishes()])
-        self._counts = counts if upcoming is not None else None
+        counts = _count(upcoming or [])
+        sums, (bad, *wishes) = self._dims.exchange([*counts, *numbers], [bad, *self._wishes()])
+        self._counts = sums[: len(counts)] if upcoming is not None else None
         self._obey(wishes)
-        return total, bad or not abs(total) < float("inf")
+        return sums[len(counts) :], bad
 
     def _wishes(self) -> list[bool]:
         """Whether this process asks for a checkpoint, and for a stop by each of the signals."""
@@ -197,7 +199,10 @@ class RunControl:
         self._throughput.activity.move("closing")
 
 
-def _count(batches: list[Mapping[str, torch.Tensor]]) -> tuple[int, int]:
-    """Tokens and labels of this process's micro-batches."""
+def _count(batches: list[Mapping[str, torch.Tensor]]) -> tuple[int, int, int]:
+    """Tokens, labels and terms of this process's micro-batches."""
     tokens = sum(batch["tokens"].numel() for batch in batches)
-    return tokens, sum(int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches)
+    labels = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
+    others = [getattr(batch, "terms", None) is not None for batch in batches]
+    terms = sum(batch.num_terms if other else n for batch, n, other in zip(batches, labels, others, strict=True))
+    return tokens, sum(labels), terms

@@ -47,13 +47,13 @@ def component_name(node: Any) -> str:
     return str(node.get("_component_")).rpartition(".")[2]
 
 
-def _bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Sums, modulo 2**64, of the bits of what this rank holds of a tensor."""
     if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantised: what is inside
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in inner:
             if isinstance(part, torch.Tensor):  # a sharded one also names its mesh
-                yield from _bits(part)
+                yield from bits(part)
         return
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
@@ -66,7 +66,7 @@ def _bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 @torch.no_grad()
 def _fingerprint(model: torch.nn.Module) -> list[int]:
     """Changes when any bit of a trained parameter does; no copy of the weights is kept."""
-    sums = [one for parameter in model.parameters() if parameter.requires_grad for one in _bits(parameter)]
+    sums = [one for parameter in model.parameters() if parameter.requires_grad for one in bits(parameter)]
     return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
 
 

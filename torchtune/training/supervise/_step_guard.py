@@ -5,7 +5,8 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torchtune.data import BatchLoader
 from torchtune.modules.optim import OptimizerInBackward
 from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.supervise._means import Figures, Means
 from torchtune.utils import UserError, explain_os_error, get_logger, valid_json
 
 # Steps that a spike is measured against, and how many of them there must be.
@@ -37,9 +39,9 @@ class StepGuard:
     With an optimizer that steps in the backward pass, the loss alone decides, before that pass.
 
     Attributes:
-        exchange: what agrees with the other processes: takes this process's loss and whether something of the step is
-            not finite here, returns the loss of all and whether something is not finite anywhere. :class:`RunControl`
-            puts its own in, which says more with the same message.
+        exchange: what agrees with the other processes: takes numbers of this process, the first its loss, and whether
+            something of the step is not finite here, returns the sums over all and whether something is not finite
+            anywhere. :class:`RunControl` puts its own in, which says more with the same message.
 
     Args:
         optimizer: of the run.
@@ -66,6 +68,8 @@ class StepGuard:
         self._max, self._threshold = max_skipped_steps, spike_threshold
         self._losses: list[torch.Tensor] = []
         self._agreed: tuple[float, bool] | None = None  # loss of the step, whether something of it is not finite
+        self._means = Means()  # what is noted of the step besides its loss
+        self._noted: dict[str, float] = {}
         self.exchange = self._exchange
         self._window: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
@@ -84,6 +88,23 @@ class StepGuard:
             total = self.total_loss()
             self._in_backward.skip_step = self._agreed[1] or self._is_spike(total)
 
+    def note(self, figures: Figures) -> None:
+        """Note what a micro-batch shows besides its loss; :meth:`accepts` logs the means over the step.
+
+        Args:
+            figures: name -> (sum, number of what it is a sum of); the same names on all processes.
+        """
+        self._means.add(figures)
+
+    @contextmanager
+    def validation(self) -> Iterator[Means]:
+        """What is noted inside the block is of validation: it goes to the ``Means`` of the block, named ``val_…``."""
+        training, self._means = self._means, Means("val_")
+        try:
+            yield self._means
+        finally:
+            self._means = training
+
     def total_loss(self, grad_norm: torch.Tensor | float | None = None) -> float:
         """The loss of the step, summed over micro-batches and processes: the one message of a step.
 
@@ -92,12 +113,15 @@ class StepGuard:
         """
         if self._agreed is None:
             bad = False if grad_norm is None else ~torch.isfinite(torch.as_tensor(grad_norm))
-            self._agreed = self.exchange(torch.stack(self._losses).sum(), bad)
+            (loss, *sums), bad = self.exchange([torch.stack(self._losses).sum(), *self._means.numbers()], bad)
+            self._agreed = (loss, bad or not math.isfinite(loss))
+            self._noted = self._means.of(sums)
+            self._means.clear()
         return self._agreed[0]
 
-    def _exchange(self, loss: torch.Tensor, bad: torch.Tensor | bool) -> tuple[float, bool]:
-        (loss,), (bad,) = self._dims.exchange([loss], [bad])
-        return loss, bad or not math.isfinite(loss)
+    def _exchange(self, numbers: list[Any], bad: torch.Tensor | bool) -> tuple[list[float], bool]:
+        numbers, (bad,) = self._dims.exchange(numbers, [bad])
+        return numbers, bad
 
     def accepts(self, step: int, metrics: dict[str, Any]) -> bool:
         """Whether the optimizer may take the step.
@@ -105,7 +129,8 @@ class StepGuard:
         Args:
             step: its number, for the record.
             metrics: of the step; its ``grad_norm``, if it has one, is looked at, and ``loss``, which
-                :meth:`total_loss` returns, is put into it, as is ``skipped_steps``, once there was one.
+                :meth:`total_loss` returns, is put into it, as is what was noted, and ``skipped_steps``, once there was
+                one.
 
         Raises:
             SkippedStepsError: this was one too many.
@@ -127,7 +152,7 @@ class StepGuard:
             self.num_skipped += 1
             self._record(step, reason, loss, grad_norm)
         self._losses = []
-        metrics["loss"] = loss
+        metrics |= {"loss": loss, **self._noted}
         self.first_loss, self.last_loss = self.first_loss or (step, loss), (step, loss)
         if self.num_skipped:
             metrics["skipped_steps"] = self.num_skipped

@@ -106,13 +106,16 @@ def saved(model: nn.Module, folder: Path, name: str, **contents: Any) -> Path:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("base", ["nf4", "int8", "float8"])
-@pytest.mark.parametrize(("shape", "dora"), [("qwen2_tied", False), ("qwen2_tied", True), ("qwen3_moe", False)])
-def test_training_is_lora_on_the_rounded_base(base: str, shape: str, dora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "option"), [("qwen2_tied", "use_rslora"), ("qwen2_tied", "use_dora"), ("qwen3_moe", "")]
+)
+def test_training_is_lora_on_the_rounded_base(base: str, shape: str, option: str, tmp_path: Path) -> None:
     """Exactly; and what is saved is what `transformers` and `peft` know as LoRA on that base."""
+    options = {option: True} if option else {}
     quantize = nf4 if base == "nf4" else lambda: QuantizeBase(base)
     write_folder(tmp_path / "in", shape, **SIZES)
     rounded = saved(load(tmp_path / "in", quantize()), tmp_path, "rounded")
-    model, plain = load(tmp_path / "in", quantize(), lora(use_dora=dora)), load(rounded, lora(use_dora=dora))
+    model, plain = load(tmp_path / "in", quantize(), lora(**options)), load(rounded, lora(**options))
     randomize_adapter(model)
     randomize_adapter(plain)
     trained = losses(model)
@@ -137,7 +140,7 @@ def test_training_is_lora_on_the_rounded_base(base: str, shape: str, dora: bool,
             ours = getattr(layer.mlp.w2, f"lora_{side}").weight.grad
             torch.testing.assert_close(ours, gradient.grad, rtol=1e-3, atol=1e-5)
     model.zero_grad()
-    resumed, progress = build(tmp_path / "in", nf4(), lora(use_dora=dora)), {"step": 0}
+    resumed, progress = build(tmp_path / "in", nf4(), lora(**options)), {"step": 0}
     saved(model, tmp_path, "run", contents="adapter", state={"progress": {"step": 3}})
     store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "run"))
     store.load_model(resumed)

@@ -133,7 +133,6 @@ def test_a_fused_projection_has_no_start_of_its_own(tmp_path: Path) -> None:
     [
         *(("init_lora_weights", how) for how in ("pissa_niter_4", "loftq", "corda", "lora_ga", "mica", "new")),
         ("alora_invocation_tokens", [1, 2]),
-        ("use_rslora", True),
         ("lora_bias", True),
         ("bias", "all"),
         ("layer_replication", [[0, 2], [1, 3]]),

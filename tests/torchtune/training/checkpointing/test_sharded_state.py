@@ -1,5 +1,6 @@
 """Training state of sharded runs: it comes back on any number of ranks and any mesh, bit for bit."""
 
+import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from torch import nn
 
 from tests.torchtune.training.checkpointing import ranks
 from tests.torchtune.training.checkpointing.small import build, same_bits, some_tokens, stored, write_folder
-from torchtune.training import FullModelHFCheckpointer, RNGState, setup_optimizer
+from torchtune.training import CheckpointError, FullModelHFCheckpointer, MuonWithAdamW, RNGState, setup_optimizer
+from torchtune.training.optim import _low_precision_optimizer
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -26,6 +28,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def adamw_8bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    _low_precision_optimizer.SMALLEST = 256  # else no parameter of the model would be quantised
+    return AdamW8bit(parameters, **ADAMW)
+
+
+OTHERS = {"low bit": adamw_8bit, "muon": lambda parameters: MuonWithAdamW(parameters, **ADAMW)}
+
+
 def start(folder: Path, how: str, kind: str) -> tuple[FullModelHFCheckpointer, nn.Module, dict[str, Any]]:
     """A run of a kind (a key of ``KINDS``), before its first step."""
     low = kind in ("stochastic_rounding", "fp32_master")
@@ -34,9 +46,9 @@ def start(folder: Path, how: str, kind: str) -> tuple[FullModelHFCheckpointer, n
     store.load_model(model)
     fused = {"fused": True} if kind == "fused" else {"foreach": True}
     optimizer = setup_optimizer(
-        lambda parameters: torch.optim.AdamW(parameters, **ADAMW, **fused),
+        OTHERS.get(kind, lambda parameters: torch.optim.AdamW(parameters, **ADAMW, **fused)),
         model,
-        precision=kind if low else "param_dtype",
+        precision="fp32_master" if kind in OTHERS else kind if low else "param_dtype",
         in_backward=kind == "in backward",
     )
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -110,7 +122,7 @@ def resume(how: str, kind: str, *, same: bool = False) -> Callable[[Path], None]
         store.store.output_dir = folder / where.replace(f"on rank {rank} ", "")
         again = moments(store.save("step_2", model, state=state))
         expected = moments(folder / kind / "step_2")
-        assert len(expected) >= 2 * len(at_save), where
+        assert len(expected) >= (1.5 if kind == "muon" else 2) * len(at_save), where
         assert same_bits(again, expected), where
         if "tp" in how:
             return  # torch's optimizers step no mixture of sharded and plain parameters
@@ -129,7 +141,22 @@ KINDS = {
     "in backward": {"async_save": True},
     "stochastic_rounding": {"async_save": True},
     "fp32_master": {},
-}
+    "muon": {},
+} | ({"low bit": {}} if importlib.util.find_spec("torchao") else {})
+
+
+def steps_of_one_process(kind: str) -> Callable[[Path], None]:
+    """The weights after two steps of two ranks, before their save, are those of one process."""
+
+    def case(folder: Path) -> None:
+        _, model, state = start(folder, "whole", kind)
+        train(model, state, 2)
+        _, at_save, _ = torch.load(folder / f"{kind} 0.pt")
+        for name, tensor in weights(model).items():
+            # Muon's iteration is in bfloat16, where the layout of a gradient shows: 5 % of an update of 0.2 lr
+            assert (tensor - at_save[name]).abs().mean() <= (1e-4 if kind == "muon" else 0), name
+
+    return case
 
 
 def check_files(folder: Path) -> None:
@@ -160,8 +187,19 @@ def test_state_on_other_ranks_and_meshes(folder: Path) -> None:
         folder,
     )
     for kind in KINDS:
-        resume("whole", kind)(folder)
-    meshes = {"fsdp": KINDS, "hsdp": ["stochastic_rounding"], "tp": ["fused"], "fsdp_tp": ["foreach", "fp32_master"]}
+        if kind in OTHERS:
+            steps_of_one_process(kind)(folder)
+        if kind != "low bit":
+            resume("whole", kind)(folder)
+            continue
+        with pytest.raises(CheckpointError, match="low-bit states of 2 shards and this run has 1: resume with as many"):
+            resume("whole", kind)(folder)
+    meshes = {
+        "fsdp": [kind for kind in KINDS if kind != "low bit"],
+        "hsdp": ["stochastic_rounding", *KINDS.keys() & {"low bit"}],
+        "tp": ["fused"],
+        "fsdp_tp": ["foreach", "fp32_master"],
+    }
     ranks.run(4, [resume(how, kind) for how, kinds in meshes.items() for kind in kinds], folder)
     new = [(folder / f"fused fsdp {rank} of 4").read_text() for rank in (2, 3)]
     assert new[0] != new[1], "ranks that are new draw the same numbers"

@@ -7,11 +7,8 @@ import torch
 from torch import nn
 
 from torchtune.training import OptimizerInBackwardWrapper, get_cosine_schedule_with_warmup, prepare_optimizer
-from torchtune.training.optim._low_precision_optimizer import (
-    MasterWeightsOptimizer,
-    OptimizerStateError,
-    StochasticRoundingOptimizer,
-)
+from torchtune.training.optim._low_precision_optimizer import OptimizerStateError
+from torchtune.training.optim._precisions import MasterWeightsOptimizer, StochasticRoundingOptimizer
 from torchtune.utils import UserError
 
 assert OptimizerInBackwardWrapper  # the face exports it

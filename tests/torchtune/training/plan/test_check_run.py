@@ -50,6 +50,10 @@ def test_a_run_that_can_start(name: str, processes: int, folder: Path) -> None:
         ("device=cuda:77", "device: 'cuda:77' was asked for"),
         ("model_converters=[{_component_: torchtune.modules.peft.LoRA, rank: -1}]", "rank"),
         ("output_dir=/dev/null/run", "output_dir: /dev/null/run cannot be made"),
+        (
+            "optimizer={_component_: torchtune.training.GroupedOptimizer, groups: [{pattern: lora_c, lr: 1.0}]}",
+            "optimizer.groups[0]: the pattern 'lora_c' matches no trained parameter; nearest are layers.*",
+        ),
     ],
 )
 def test_each_reason_is_found_alone(override: str, said: str, folder: Path) -> None:

@@ -1,0 +1,192 @@
+"""What the recipes of preferences have of their own: a reference, pairs as terms of a step, scores."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from tests.recipes.killing import Forker
+from tests.recipes.runs import PREFERENCE, Run, start, write_config
+from tests.tiny import write_checkpoint
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.modules.loss import LossError
+from torchtune.utils import UserError
+
+FULL, LORA = "full_dpo_single_device", "lora_dpo_single_device"
+SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 1.0}, "lr_scheduler": None, "shuffle": False}
+HEAD = {"_component_": "torchtune.modules.classifier_model", "num_classes": 1}
+
+
+def other_model(folder: Path, **options: Any) -> dict[str, Any]:
+    """A checkpointer of another model of the same sizes."""
+    write_checkpoint(folder / "other", seed=1, **options)
+    return {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(folder / "other")}
+
+
+def of_terms(run: Run, name: str) -> list[float]:
+    return [record[name] for record in run.records if name in record]
+
+
+def log_probs(model: torch.nn.Module, row: dict[str, list[int]], side: str) -> torch.Tensor:
+    """Of an answer by ``transformers``, alone, from all logits; its labels are shifted."""
+    tokens, labels = (torch.as_tensor(row[f"{side}_{kind}"]) for kind in ("input_ids", "labels"))
+    found = torch.log_softmax(model(tokens[None]).logits[0], -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    return found[labels != CROSS_ENTROPY_IGNORE_IDX].sum()
+
+
+def test_losses_follow_a_plain_loop_over_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings = {**SGD, "batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5}
+    settings["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 0.3}
+    ours = start(FULL, tmp_path, **settings)
+    policy, frozen = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32) for _ in range(2)
+    )
+    optimizer, rows = torch.optim.SGD(policy.parameters(), lr=0.3), ours.recipe.loader.dataset
+    for step in range(3):
+        found = []
+        for row in (rows[index] for index in range(4 * step, 4 * step + 4)):
+            with torch.no_grad():
+                reference = log_probs(frozen, row, "chosen") - log_probs(frozen, row, "rejected")
+            found.append(log_probs(policy, row, "chosen") - log_probs(policy, row, "rejected") - reference)
+        loss = -logsigmoid(0.1 * torch.stack(found)).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        record = ours.records[step]
+        assert record["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        assert record["grad_norm"] == pytest.approx(norm.item(), abs=1e-3)
+        assert record["rewards/margins"] == pytest.approx(0.1 * torch.stack(found).mean().item(), abs=1e-5)
+
+
+def test_accumulation_changes_nothing(tmp_path: Path) -> None:
+    whole = start(LORA, tmp_path, **SGD, batch_size=6)
+    for batch_size in (3, 1):
+        split = {"batch_size": batch_size, "gradient_accumulation_steps": 6 // batch_size}
+        part = start(LORA, tmp_path, **SGD, **split, enable_activation_checkpointing=True)
+        assert part.losses == pytest.approx(whole.losses, abs=1e-6)
+        assert of_terms(part, "rewards/margins") == pytest.approx(of_terms(whole, "rewards/margins"), abs=1e-5)
+        for name, value in whole.trained.items():
+            torch.testing.assert_close(part.trained[name], value, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(name: str, tmp_path: Path) -> None:
+    settings = {"batch_size": 3, "epochs": 2, "dataset_val": "${dataset}", "run_val_every_n_steps": 4}
+    kept = {"reference_cache": str(tmp_path / "kept")}
+    each, once = (start(name, tmp_path, **settings, **more) for more in ({}, kept))
+    assert abs(each.losses[1] - math.log(2)) <= 1e-6
+    assert once.losses == pytest.approx(each.losses, abs=1e-5)
+    assert of_terms(once, "val_rewards/margins") == pytest.approx(of_terms(each, "val_rewards/margins"), abs=1e-4)
+    assert each.losses[8] < each.losses[1] - 0.05
+    (file,) = (tmp_path / "kept").iterdir()
+    written = file.stat().st_mtime_ns
+    again = start(name, tmp_path, **settings, **kept)
+    assert again.losses == once.losses
+    assert file.stat().st_mtime_ns == written, "computed once"
+
+
+@pytest.mark.parametrize("kind", ["new adapter", "trained adapter", "all weights"])
+def test_a_resumed_run_keeps_the_reference_of_its_start(kind: str, tmp_path: Path) -> None:
+    """Not the weights that it goes on with, and for a trained adapter not the base without it."""
+    name, settings = (FULL if kind == "all weights" else LORA), {"epochs": 2, "batch_size": 6, "save_every_n_steps": 2}
+    if kind == "trained adapter":
+        earlier = start(LORA, tmp_path, batch_size=6, epochs=2, save_adapter_weights_only=True)
+        settings["checkpointer__adapter_checkpoint"] = str(earlier.output_dir / "epoch_1" / "adapter_model.safetensors")
+    whole = start(name, tmp_path, **settings)
+    assert abs(whole.losses[1] - math.log(2)) <= 1e-6
+    output_dir = tmp_path / "resumed"
+    output_dir.mkdir()
+    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
+    (output_dir / "logs").mkdir()
+    resumed = start(name, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
+    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert all(torch.equal(value, resumed.trained[key]) for key, value in whole.trained.items())
+
+
+def test_another_model_may_be_the_reference(tmp_path: Path) -> None:
+    start(FULL, tmp_path, train=False)  # makes data and checkpoint
+    given = other_model(tmp_path)
+    settings = {**SGD, "batch_size": 6, "ref_checkpointer": given}
+    full, lora = (start(name, tmp_path, **settings) for name in (FULL, LORA))
+    kept = start(FULL, tmp_path, **settings, reference_cache=str(tmp_path / "kept"))
+    assert full.losses[1] == pytest.approx(lora.losses[1], abs=1e-6)
+    assert kept.losses == pytest.approx(full.losses, abs=1e-5)
+    assert abs(full.losses[1] - math.log(2)) > 1e-3
+    from transformers import AutoModelForCausalLM
+
+    models = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / at, dtype=torch.float32) for at in ("checkpoint", "other")
+    ]
+    rows, margins = full.recipe.loader.dataset, []
+    with torch.no_grad():
+        for index in range(6):
+            policy, frozen = (
+                log_probs(model, rows[index], "chosen") - log_probs(model, rows[index], "rejected") for model in models
+            )
+            margins.append(policy - frozen)
+    assert full.losses[1] == pytest.approx(-logsigmoid(0.1 * torch.stack(margins)).mean().item(), abs=1e-5)
+
+
+def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    start(FULL, tmp_path, train=False)
+    settings = {"loss": {"_component_": "torchtune.rlhf.loss.RewardLoss"}, "batch_size": 6, "epochs": 6}
+    base = {"base_model_path": "torchtune.models.from_hf_config", "checkpoint_dir": str(tmp_path / "checkpoint")}
+    run = start(FULL, tmp_path, **settings, model={**HEAD, **base})
+    assert of_terms(run, "rewards/accuracies")[-1] == 1.0
+    assert run.losses[12] < 0.5 < run.losses[1]
+    (saved,) = run.output_dir.glob("epoch_5")
+    theirs = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
+    row = run.recipe.loader.dataset[0]
+    tokens = torch.tensor(row["chosen_input_ids"])[None]
+    run.recipe.model.eval()
+    with torch.no_grad():
+        ours = run.recipe.model(tokens)[0, -1]
+        torch.testing.assert_close(theirs(tokens).logits[0], ours, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        (FULL, {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}}, "no loss of preferences"),
+        ("full_finetune_single_device", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
+        (FULL, {"loss": {"_component_": "torchtune.rlhf.loss.RewardLoss"}}, "needs a model with one output"),
+        (
+            FULL,
+            {"loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss"}, "reference_cache": "x"},
+            "does without",
+        ),
+        (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "max_steps_per_epoch": 1}, "kto_dataset"),
+    ],
+)
+def test_what_does_not_fit_the_loss_is_one_sentence(name: str, settings: dict, words: str, tmp_path: Path) -> None:
+    with pytest.raises((LossError, UserError), match=words):
+        start(name, tmp_path, **settings)
+
+
+def test_two_processes_train_as_one_however_they_share_the_work(tmp_path: Path) -> None:
+    """Frozen copies of shards are the reference; log-probs of split sequences add up."""
+    settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2}
+    runs = [("full", "data_parallel_shard_dim"), ("full", "context_parallel_dim"), ("lora", "tensor_parallel_dim")]
+    forker = Forker()
+    try:
+        for kind, split in runs:
+            batch_size = 3 if split == "data_parallel_shard_dim" else 6
+            name, output_dir = f"{kind}_dpo_distributed", tmp_path / split
+            config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
+            forker.start(name, config, ranks=2)
+            assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+            whole, run = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6), Run(None, output_dir)
+            assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
+            for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
+                assert of_terms(run, figure) == pytest.approx(of_terms(whole, figure), abs=1e-4), (kind, split)
+    finally:
+        forker.close()

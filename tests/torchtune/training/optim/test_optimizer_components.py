@@ -1,0 +1,200 @@
+"""Optimizers by one line of YAML: states of few bits, Muon, groups by pattern."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune.modules.optim import OptimizerMap
+from torchtune.training import GroupedOptimizer, MuonWithAdamW, get_cosine_schedule_with_warmup, setup_optimizer
+from torchtune.training.optim import _low_precision_optimizer
+from torchtune.utils import UserError
+
+FORMATS = {"8bit": 2.04, "4bit": 1.07, "Fp8": 2.04}
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64, bias=False))
+    return model.bfloat16().to(dtype)
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * 0.1 + 0.05).to(parameter.dtype)
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        give_gradients(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def low_bit(name: str, **options):
+    torchao = pytest.importorskip("torchao.optim", reason="the extra quantization is not installed")
+    return lambda parameters: getattr(torchao, name)(parameters, **{"lr": 1e-2, "weight_decay": 0.1} | options)
+
+
+@pytest.mark.parametrize("base", ["AdamW", "Adam"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_states_of_few_bits_are_those_of_torchao(kind, base, monkeypatch):
+    """Against torchao itself, with the same float32 weights; a code may differ where a value lies between two."""
+    monkeypatch.setattr(_low_precision_optimizer, "chunk_size", lambda device: 2048)  # pieces of a parameter
+    theirs, ours = make_model(), make_model()
+    start = [p.detach().clone() for p in theirs.parameters()]
+    with torch.compiler.set_stance("force_eager"):
+        take_steps(theirs, low_bit(base + kind)(list(theirs.parameters())), range(4))
+    optimizer = setup_optimizer(low_bit(base + kind), ours, precision="param_dtype")
+    take_steps(ours, optimizer, range(4))
+    for mine, reference, before in zip(ours.parameters(), theirs.parameters(), start, strict=True):
+        moved = (reference - before).abs().mean()
+        assert moved > 1e-3
+        assert (mine - reference).abs().mean() < 1e-4 * moved
+    states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    assert all(type(value) is torch.Tensor for value in states)
+    kept = {name: state for name, state in optimizer.state_dict()["state"].items() if "exp_avg codes" in state}
+    assert sorted(kept) == ["0.weight", "1.weight", "3.weight"]
+    size = sum(v.numel() * v.element_size() for state in kept.values() for k, v in state.items() if k != "step")
+    assert size / sum(ours.get_parameter(name).numel() for name in kept) == pytest.approx(FORMATS[kind], abs=0.01)
+
+
+@pytest.mark.parametrize("precision", ["stochastic_rounding", "fp32_master"])
+def test_states_of_few_bits_over_bfloat16_follow_float32(precision):
+    reference, half = make_model(), make_model(torch.bfloat16)
+    take_steps(reference, setup_optimizer(low_bit("AdamW8bit", lr=1e-3), reference), range(6))
+    take_steps(half, setup_optimizer(low_bit("AdamW8bit", lr=1e-3), half, precision=precision), range(6))
+    start = make_model()
+    for mine, wanted, before in zip(half.parameters(), reference.parameters(), start.parameters(), strict=True):
+        if mine.numel() < 4096:
+            continue  # too few to average the rounding
+        moved, found = wanted.detach() - before.detach(), mine.detach().float() - before.detach()
+        assert (found * moved).sum() / moved.square().sum() == pytest.approx(1, abs=0.1)  # nothing is rounded away
+
+
+MAKERS = {
+    "8bit": lambda: low_bit("AdamW8bit"),
+    "4bit": lambda: low_bit("AdamW4bit"),
+    "muon": lambda: lambda parameters: MuonWithAdamW(parameters, lr=1e-2),
+    "groups": lambda: lambda p: GroupedOptimizer(p, [{"pattern": "bias", "lr": 0.0}], lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_resume_is_bit_equal(kind, in_backward):
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        model = make_model(torch.bfloat16)
+        optimizer = setup_optimizer(MAKERS[kind](), model, in_backward=in_backward)
+        return model, optimizer, get_cosine_schedule_with_warmup(optimizer, 2, 8)
+
+    def train(model, optimizer, schedule, steps: range) -> None:
+        for step in steps:
+            tokens = torch.randint(0, 96, (16,), generator=torch.Generator().manual_seed(step))
+            model(tokens).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+    model, optimizer, schedule = start()
+    train(model, optimizer, schedule, range(2))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), schedule.state_dict()])
+    train(model, optimizer, schedule, range(2, 4))
+    again, resumed, schedule_again = start()
+    for part, state in zip((again, resumed, schedule_again), saved, strict=True):
+        part.load_state_dict(state)
+    train(again, resumed, schedule_again, range(2, 4))
+    for mine, wanted in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_muon_steps_matrices_as_its_formula_says_and_adamw_the_rest():
+    model, reference = make_model(), make_model()
+    optimizer = setup_optimizer(lambda p: MuonWithAdamW(p, lr=1e-2, weight_decay=0.1), model)
+    assert isinstance(optimizer, OptimizerMap)
+    assert list(optimizer.optim_map) == ["AdamW", "Muon"]
+    embedding, matrix, bias, *norm, last = reference.parameters()
+    others = torch.optim.AdamW([embedding, bias, *norm], lr=1e-2, weight_decay=0.1)
+    momentum = {weight: torch.zeros_like(weight) for weight in (matrix, last)}
+    for step in range(3):
+        give_gradients(reference, step)
+        others.step()
+        for weight, buffer in momentum.items():  # arXiv 2502.16982
+            buffer.lerp_(weight.grad, 0.05)
+            update = weight.grad.lerp(buffer, 0.95)
+            x = (update.T if update.shape[0] > update.shape[1] else update).bfloat16()
+            x /= x.norm()
+            for _ in range(5):
+                gram = x @ x.T
+                x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+            x = x.T if update.shape[0] > update.shape[1] else x
+            with torch.no_grad():
+                weight.mul_(1 - 1e-2 * 0.1).sub_(x.float(), alpha=1e-2 * 0.2 * max(weight.shape) ** 0.5)
+    take_steps(model, optimizer, range(3))
+    for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (mine - wanted).abs().max() < 1e-3 * 1e-2 * 3 * 20  # the iteration runs in bfloat16
+    assert torch.allclose(model[0].weight, embedding, atol=1e-7)
+
+
+def test_groups_have_their_settings_and_follow_one_schedule():
+    model = make_model()
+    groups = [
+        {"pattern": r"^2\.|bias$", "weight_decay": 0.0},
+        {"pattern": "3", "lr_ratio": 16},
+        {"pattern": "^1", "optimizer": "torch.optim.SGD", "momentum": 0.9},
+    ]
+    optimizer = setup_optimizer(lambda p: GroupedOptimizer(p, groups, lr=1e-3, weight_decay=0.1), model)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 2, 8)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {
+        tuple(names[p] for p in group["params"]): (group["initial_lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+    }
+    assert found == {
+        ("1.weight",): (1e-3, 0.1),
+        ("0.weight",): (1e-3, 0.1),
+        ("1.bias", "2.weight", "2.bias"): (1e-3, 0.0),
+        ("3.weight",): (16e-3, 0.1),
+    }
+    assert isinstance(optimizer.optim_map["SGD"], torch.optim.SGD)
+    give_gradients(model, 0)
+    optimizer.step()
+    schedule.step()
+    factors = [group["lr"] / group["initial_lr"] for group in optimizer.param_groups]
+    assert factors == pytest.approx([factors[0]] * 4)
+    assert 0 < factors[0] < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": [{"pattern": "nrm", "lr": 1.0}]}, r"groups\[0\]: the pattern 'nrm' matches no trained parameter"),
+        (
+            {"groups": [{"pattern": "weight"}, {"pattern": "1.weight"}]},
+            r"groups\[1\]: the pattern '1.weight' matches only parameters that an earlier group has",
+        ),
+        ({"groups": [{"lr": 1.0}]}, r"groups\[0\]: needs a pattern"),
+        ({"groups": [{"pattern": "("}]}, "no regular expression"),
+        ({"groups": [{"pattern": "bias", "weight_decai": 0}]}, "no such setting; did you mean 'weight_decay'"),
+        ({"groups": [], "optimizer": "torch.nn.Linear"}, "is no optimizer"),
+        ({"groups": [], "learning_rate": 1.0}, "AdamW has no such setting"),
+    ],
+)
+def test_wrong_groups_are_one_sentence(options, message):
+    with pytest.raises(UserError, match=message):
+        setup_optimizer(lambda parameters: GroupedOptimizer(parameters, **options), make_model())
+
+
+def test_states_of_other_bits_are_refused():
+    model = make_model(torch.bfloat16)
+    eight = setup_optimizer(low_bit("AdamW8bit"), model)
+    take_steps(model, eight, range(1))
+    plain = setup_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-2), model)
+    with pytest.raises(UserError, match="has 8bit states and this run's has plain ones"):
+        plain.load_state_dict(eight.state_dict())
+    with pytest.raises(UserError, match="has 8bit states and this run's has 4bit ones"):
+        setup_optimizer(low_bit("AdamW4bit"), model).load_state_dict(eight.state_dict())
+    with pytest.raises(UserError, match="takes its steps in float32: use stochastic_rounding or fp32_master"):
+        setup_optimizer(low_bit("AdamW8bit"), model, precision="param_dtype")

@@ -1,0 +1,246 @@
+"""What a loss of preferences compares the trained model with: log-probs of a model that is not trained."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchtune import config
+from torchtune.data import Batch, BatchLoader
+from torchtune.modules.peft import AdapterModule, disable_adapter
+from torchtune.rlhf._reference_cache import cache_log_probs
+from torchtune.rlhf.loss import AnswerLoss, setup_loss
+from torchtune.training import ParallelDims
+from torchtune.training.parallel._shards import reshard
+from torchtune.utils import UserError
+
+# Nats by token that a model may differ from itself before it is trained.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_LOW_PRECISION_TOLERANCE = 0.1
+
+
+class ReferenceError(UserError):
+    """A reference that a run cannot be compared with."""
+
+    told_by_rank_0 = True  # all ranks find the same
+
+
+class ReferenceScores(NamedTuple):
+    """What the reference says of a batch.
+
+    Attributes:
+        log_probs: of every document ``[n]``; None for a loss that does without a reference.
+        baseline: mean log-ratio of policy and reference over other documents (scalar), where the loss asks for it.
+    """
+
+    log_probs: Tensor | None = None
+    baseline: Tensor | None = None
+
+
+class Reference:
+    """The reference of a run; called with a batch, it returns :class:`ReferenceScores`.
+
+    Without a second model the reference is the trained model as the run starts with it: its adapters are switched off
+    where they change nothing yet, and values of trained parameters from then take their place otherwise. It runs
+    through the same modules, without dropout, so the first log-ratios are 0; the first call of :meth:`check_start`
+    holds a run to that.
+
+    Args:
+        loss: says whether it needs a reference, and scores documents.
+        policy: the model that is trained, loaded and not trained yet.
+        dims: the processes.
+        second: another model.
+        cached: the examples carry the log-probs.
+        fresh: whether no step was done yet.
+    """
+
+    def __init__(
+        self,
+        loss: AnswerLoss,
+        policy: nn.Module,
+        dims: ParallelDims,
+        *,
+        second: nn.Module | None = None,
+        cached: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        self._loss, self._policy, self._dims, self._second = loss, policy, dims, second
+        self._start: list[tuple[nn.Parameter, Tensor]] | None = None
+        self._cached = cached
+        self._unchecked = fresh and loss.needs_reference and second is None and not _has_dropout(policy)
+        if loss.needs_reference and not cached and second is None and not _changes_nothing(policy, dims):
+            trained = (parameter for parameter in policy.parameters() if parameter.requires_grad)
+            self._start = [(parameter, parameter.detach().clone()) for parameter in trained]
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> ReferenceScores:
+        """Score the documents of a batch that is on the device."""
+        if not self._loss.needs_reference:
+            return ReferenceScores()
+        if self._cached:
+            return ReferenceScores(batch.per_document["reference"])
+        other = self._loss.mismatched(batch)
+        with self._in_force() as model:
+            log_probs = _score(self._loss, model, batch, self._dims)
+            of_others = None if other is None else _score(self._loss, model, other, self._dims)
+        if other is None:
+            return ReferenceScores(log_probs)
+        with _evaluating(self._policy):
+            ratios = _score(self._loss, self._policy, other, self._dims) - of_others
+        total, count = self._dims.exchange([ratios.sum(), len(ratios)])[0]
+        return ReferenceScores(log_probs, torch.tensor(total / count, device=ratios.device, dtype=ratios.dtype))
+
+    @contextmanager
+    def _in_force(self) -> Iterator[nn.Module]:
+        """The model that computes as the reference inside the block, in evaluation mode."""
+        if self._second is not None:
+            yield self._second
+        elif self._start is None:
+            with _evaluating(self._policy), disable_adapter(self._policy):
+                yield self._policy
+        else:
+            with _evaluating(self._policy):
+                self._exchange()
+                try:
+                    yield self._policy
+                finally:
+                    self._exchange()
+
+    def _exchange(self) -> None:
+        """Trained parameters and their values at the start change places."""
+        reshard(self._policy)  # FSDP gathers the other values then
+        for place, (parameter, value) in enumerate(self._start):
+            if hasattr(parameter, "device_mesh"):
+                now = parameter.detach().clone()
+                parameter.detach().copy_(value)
+            else:  # no copy is made
+                now, parameter.data = parameter.data, value
+            self._start[place] = (parameter, now)
+
+    def check_start(self, batch: Batch, scores: Tensor, reference: Tensor | None) -> None:
+        """See, for the first batch of a run, that the model does not differ from itself.
+
+        Args:
+            batch: says how many labels each document has.
+            scores: of the model that is trained ``[n]``.
+            reference: of the reference ``[n]``.
+
+        Raises:
+            ReferenceError: it does.
+        """
+        if not self._unchecked:
+            return
+        self._unchecked = False
+        by_token = (scores.detach() - reference).abs() / batch.per_document["label_counts"].clamp(min=1)
+        allowed = _TOLERANCE.get(next(self._policy.parameters()).dtype, _LOW_PRECISION_TOLERANCE)
+        if by_token.max() > allowed:
+            raise ReferenceError(
+                f"The reference is the model as the run starts with it, but at the first step the two differ by "
+                f"{by_token.max():.3g} nats a token: a conversion of the model computes differently in training, or "
+                "reference_cache is not of this model."
+            )
+
+
+class PreferenceRecipe(Protocol):
+    """What :func:`setup_reference` reads of a recipe that has its data."""
+
+    cfg: Any  # has loss and epochs
+    loader: BatchLoader
+    loader_val: BatchLoader | None
+    dims: ParallelDims
+    resume_point: Any
+
+
+def setup_reference(
+    recipe: PreferenceRecipe,
+    policy: nn.Module,
+    load: Callable[[Any], nn.Module],
+    ref_checkpointer: Mapping[str, Any] | None = None,
+    reference_cache: str | None = None,
+) -> Reference:
+    """Make the reference of a run, before its first step.
+
+    Args:
+        recipe: has its data; with ``reference_cache`` their examples get log-probs of the reference.
+        policy: the model that is trained, loaded and not trained yet.
+        load: a checkpointer to the model that it holds.
+        ref_checkpointer: component of the checkpointer of another model; None takes the policy at the start.
+        reference_cache: folder in which log-probs are kept that are computed once; None computes them in every step.
+
+    Raises:
+        LossError: the loss is no loss of preferences, or the model does not end in what it reads.
+        ReferenceError: the loss does without a reference, the two models differ in vocabulary, or log-probs cannot be
+            kept.
+    """
+    cfg, dims = recipe.cfg, recipe.dims
+    loss = setup_loss(config.instantiate(cfg.loss), policy)
+    if not loss.needs_reference:
+        for name, given in (("ref_checkpointer", ref_checkpointer), ("reference_cache", reference_cache)):
+            if given is not None:
+                raise ReferenceError(f"{name}: {type(loss).__name__} does without a reference: set it to null.")
+        return Reference(loss, policy, dims)
+    fresh = recipe.resume_point is None
+    second = None
+    if ref_checkpointer is not None:
+        second = load(config.instantiate(ref_checkpointer)).requires_grad_(False).eval()
+        mine, theirs = (model.tok_embeddings.weight.shape[0] for model in (policy, second))
+        if mine != theirs:
+            raise ReferenceError(
+                f"ref_checkpointer: the reference has a vocabulary of {theirs:,} tokens and the model one of "
+                f"{mine:,}: take a reference with the same tokenizer."
+            )
+    if reference_cache is None:
+        return Reference(loss, policy, dims, second=second, fresh=fresh)
+    model = policy if second is None else second
+    frozen_only = second is None and _changes_nothing(policy, dims)
+    device = next(model.parameters()).device
+    with _evaluating(model):
+        cache_log_probs(
+            [loader for loader in (recipe.loader, recipe.loader_val) if loader is not None],
+            lambda batch: _score(loss, model, batch.to(device), dims),
+            parameters=[
+                (name, one) for name, one in model.named_parameters() if not (frozen_only and one.requires_grad)
+            ],
+            dims=dims,
+            folder=reference_cache,
+            epochs=cfg.epochs,
+        )
+    reshard(model)
+    return Reference(loss, policy, dims, cached=True, fresh=fresh and second is None)
+
+
+@torch.no_grad()
+def _score(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: ParallelDims) -> Tensor:
+    hidden = model(**batch.model_inputs(), output="hidden")
+    return dims.sum_over_sequence(loss.score(hidden, batch, model.output))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and back in the mode that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def _changes_nothing(model: nn.Module, dims: ParallelDims) -> bool:
+    """Whether all that is trained are adapters that add 0."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    changed = False
+    for module in model.modules():
+        if isinstance(module, AdapterModule) and getattr(module, "disabled", None) is False:
+            own = dict(module.named_parameters())
+            trained -= {id(own[name]) for name in module.adapter_params()}
+            last = getattr(getattr(module, "lora_b", None), "weight", None)
+            last = last.to_local() if hasattr(last, "to_local") else last
+            changed = changed or last is None or bool(last.detach().any())
+    return not dims.any(changed or bool(trained))
