@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtune.models import Slices
 from torchtune.modules.conversion import Conversion, ConversionError, StoredWeight, complete_conversions
+from torchtune.modules.peft import LoRALinear
+from torchtune.modules.peft._functional import start_from_weight
 from torchtune.training.parallel._ranks import Ranks
 from torchtune.training.parallel._shards import LocalShard, full_slices, full_tensor, my_shard, spec_of
 
@@ -63,6 +65,7 @@ class FullWeights:
         owned: names of the parameters that conversions save apart from the base weights.
         base: names of the base weights.
         stored: names of the base weights that a conversion stores in another form.
+        starts: adapted layers, by name of the weight that :meth:`fill` splits into initial adapter and rest.
         inside: names of the parameters that store these.
     """
 
@@ -74,6 +77,7 @@ class FullWeights:
         for conversion in self._conversions:
             self._stored |= {name: (conversion, form) for name, form in conversion.stored_weights(model).items()}
         self.stored = set(self._stored)
+        self.starts: dict[str, LoRALinear] = {}
         self.inside = {name for _, form in self._stored.values() for name in form.names}
         self.base = {name for name in self._parameters if name not in self.owned | self.inside} | self.stored
 
@@ -100,6 +104,9 @@ class FullWeights:
         Raises:
             ConversionError: ``from_full`` returns tensors that do not fit the parameters.
         """
+        if name in self.starts:
+            self._fill_started(name, read, device, dtype)
+            return
         if name in self._stored:
             self._fill_stored(name, read, device)
             return
@@ -122,6 +129,15 @@ class FullWeights:
         for part, tensor in self._from_full(name, value).items():
             place, local = shards[part]
             local.copy_(tensor[_relative(place, rows) if form.by_rows else place])
+
+    def _fill_started(self, name: str, read: Read, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Read a full weight; fill the adapter with its initial value, and the weight with the rest."""
+        layer, path = self.starts.pop(name), name.rpartition(".")[0]
+        value = torch.empty_like(self.spec(name), dtype=dtype, device=device)
+        read(full_slices(value.shape), value)
+        parts = start_from_weight(value.float(), layer.start, layer.rank, layer.scaling)
+        for part, tensor in zip((name, f"{path}.lora_a.weight", f"{path}.lora_b.weight"), parts, strict=True):
+            self.fill(part, lambda slices, target, tensor=tensor: target.copy_(tensor[slices]), device, dtype)
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Copy this rank's shard of ``value``, a full weight, into a real model."""

@@ -1,7 +1,7 @@
 """Loading weights from files into the parameters of a model."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torchtune.models import (
     spec_for_architecture,
     text_config,
 )
+from torchtune.modules.peft import LoRALinear
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights, materialize, replaced_parameters
 from torchtune.training.checkpointing._sources import Source
@@ -76,7 +77,13 @@ def _folder(source: Source) -> Path | str:
     return source.where(names[0]).parent if names else "checkpoint_files"
 
 
-def load_base(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
+def load_base(
+    model: nn.Module,
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    starts: Mapping[str, LoRALinear] | None = None,
+) -> set[str]:
     """Fill the base weights of ``model`` from a source, one tensor at a time; every rank reads its own shard.
 
     Args:
@@ -84,6 +91,7 @@ def load_base(model: nn.Module, source: Source, device: torch.device, dtype: tor
         source: in any format of the model's spec.
         device: where parameters on the meta device become real.
         dtype: of these; their own by default.
+        starts: adapted layers, by name of the weight that is split into the initial adapter and the rest.
 
     Returns:
         Names of base weights to be initialized: the output layer of a classifier, if the source is a language model.
@@ -92,6 +100,7 @@ def load_base(model: nn.Module, source: Source, device: torch.device, dtype: tor
         CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
     """
     weights, filled = FullWeights(model), set()
+    weights.starts = dict(starts or {})
     for group, shapes in _groups(model, weights, source, compare_tied=True):
         for name in group.tune:
             read = partial(group.read, name, shapes=shapes, source=source.read)

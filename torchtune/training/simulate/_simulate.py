@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import io
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +128,6 @@ def _replaced(settings: Any, cfg: RecipeSettings, folder: str, rows: int, length
     changes = {
         "output_dir": folder,
         "tokenizer": {"_component_": f"{_HERE}.StandInTokenizer", "max_seq_len": length},
-        "checkpointer": {"_component_": f"{_HERE}.StandInCheckpointer"},
         "metric_logger": {"_component_": f"{_HERE}.StandInLogger"},
         "dataset": data,
         "dataset_val": None,
@@ -142,6 +141,9 @@ def _replaced(settings: Any, cfg: RecipeSettings, folder: str, rows: int, length
         "hang_timeout_minutes": None,
         "log_level": "ERROR",
     }
+    for key, value in _items(settings):
+        if isinstance(value, Mapping) and "Checkpointer" in str(value.get("_component_")):
+            changes[key] = {"_component_": f"{_HERE}.StandInCheckpointer"}
     if cfg.lr_scheduler is not None and "num_warmup_steps" in cfg.lr_scheduler:
         changes["lr_scheduler"] = {**cfg.lr_scheduler, "num_warmup_steps": 0}
     if dataclasses.is_dataclass(settings):
@@ -152,6 +154,12 @@ def _replaced(settings: Any, cfg: RecipeSettings, folder: str, rows: int, length
         if key in kept:
             kept[key] = value
     return kept
+
+
+def _items(settings: Any) -> Iterable[tuple[str, Any]]:
+    if dataclasses.is_dataclass(settings):
+        return [(item.name, getattr(settings, item.name)) for item in dataclasses.fields(settings)]
+    return settings.items()
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.training.checkpointing import CheckpointStore
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import initialize_rest
+from torchtune.training.checkpointing._store import CheckpointStore
 
 # Called with every model that has its weights.
 on_load: ContextVar[Callable[[nn.Module], None]] = ContextVar("on_load")
@@ -18,14 +18,15 @@ on_load: ContextVar[Callable[[nn.Module], None]] = ContextVar("on_load")
 before_load: ContextVar[Callable[[], None]] = ContextVar("before_load")
 
 
-class StandInCheckpointer:
-    """Gives a model weights without values, and saves nothing; the methods are those of the library's checkpointers."""
+class StandInCheckpointer(CheckpointStore):
+    """Gives models weights without values, and saves nothing."""
 
     def __init__(self) -> None:
-        self.checkpoint_dir = self.output_dir = Path()
+        super().__init__({})
+        self.checkpoint_dir = Path()
 
     def add_source(self, name: str, source: Any) -> None:
-        """Nothing is read."""
+        """Any source will do."""
 
     def load_model(
         self, model: nn.Module, *, device: Any = "cpu", dtype: torch.dtype | None = None, name: str = "policy"
@@ -34,14 +35,10 @@ class StandInCheckpointer:
         before_load.get()()
         device, weights = torch.device("cpu"), FullWeights(model)
         for weight in sorted(weights.base):
-            weights.fill(weight, lambda slices, target: target.normal_(std=0.02), device, dtype)
+            weights.fill(weight, lambda box, target: target.normal_(std=0.02), device, dtype)
         model.adapter_init = None
         initialize_rest(model, weights.base | weights.inside, device, dtype)
         on_load.get()(model)
-
-    def check_contents(self, models: Any, **options: Any) -> None:
-        """Refuse what a real run would refuse."""
-        CheckpointStore({}).check_contents(models, **options)
 
     def check_model(self, model: nn.Module, *, name: str = "policy") -> None:
         """There are no files to compare with."""

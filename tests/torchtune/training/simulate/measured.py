@@ -1,12 +1,12 @@
 """Run a recipe for two steps on fake or on real tensors, and report what the observer counted.
 
 ``python -m tests.torchtune.training.simulate.measured FOLDER`` measures the cases of several processes with real ones,
-and writes what rank 0 counted to ``FOLDER/measured.json``.
+and writes what rank 0 counted to ``FOLDER/measured_<processes>.json``.
 """
 
 import json
 import os
-import socket
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -75,13 +75,22 @@ def measure(name: str, folder: Path, *, fake: bool) -> dict[str, Any]:
     return {"peaks": peaks, "flops": flops, "traffic": traffic}
 
 
-def environments(ranks: int) -> list[dict[str, str]]:
-    """What torchrun would tell each of them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{key: str(value) for key, value in {**shared, "RANK": n, "LOCAL_RANK": n}.items()} for n in range(ranks)]
+def measure_rank(rank: int, processes: int, names: list[str], folder: Path) -> None:
+    """Be one rank of every case; rank 0 writes what it counted."""
+    import torch.distributed as dist
+
+    own = folder / f"rank_{rank}_of_{processes}"  # ranks write their configs, and must not read half of another's
+    own.mkdir()
+    prepare(own)
+    told = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "-", "MASTER_PORT": 0}
+    os.environ.update({key: str(value) for key, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()})
+    found = {}
+    for number, name in enumerate(names):
+        meeting = f"file://{folder}/meeting_{processes}_{number}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
+        found[name] = measure(name, own, fake=False)
+    if rank == 0:
+        (folder / f"measured_{processes}.json").write_text(json.dumps(found))
 
 
 def main(folder: Path) -> None:
@@ -89,32 +98,29 @@ def main(folder: Path) -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401  (imported here so that children need not)
 
-    found = {}
     for processes in (2, 4):
         names = [name for name, case in CASES.items() if case[0] == processes]
-        told = {name: environments(processes) for name in names}  # a port for each
-        pids = []
+        pids = set()
         for rank in range(processes):
             pid = os.fork()
             if pid == 0:
                 status = 1
                 try:
-                    counted = {}
-                    for name in names:
-                        os.environ.update(told[name][rank])
-                        counted[name] = measure(name, folder, fake=False)
-                    if rank == 0:
-                        (folder / "counted.json").write_text(json.dumps(counted))
+                    measure_rank(rank, processes, names, folder)
                     status = 0
                 except BaseException:  # noqa: BLE001  (whatever it is, the child must end here and say so)
                     traceback.print_exc()
                 finally:
+                    sys.stderr.flush()
                     os._exit(status)
-            pids.append(pid)
-        if any(os.waitpid(pid, 0)[1] for pid in pids):
-            raise SystemExit(f"{names} failed")
-        found |= json.loads((folder / "counted.json").read_text())
-    (folder / "measured.json").write_text(json.dumps(found))
+            pids.add(pid)
+        while pids:
+            pid, status = os.wait()
+            pids.remove(pid)
+            if status:  # the others would wait for it
+                for other in pids:
+                    os.kill(other, signal.SIGKILL)
+                raise SystemExit(f"a rank of {names} failed")
 
 
 if __name__ == "__main__":
