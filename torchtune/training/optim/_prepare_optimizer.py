@@ -99,7 +99,8 @@ def _without_torchao(optimizer: Optimizer) -> tuple[Optimizer, StateFormat | Non
     if found is None:
         return optimizer, None
     low_bit, cls = found
-    return cls([{**group, "lr": float(group["lr"])} for group in optimizer.param_groups]), low_bit
+    # torchao keeps the learning rate as a float32 tensor: seven digits of what was written
+    return cls([{**group, "lr": float(f"{float(group['lr']):.7g}")} for group in optimizer.param_groups]), low_bit
 
 
 def _shared_seed() -> int:
