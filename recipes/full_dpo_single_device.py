@@ -19,7 +19,6 @@ import torch
 from torchtune import config, datasets, rlhf, training, utils
 from torchtune.config import Component, HandedOver, Range
 from torchtune.data import Batch, BatchLoader
-from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.rlhf.loss import setup_loss
 
@@ -110,6 +109,10 @@ class Settings:
     dtype: Literal["bf16", "fp32"] = "bf16"
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
+    # Recompute some activations: full (every layer), or selective, which ac_option explains.
+    ac_mode: Literal["full", "selective"] | None = None
+    # n recomputes every n-th layer; op keeps attention and every other matrix product in all layers.
+    ac_option: int | str | None = None
     # Keep activations in host memory between forward and backward (CUDA, with activation checkpointing).
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
@@ -197,8 +200,7 @@ class FullDPORecipeSingleDevice:
         training.fit_vocabulary(model, self.tokenizer)
         load = partial(self.load_model, cfg)
         self.reference = rlhf.setup_reference(self, model, load, cfg.ref_checkpointer, cfg.reference_cache)
-        if cfg.enable_activation_checkpointing:
-            training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+        training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
             training.compile_model(model)
         return model

@@ -1,8 +1,6 @@
 """Preference training of adapters on several devices: DPO and its kin, KTO, ORPO, reward models; the loss says which.
 
-For models that do not fit on one device, or take too long there: weights are sharded over all of them (FSDP2), layers
-can be split (tensor parallel) and so can long sequences (context parallel). The same pairs a step give the same losses
-as lora_dpo_single_device does; docs/preferences.rst says which loss to choose and what to watch.
+Weights are sharded (FSDP2), layers and long sequences can be split; docs/preferences.rst says which loss to choose.
 
     tune run --nproc-per-node 2 lora_dpo_distributed --config llama3_1/8B_lora_dpo loss.beta=0.05
 """
@@ -18,7 +16,6 @@ import torch
 from torchtune import config, datasets, rlhf, training, utils
 from torchtune.config import Component, HandedOver, Range
 from torchtune.data import Batch, BatchLoader
-from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.peft import require_adapters
 from torchtune.rlhf.loss import setup_loss
@@ -130,6 +127,10 @@ class Settings:
     dtype: Literal["bf16", "fp32"] = "bf16"
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
+    # Recompute some activations: full (every layer), or selective, which ac_option explains.
+    ac_mode: Literal["full", "selective"] | None = None
+    # n recomputes every n-th layer; op keeps attention and every other matrix product in all layers.
+    ac_option: int | str | None = None
     # Keep activations in host memory between forward and backward (CUDA, with activation checkpointing).
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
@@ -225,8 +226,7 @@ class LoRADPORecipeDistributed:
         training.fit_vocabulary(model, self.tokenizer)
         load = partial(self.load_model, cfg)
         self.reference = rlhf.setup_reference(self, model, load, cfg.ref_checkpointer, cfg.reference_cache)
-        if cfg.enable_activation_checkpointing:
-            training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+        training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
             training.compile_model(model)
         return model

@@ -61,6 +61,7 @@ def generate_tokens(
     top_k: int | None = None,
     stop_tokens: Sequence[int] | None = None,
     rng: torch.Generator | None = None,
+    draws: Tensor | None = None,
     use_cache: bool = True,
 ) -> GeneratedTokens:
     """Generate ``num_samples`` continuations of every prompt. Arguments and errors: see :func:`stream_tokens`.
@@ -78,6 +79,7 @@ def generate_tokens(
             top_k=top_k,
             stop_tokens=stop_tokens,
             rng=rng,
+            draws=draws,
             use_cache=use_cache,
         )
     )
@@ -102,6 +104,7 @@ def stream_tokens(
     top_k: int | None = None,
     stop_tokens: Sequence[int] | None = None,
     rng: torch.Generator | None = None,
+    draws: Tensor | None = None,
     use_cache: bool = True,
 ) -> Iterator[TokenStep]:
     """Generate ``num_samples`` continuations of every prompt, and yield the tokens of each step.
@@ -122,6 +125,8 @@ def stream_tokens(
         top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
         stop_tokens: tokens that end a sequence; they are returned.
         rng: random generator, on the device of the prompts.
+        draws: uniform random numbers in [0, 1), float64 ``[sequences, max_new_tokens]``, in the place of ``rng``: one
+            decides each token, so that no sequence depends on the others or on when they end.
         use_cache: use a KV cache; without one, every step runs the model on the whole sequence.
 
     Yields:
@@ -130,8 +135,11 @@ def stream_tokens(
 
     Raises:
         GenerationError: there is no prompt or an empty one, a count is below 1, the sequence exceeds the model's
-            ``max_seq_len``, or the model is context parallel.
+            ``max_seq_len``, ``draws`` come with ``top_k`` or have another shape, or the model is context parallel.
     """
+    if draws is not None and (top_k or draws.shape != (len(prompts) * num_samples, max_new_tokens)):
+        shape = [len(prompts) * num_samples, max_new_tokens]
+        raise GenerationError(f"draws decide among all tokens: give numbers {shape}, and no top_k.")
     ranks = _Ranks(model)
     tokens, lengths = _padded(model, prompts, max_new_tokens, num_samples)
     stop = torch.tensor(list(stop_tokens or ()), dtype=torch.int64, device=tokens.device)
@@ -147,8 +155,12 @@ def stream_tokens(
                 logits = logits[rows]
                 _select(rows, state, kv_caches)
                 rows = torch.arange(len(rows), device=rows.device)
-            q = noise(model, len(rows), rng, tokens)
-            drawn = ranks.agree(sample(logits, temperature=temperature, top_k=top_k, q=q))
+            if draws is None or temperature == 0.0:
+                q = noise(model, len(rows), rng, tokens)
+                drawn = sample(logits, temperature=temperature, top_k=top_k, q=q)
+            else:
+                drawn = _invert(logits / temperature, draws[rows, step])
+            drawn = ranks.agree(drawn)
             state.append(drawn)
             if not idle:
                 log_p = (logits / (temperature or 1.0)).log_softmax(-1).gather(-1, drawn)
@@ -161,6 +173,13 @@ def stream_tokens(
                 going = going if len(going) else going.new_zeros(1)
                 rows = rows[going]
                 _select(going, state, kv_caches)
+
+
+def _invert(logits: Tensor, draws: Tensor) -> Tensor:
+    """The tokens ``[m, 1]`` at which the cumulated probabilities of logits ``[m, v]`` pass ``draws`` ``[m]``."""
+    cumulated = logits.softmax(-1).cumsum(-1)
+    wanted = (draws[:, None] * cumulated[:, -1:]).to(cumulated.dtype)
+    return torch.searchsorted(cumulated, wanted, right=True).clamp(max=logits.shape[-1] - 1)
 
 
 def _padded(model: TransformerDecoder, prompts: Prompts, max_new_tokens: int, num_samples: int) -> tuple[Tensor, ...]:
@@ -205,8 +224,7 @@ def _select(rows: Tensor, state: Progress, caches: list[KVCache]) -> None:
     """Keep these rows of state and caches; rows may repeat."""
     state.select(rows)
     for cache in caches:
-        for kept in (cache.k_cache, cache.v_cache):
-            kept[: len(rows)] = kept[rows]
+        cache.select(rows)
 
 
 def _next_logits(model: TransformerDecoder, state: Progress, ranks: "_Ranks", caches: list[KVCache]) -> Tensor:
@@ -224,7 +242,7 @@ def _next_logits(model: TransformerDecoder, state: Progress, ranks: "_Ranks", ca
             mask = mask if caches else F.pad(mask, (0, missing))
     hidden = last_hidden(model, x, input_pos, mask, length - 1)
     for cache in caches if missing else ():
-        cache.cache_pos.sub_(missing)
+        cache.drop(missing)
     return model.output(hidden).float()[:, 0]
 
 

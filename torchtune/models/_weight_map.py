@@ -52,13 +52,13 @@ class Row:
         external: template, or templates, of the names in the other format.
         tune: template, or templates, of the names in ours.
         op: turns the external tensors into ours and back.
-        when: attribute of the description that says where the row applies: a bool, or layer indices.
+        when: attribute, or attributes, of the description that say where the row applies: bools, or layer indices.
     """
 
     external: str | tuple[str, ...]
     tune: str | tuple[str, ...]
     op: Op = Identity()  # noqa: RUF009 - ops are frozen dataclasses
-    when: str | None = None
+    when: str | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -339,10 +339,10 @@ def _fill(template: str, description: Description, **fixed: int) -> list[str]:
 def _expand(weight_map: WeightMap, description: Description) -> _Table:
     groups = []
     for row in weight_map.rows:
-        where = True if row.when is None else getattr(description, row.when)
+        where = [getattr(description, name) for name in _templates(row.when or ())]
         layered = any("{layer}" in template for template in _templates(row.tune))
         for layer in range(description.num_layers) if layered else (None,):
-            if not (layer in where if isinstance(where, Sequence | frozenset) else where):
+            if not all(layer in at if isinstance(at, Sequence | frozenset) else at for at in where):
                 continue
             fixed = {} if layer is None else {"layer": layer}
             external = [name for template in _templates(row.external) for name in _fill(template, description, **fixed)]

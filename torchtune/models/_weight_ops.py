@@ -163,6 +163,38 @@ class Split(Op):
 
 
 @dataclass(frozen=True)
+class HeadGroups(Op):
+    """Rows of a fused projection of a mixer: theirs head group by head group, ours part by part.
+
+    Attributes:
+        sizes: attributes of the description's ``mixer`` that give the number of rows of each part in a group.
+        groups: attribute of ``mixer`` that counts the groups.
+    """
+
+    sizes: tuple[str, ...]
+    groups: str = "num_key_heads"
+    rowwise: ClassVar[bool] = True
+
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Groups of parts to parts of groups."""
+        (grouped,) = tensors
+        groups, sizes = self._numbers(description)
+        parts = grouped.unflatten(0, (groups, sum(sizes))).split(sizes, dim=1)
+        return [torch.cat([part.flatten(0, 1) for part in parts])]
+
+    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Parts of groups to groups of parts."""
+        (ours,) = tensors
+        groups, sizes = self._numbers(description)
+        parts = ours.split([groups * size for size in sizes])
+        return [torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)]
+
+    def _numbers(self, description: Description) -> tuple[int, list[int]]:
+        mixer = description.mixer
+        return getattr(mixer, self.groups), [getattr(mixer, size) for size in self.sizes]
+
+
+@dataclass(frozen=True)
 class FusedAdapter(Op):
     """LoRA of a fused projection, ``A [n * r, in]`` and ``B [out, n * r]``, that is n adapters of rank r of its parts.
 

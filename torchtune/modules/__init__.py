@@ -7,12 +7,14 @@ from torchtune.modules.common_utils import (
     delete_kv_caches,
     disable_kv_cache,
     local_kv_cache,
-    reparametrize_as_dtype_state_dict_post_hook,
+)
+from torchtune.modules.common_utils import (
+    reparametrize_as_dtype_state_dict_post_hook as reparametrize_as_dtype_state_dict_post_hook,
 )
 from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.kv_cache import KVCache
-from torchtune.modules.low_precision import FrozenNF4Linear
+from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import RMSNorm, rms_norm
 from torchtune.modules.stored_linear import StoredLinear
@@ -21,7 +23,6 @@ from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAtt
 
 __all__ = [
     "FeedForward",
-    "FrozenNF4Linear",
     "KVCache",
     "MultiHeadAttention",
     "RMSNorm",
@@ -38,7 +39,6 @@ __all__ = [
     "disable_kv_cache",
     "local_kv_cache",
     "packed_block_causal_mask",
-    "reparametrize_as_dtype_state_dict_post_hook",
     "resize_token_embeddings",
     "rms_norm",
     "swiglu",

@@ -3,6 +3,8 @@
 import functools
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,21 +16,29 @@ from torchtune.modules.conversion import ConversionError
 from torchtune.utils import require
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A block without what torchao logs of kernels that this machine lacks."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 @functools.cache
 def torchao_quantization() -> ModuleType:
-    """``torchao.quantization``, without what it logs of kernels that this machine lacks.
+    """``torchao.quantization``.
 
     Raises:
         UserError: torchao is not installed.
     """
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            require("torchao.quantization.qat", extra="quantization", purpose="Quantization")
-            return require("torchao.quantization", extra="quantization", purpose="Quantization")
-    finally:
-        logging.disable(logging.NOTSET)
+    with _quiet():
+        require("torchao.quantization.qat", extra="quantization", purpose="Quantization")
+        return require("torchao.quantization", extra="quantization", purpose="Quantization")
 
 
 def int_config(bits: int, group_size: int | None, *, dynamic_activations: bool) -> Any:
@@ -76,7 +86,8 @@ def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | No
     out_dim, in_dim = shape
     layer = nn.Sequential(nn.Linear(in_dim, out_dim, bias=False, device="meta"))
     try:
-        ao.quantize_(layer, ao.qat.QATConfig(base_config, step="prepare"))
+        with _quiet():  # imports more of torchao
+            ao.quantize_(layer, ao.qat.QATConfig(base_config, step="prepare"))
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise ConversionError(
             f"quantizer: torchao cannot simulate {type(base_config).__name__} in training ({_first_line(error)}): "

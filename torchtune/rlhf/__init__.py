@@ -1,9 +1,21 @@
 """Post-training: losses of preferences and rewards, and what recipes of reinforcement learning are made of."""
 
-from torchtune.rlhf import loss, utils
+from torchtune.rlhf import loss, reward_functions, utils
+from torchtune.rlhf._advantages import GroupAdvantages, has_variance
+from torchtune.rlhf._local_sampler import LocalSampler
 from torchtune.rlhf._reference import Reference, ReferenceScores, setup_reference
+from torchtune.rlhf._rollouts import (
+    Rollout,
+    RolloutError,
+    Sampler,
+    collate_rollouts,
+    prompt_seed,
+    rollout_batches,
+    texts_of,
+)
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
+from torchtune.rlhf.reward_functions import RewardSum
 from torchtune.rlhf.rewards import (
     estimate_advantages,
     get_reward_penalty_mask,
@@ -23,23 +35,35 @@ from torchtune.rlhf.sequence_processing import (
 
 __all__ = [
     "ChosenRejectedOutputs",
+    "GroupAdvantages",
+    "LocalSampler",
     "PPOStats",
     "Reference",
     "ReferenceScores",
+    "RewardSum",
+    "Rollout",
+    "RolloutError",
+    "Sampler",
     "Trajectory",
     "batched_logits_to_logprobs",
+    "collate_rollouts",
     "document_log_probs",
     "estimate_advantages",
     "get_batch_log_probs",
     "get_reward_penalty_mask",
     "get_rewards_ppo",
+    "has_variance",
     "logits_to_logprobs",
     "loss",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "pooled_scores",
+    "prompt_seed",
+    "reward_functions",
+    "rollout_batches",
     "setup_reference",
+    "texts_of",
     "truncate_sequence_at_first_stop_token",
     "truncate_sequence_for_logprobs",
     "utils",

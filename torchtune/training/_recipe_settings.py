@@ -97,6 +97,14 @@ class MeshSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelectiveCheckpointingSettings:
+    """Which activations are recomputed, if not those of all layers."""
+
+    ac_mode: str | None = None
+    ac_option: int | str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
     """How adapters are saved; only recipes that train adapters declare it."""
 
@@ -116,6 +124,7 @@ GROUPS = (
     DataSettings,
     OutputSettings,
     MeshSettings,
+    SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,
 )
@@ -128,6 +137,7 @@ class RecipeSettings(
     DataSettings,
     OutputSettings,
     MeshSettings,
+    SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,
 ):

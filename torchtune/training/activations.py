@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchtune.modules.transformer import text_decoder
-from torchtune.training.memory import checkpoint_module
+from torchtune.modules.transformer import TransformerSelfAttentionLayer, text_decoder
+from torchtune.training.memory import checkpoint_module, set_activation_checkpointing
 from torchtune.utils import UserError, reduce_scatter_op
 
 
@@ -69,6 +69,27 @@ def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | st
         f"ac_mode={ac_mode!r} with ac_option={ac_style!r} is not known: use ac_mode 'full', or 'selective' with "
         "ac_option 'op' or a number n for every n-th layer."
     )
+
+
+def checkpoint_activations(
+    model: torch.nn.Module, every_layer: bool, ac_mode: str | None = None, ac_option: int | str | None = None
+) -> None:
+    """Set activation checkpointing as the settings of a recipe say.
+
+    Args:
+        model: a decoder, or a model with parts; its layers are changed in place.
+        every_layer: recompute every transformer layer, those of encoders too.
+        ac_mode: see :func:`apply_selective_activation_checkpointing`; not together with ``every_layer``.
+        ac_option: see there.
+
+    Raises:
+        ActivationCheckpointingError: both ways are asked for, or the mode or option is unknown.
+    """
+    if every_layer and ac_mode is not None:
+        raise ActivationCheckpointingError("ac_mode: set it or enable_activation_checkpointing, not both.")
+    if every_layer:
+        set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    apply_selective_activation_checkpointing(model, ac_mode, ac_option)
 
 
 def apply_selective_activation_checkpointing(

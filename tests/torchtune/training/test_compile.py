@@ -7,7 +7,6 @@ from torch import nn
 from torchtune import training
 from torchtune.data import Documents
 from torchtune.models.llama3_2 import llama3_2
-from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.utils import UserError
 
@@ -40,13 +39,12 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [(False,), (True,), (False, "selective", "op")])
 def test_layers_share_two_compilations_whatever_the_lengths(checkpointing, monkeypatch):
     """``aot_eager`` goes through the whole front end and skips code generation, which is slow."""
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     plain, compiled = make_model(), make_model()
-    if checkpointing:
-        training.set_activation_checkpointing(compiled, {TransformerSelfAttentionLayer})
+    training.checkpoint_activations(compiled, *checkpointing)
     training.compile_model(compiled)
     assert list(plain.state_dict()) == list(compiled.state_dict())
     for lengths in ((7, 9), (5, 20, 3), (30,), (4, 4, 4, 4), (1, 50)):
@@ -60,7 +58,8 @@ def test_layers_share_two_compilations_whatever_the_lengths(checkpointing, monke
             assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
     stats = torch._dynamo.utils.counters["stats"]
     assert stats["unique_graphs"] == 2  # the first length, then any length
-    assert stats["calls_captured"] > 60
+    # A selectively checkpointed layer is one call, which holds all others
+    assert stats["calls_captured"] > (60 if len(checkpointing) == 1 else 3)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

@@ -1,6 +1,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
@@ -76,6 +78,38 @@ def test_checkpointing_keeps_less():
     assert saved_bytes(full) < saved_bytes(second) < saved_bytes(plain)
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators make and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.made[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        return out
+
+    def count(self) -> int:
+        return sum(size for ref, size in self.made.items() if not ref.expired())
+
+
+@pytest.mark.parametrize("option", ["op", 2])
+def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(option):
+    """Saved tensors and what selective checkpointing keeps beside them, which hooks do not show."""
+    kept = []
+    for settings in ((True,), (False, "selective", option), (False,)):
+        model = make_model()
+        training.checkpoint_activations(model, *settings)
+        with LiveBytes() as live:
+            out = model(torch.randint(0, 64, (2, 16)))
+        kept.append(live.count())
+        out.sum().backward()
+    assert 1.3 * kept[0] < kept[1] < 0.8 * kept[2]
+
+
 def test_dropout_is_drawn_alike_in_the_recomputation():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 1))
@@ -90,6 +124,8 @@ def test_dropout_is_drawn_alike_in_the_recomputation():
 def test_what_cannot_be_checkpointed():
     with pytest.raises(ValueError, match="No module of TransformerDecoder matches"):
         training.set_activation_checkpointing(make_model(), {nn.Conv1d})
+    with pytest.raises(ActivationCheckpointingError, match="not both"):
+        training.checkpoint_activations(make_model(), True, "full")
     for mode, option in (("selective", "layer"), ("partly", None), ("selective", 0)):
         with pytest.raises(ActivationCheckpointingError, match="ac_option"):
             training.apply_selective_activation_checkpointing(make_model(), mode, option)

@@ -22,7 +22,7 @@ from torchtune.modules.peft._utils import (
     set_trainable_params,
 )
 from torchtune.modules.peft.dora import DoRALinear
-from torchtune.modules.peft.lora import LoRALinear, check_adapter_numbers
+from torchtune.modules.peft.lora import AdapterStart, LoRALinear, check_adapter_numbers
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 from torchtune.modules.stored_linear import StoredLinear
 
@@ -50,6 +50,8 @@ class LoRA(Conversion):
         target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
             ``layers.[01].attn.*``.
         use_dora: train the magnitude of the adapted weight's rows separately (DoRA).
+        init: ``"pissa"`` or ``"olora"``: an adapter starts as a part of its weight, which is subtracted from the base
+            while it is read, before it is quantised; by default A is random and B zero.
         use_rslora: scale the update by alpha / sqrt(rank) (Kalajdzievski, "A Rank Stabilization Scaling Factor", 2023).
         quantize_base: must be False: the base is quantised by a conversion of its own.
 
@@ -70,6 +72,7 @@ class LoRA(Conversion):
         target_modules: Sequence[str] | None = None,
         use_dora: bool = False,
         quantize_base: bool = False,
+        init: AdapterStart | None = None,
         use_rslora: bool = False,
     ) -> None:
         if quantize_base:
@@ -93,6 +96,9 @@ class LoRA(Conversion):
         self.attn_modules = list(known if attn_modules is None else attn_modules)
         self.use_dora = use_dora
         self.use_rslora = use_rslora
+        if init is not None and init not in get_args(AdapterStart):
+            raise ConversionError(f"LoRA: init is '{init}', choose out of {', '.join(get_args(AdapterStart))}.")
+        self.init = init
         self.apply_to_mlp = apply_to_mlp
         self.apply_to_output = apply_to_output
         self.target_modules = None if target_modules is None else list(target_modules)
@@ -125,6 +131,11 @@ class LoRA(Conversion):
         for path, layer in chosen.items():
             if isinstance(layer, GroupedExperts):
                 self._check_experts(path, layer)
+            elif self.init is not None and not layer.weight.is_meta:
+                raise ConversionError(
+                    f"LoRA: init '{self.init}' takes adapters out of weights while they are read, but '{path}' has its "
+                    "weight already: apply the conversion while the model is on the meta device."
+                )
             elif id(layer.weight) in embeddings:
                 raise ConversionError(_TIED.format(path))
             elif type(layer).forward not in (nn.Linear.forward, StoredLinear.forward):
@@ -135,6 +146,11 @@ class LoRA(Conversion):
         return {path: module for path, module in linears.items() if path in chosen}
 
     def _check_experts(self, path: str, experts: GroupedExperts) -> None:
+        if self.init is not None:
+            raise ConversionError(
+                f"LoRA: init '{self.init}' is for linear layers, and '{path}' has experts: leave them out "
+                "(apply_to_mlp: False), or leave out init."
+            )
         if self.use_dora:
             raise ConversionError(
                 f"LoRA: the experts of '{path}' have no adapter with magnitudes: leave them out (apply_to_mlp or "
@@ -171,6 +187,8 @@ class LoRA(Conversion):
             parent, _, name = path.rpartition(".")
             make = LoRAGroupedExperts.from_experts if isinstance(layer, GroupedExperts) else linear_kind.from_linear
             new = make(layer, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+            if self.init is not None:
+                new.start = self.init
             if self.use_rslora:
                 new.scaling = self.alpha / self.rank**0.5
             setattr(model.get_submodule(parent), name, new)

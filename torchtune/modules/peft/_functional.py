@@ -131,6 +131,31 @@ def lora_projection(
     return LoRAProjection.apply(x, bias, lora_a, lora_b, mask, scale, decode, *stored)
 
 
+def start_from_weight(weight: Tensor, how: str, rank: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Adapters that start as a part of the weight they adapt, as ``peft`` computes them.
+
+    ``"pissa"``: the first singular vectors (Meng et al., "PiSSA", 2024); ``"olora"``: those of the QR decomposition
+    (Büyükakyüz, "OLoRA", 2024).
+
+    Args:
+        weight: float32 [out, in].
+        how: ``"pissa"`` or ``"olora"``.
+        rank: r.
+        scale: of the update.
+
+    Returns:
+        W - scale · B A, A [r, in] and B [out, r], in float32.
+    """
+    if how == "pissa":
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        root = (values[:rank] / scale).sqrt()
+        b, a = left[:, :rank] * root, root.unsqueeze(1) * right[:rank]
+    else:
+        left, right = torch.linalg.qr(weight)
+        b, a = left[:, :rank].contiguous(), right[:rank].contiguous()
+    return torch.addmm(weight, b, a, alpha=-scale), a, b
+
+
 def updated_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """``weight`` [out, in] + scale · B A, in float32 at least, on the device of ``weight``."""
     compute = torch.promote_types(weight.dtype, torch.float32)

@@ -3,7 +3,7 @@
 import math
 from enum import Enum
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ def check_adapter_numbers(rank: int, dropout: float) -> None:
         raise ConversionError(f"rank is {rank}: the rank of an adapter must be at least 1.")
     if not 0.0 <= dropout <= 1.0:
         raise ConversionError(f"dropout is {dropout}: it is a probability, give a number from 0 to 1.")
+
+
+AdapterStart = Literal["pissa", "olora"]
 
 
 class LoRALinear(nn.Module):
@@ -117,6 +120,7 @@ class LoRALinear(nn.Module):
         self.scaling = alpha / rank
         self.use_bias = self.bias is not None
         self.disabled = False
+        self.start: AdapterStart | None = None  # what A and B are made of when the base is read
         self.dropout = nn.Dropout(p=dropout)
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -171,7 +175,7 @@ class LoRALinear(nn.Module):
 
     def initialize_parameters(self) -> None:
         """Initialise the adapter: A Kaiming uniform, B zero. No-op on meta."""
-        if self.lora_a.weight.is_meta:
+        if self.lora_a.weight.is_meta or self.start is not None:
             return
         nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_b.weight)

@@ -13,20 +13,36 @@ from torchtune.rlhf.loss.dpo import (
     SigmoidNormLoss,
     SimPOLoss,
 )
+from torchtune.rlhf.loss.grpo import (
+    CISPOLoss,
+    DAPOLoss,
+    DrGRPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    OnPolicyDistillationLoss,
+    RLOOLoss,
+)
 from torchtune.rlhf.loss.kto import KTOLoss
 from torchtune.rlhf.loss.ppo import PPOLoss
 from torchtune.rlhf.loss.reward import RewardLoss, pooled_scores
 
 __all__ = [
     "AnswerLoss",
+    "CISPOLoss",
     "CPOLoss",
+    "DAPOLoss",
     "DPOLoss",
+    "DrGRPOLoss",
+    "GRPOLoss",
+    "GSPOLoss",
     "HingeLoss",
     "IPOLoss",
     "KTOLoss",
     "ORPOLoss",
+    "OnPolicyDistillationLoss",
     "PPOLoss",
     "PreferenceLoss",
+    "RLOOLoss",
     "RSOLoss",
     "RewardLoss",
     "RobustDPOLoss",

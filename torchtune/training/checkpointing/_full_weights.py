@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtune.models import Box
 from torchtune.modules.conversion import Conversion, ConversionError, StoredWeight, complete_conversions
+from torchtune.modules.peft import LoRALinear
+from torchtune.modules.peft._functional import start_from_weight
 from torchtune.training.checkpointing._ranks import Held, Ranks, full, local_part
 
 # Fills a tensor with the part of a full weight that is in a box.
@@ -69,6 +71,7 @@ class FullWeights:
         owned: names of the parameters that conversions save apart.
         base: names of all other weights, in their full form.
         stored: names of those that are stored in another form.
+        starts: adapted layers by the names of weights of which :meth:`fill` makes the adapter.
         inside: names of the parameters that store these.
     """
 
@@ -80,6 +83,7 @@ class FullWeights:
         for conversion in self._conversions:
             self._stored |= {name: (conversion, form) for name, form in conversion.stored_weights(model).items()}
         self.stored = set(self._stored)
+        self.starts: dict[str, LoRALinear] = {}
         self.inside = {name for _, form in self._stored.values() for name in form.names}
         self.base = {name for name in self._parameters if name not in self.owned | self.inside} | self.stored
 
@@ -107,6 +111,8 @@ class FullWeights:
         Raises:
             ConversionError: ``from_full`` returns other tensors than the parameters that it is to fill.
         """
+        if name in self.starts:
+            return self._fill_started(name, read, device, dtype)
         if name not in self._stored:
             box, local = local_part(self._materialize(name, device, dtype))
             if local.numel():
@@ -123,6 +129,15 @@ class FullWeights:
         for part, tensor in self._from_full(name, value).items():
             place, local = shards[part]
             local.copy_(tensor[_relative(place, rows) if form.by_rows else place])
+
+    def _fill_started(self, name: str, read: Read, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Read a full weight; fill the adapter with what it starts with, and the weight with the rest."""
+        layer, path = self.starts.pop(name), name.rpartition(".")[0]
+        value = torch.empty_like(self.outline(name), dtype=dtype, device=device)
+        read(tuple(slice(0, size) for size in value.shape), value)
+        parts = start_from_weight(value.float(), layer.start, layer.rank, layer.scaling)
+        for part, tensor in zip((name, f"{path}.lora_a.weight", f"{path}.lora_b.weight"), parts, strict=True):
+            self.fill(part, lambda box, target, tensor=tensor: target.copy_(tensor[box]), device, dtype)
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Fill this rank's shard of a real weight from the whole of it."""

@@ -16,7 +16,7 @@ from torchtune.training.checkpointing._gguf_layout import check_gguf
 from torchtune.utils import require
 
 # general.architecture -> architecture in a Hugging Face config.json
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 class GGUFFile:
@@ -110,12 +110,12 @@ class GGUFFile:
     @cached_property
     def spec(self) -> ModelSpec:
         """The family of models that the file belongs to."""
-        if self.architecture not in _ARCHITECTURES:
+        if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"{self.path}: the architecture '{self.architecture}' cannot be read from GGUF, only "
-                f"{', '.join(_ARCHITECTURES)}."
+                f"{', '.join(ARCHITECTURES)}."
             )
-        return spec_for_architecture(_ARCHITECTURES[self.architecture])
+        return spec_for_architecture(ARCHITECTURES[self.architecture])
 
     @cached_property
     def description(self) -> Description:
@@ -178,7 +178,7 @@ class GGUFFile:
         scaling = Llama3RopeScaling(factor=round(float(divisors.max()), 4))
         head_dim = 2 * len(divisors)
         base = float(self.get("{arch}.rope.freq_base", 10_000.0))
-        expected = torch.tensor([_llama3_divisor(scaling, base ** (2 * i / head_dim)) for i in range(len(divisors))])
+        expected = torch.tensor([llama3_divisor(scaling, base ** (2 * i / head_dim)) for i in range(len(divisors))])
         if not torch.allclose(expected, divisors, rtol=1e-3):
             raise CheckpointError(
                 f"{self.path}: its rotary frequency factors are not Llama 3.1's: use the Hugging Face checkpoint."
@@ -186,7 +186,8 @@ class GGUFFile:
         return scaling
 
 
-def _llama3_divisor(scaling: Llama3RopeScaling, inverse_frequency: float) -> float:
+def llama3_divisor(scaling: Llama3RopeScaling, inverse_frequency: float) -> float:
+    """By what Llama 3.1 divides a rotary frequency, given as its inverse."""
     wavelength = 2 * math.pi * inverse_frequency
     ratio = scaling.original_max_seq_len / wavelength
     if ratio > scaling.high_freq_factor:

@@ -1,7 +1,7 @@
 """Weights from files straight into the parameters of a model."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from torchtune.models import (
     spec_for_architecture,
     text_config,
 )
+from torchtune.modules.peft import LoRALinear
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights, materialize, parameter_at, whole_parameters
 from torchtune.training.checkpointing._ranks import full, local_part
@@ -108,12 +109,16 @@ def check_shape(where: Path, name: str, found: Sequence[int], wanted: Sequence[i
 
 
 def _load_external(
-    model: nn.Module, source: Source, kind: str, device: torch.device, dtype: torch.dtype | None
+    model: nn.Module,
+    weights: FullWeights,
+    source: Source,
+    kind: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
 ) -> None:
     spec, description = identity(model)
     weight_map = spec.weight_map(kind)
     _check_tied(model, weight_map, description, source)
-    weights = FullWeights(model)
     for group, shapes in _fitting_groups(model, weights, source, kind):
         for name in group.tune:
             weights.fill(name, partial(_read_pieces, source, group, shapes, name), device, dtype)
@@ -200,15 +205,20 @@ def _own_names(weights: FullWeights, source: Source) -> set[str]:
     return wanted
 
 
-def _load_own(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None) -> None:
-    weights = FullWeights(model)
+def _load_own(weights: FullWeights, source: Source, device: torch.device, dtype: torch.dtype | None) -> None:
     wanted = _own_names(weights, source)
     for name in source.names():
         if name in wanted:
             weights.fill(name, lambda box, target, name=name: target.copy_(source.read(name, box)), device, dtype)
 
 
-def load_base(model: nn.Module, source: Source, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
+def load_base(
+    model: nn.Module,
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    starts: Mapping[str, LoRALinear] | None = None,
+) -> set[str]:
     """Fill the base parameters of ``model`` from a source, one tensor at a time; of it, what this rank holds.
 
     Args:
@@ -216,6 +226,7 @@ def load_base(model: nn.Module, source: Source, device: torch.device, dtype: tor
         source: any format that the model's spec knows.
         device: where parameters of the meta device become real.
         dtype: of these; theirs by default.
+        starts: adapted layers, by the names of weights that are split into what the adapter starts with and the rest.
 
     Returns:
         names of base parameters that begin anew: the output layer of a classifier made from a language model.
@@ -224,11 +235,12 @@ def load_base(model: nn.Module, source: Source, device: torch.device, dtype: tor
         CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
     """
     spec, description = identity(model)
-    kind = recognise(source, spec, description)
+    kind, weights = recognise(source, spec, description), FullWeights(model)
+    weights.starts = dict(starts or {})
     if kind == "tune":
-        _load_own(model, source, device, dtype)
+        _load_own(weights, source, device, dtype)
         return set()
-    _load_external(model, source, kind, device, dtype)
+    _load_external(model, weights, source, kind, device, dtype)
     left_out = _missing_head(spec.weight_map(kind), description, source.names())
     if left_out:
         log_rank_zero(get_logger(), f"{_folder(source)} is of a language model: the classifier's output layer is new.")

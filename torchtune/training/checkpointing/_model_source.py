@@ -20,6 +20,7 @@ from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokeni
 from torchtune.training.checkpointing._load import check_base, check_config, check_description, load_base, read_json
 from torchtune.training.checkpointing._model_type import ModelType
 from torchtune.training.checkpointing._open_source import TextPart, open_source
+from torchtune.training.checkpointing._peft_settings import startable, wanted_start
 from torchtune.training.checkpointing._sources import Source, resolve_files
 from torchtune.utils import refuse_foreign, write_json
 
@@ -102,11 +103,14 @@ class ModelSource:
         if isinstance(source, GGUFFile) and not (self.checkpoint_dir / "tokenizer.json").exists():
             self._tokenizer_files, self._token_ids = tokenizer_files(source), special_ids(source)
         self._check_description(model, source)
-        left_out = load_base(model, source, device, dtype)
-        model.adapter_init = None
+        init = wanted_start(model)
+        starts = {} if init is None else startable(model, init, self.checkpoint_dir)
+        left_out = load_base(model, source, device, dtype, starts)
+        model.adapter_init = init
         adapter = self._find_adapter(wanted=bool(owned))
         if adapter is not None:
             load_adapter(model, adapter, device, dtype)
+        owned -= {f"{name.removesuffix('weight')}lora_{side}.weight" for name in starts for side in "ab"}
         names = {name for name, _ in model.named_parameters() if adapter is not None or name not in owned}
         return names - left_out
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from torchtune.models import Box, rename_prefix, text_prefixes
+from torchtune.training.checkpointing._compressed_tensors import CompressedFiles, is_compressed
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._mxfp4 import Mxfp4Files, has_mxfp4
@@ -77,7 +78,9 @@ def open_source(paths: Sequence[Path]) -> Source:
     suffixes = {path.suffix for path in paths}
     if suffixes == {".safetensors"}:
         files = SafetensorsFiles(paths)
-        return Mxfp4Files(paths) if has_mxfp4(files.names()) else _text_of(files)
+        if has_mxfp4(files.names()):
+            return Mxfp4Files(paths)
+        return _text_of(CompressedFiles(paths) if is_compressed(files.names()) else files)
     if suffixes == {".gguf"}:
         if len(paths) > 1:
             raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")

@@ -10,6 +10,7 @@ from torch import nn
 from torchtune.models import FusedAdapter
 from torchtune.modules.conversion import complete_conversions
 from torchtune.modules.peft import AdapterModule, LoRALinear
+from torchtune.modules.peft._functional import start_from_weight
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import identity, read_json
@@ -152,6 +153,30 @@ def take_from_base(model: nn.Module, settings: Mapping[str, Any], path: Path) ->
         return
     if done is not None:
         raise CheckpointError(f"{path}: the base was changed for an adapter of the kind {done} already: start anew.")
+    adapted, weights = startable(model, init, path), FullWeights(model)
+    for name, module in adapted.items():
+        weight = weights.full(name).float()
+        weights.put(name, start_from_weight(weight, init, module.rank, module.scaling)[0])
+    model.adapter_init = init
+
+
+def wanted_start(model: nn.Module) -> str | None:
+    """``"pissa"`` or ``"olora"`` if the model's adapters start as a part of their weights."""
+    layers = (module for module in model.modules() if isinstance(module, LoRALinear))
+    return next((layer.start for layer in layers if layer.start is not None), None)
+
+
+def startable(model: nn.Module, init: str, path: Path | str) -> dict[str, LoRALinear]:
+    """The adapted layers of a model whose adapters may start as a part of their weight, by the names of the weights.
+
+    Args:
+        model: has adapters.
+        init: ``"pissa"`` or ``"olora"``.
+        path: what an error begins with.
+
+    Raises:
+        CheckpointError: the weight of a layer is a part of another one in checkpoints, or stacked.
+    """
     spec, description = identity(model)
     groups = {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.tune}
     adapted = {path: module for path, module in model.named_modules() if isinstance(module, AdapterModule)}
@@ -165,17 +190,4 @@ def take_from_base(model: nn.Module, settings: Mapping[str, Any], path: Path) ->
             f"{path}: init_lora_weights = '{init}' cannot be expressed for '{others[0]}', whose base weight has other "
             "parts here: merge the adapter into its base with peft and start from the merged model."
         )
-    weights = FullWeights(model)
-    for path, module in adapted.items():
-        name = f"{path}.weight"
-        weights.put(name, _without_start(weights.full(name).float(), init, settings["r"], module.scaling))
-    model.adapter_init = init
-
-
-def _without_start(weight: torch.Tensor, init: str, rank: int, scale: float) -> torch.Tensor:
-    """float32 ``weight`` [out, in] minus what an adapter of this kind and rank starts with."""
-    if init == "pissa":
-        left, values, right = torch.linalg.svd(weight, full_matrices=False)
-        return weight - (left[:, :rank] * values[:rank]) @ right[:rank]
-    left, right = torch.linalg.qr(weight)
-    return weight - scale * left[:, :rank] @ right[:rank]
+    return {f"{name}.weight": module for name, module in adapted.items()}

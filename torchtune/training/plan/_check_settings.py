@@ -22,8 +22,16 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
     if cfg.optimizer_in_bwd and cfg.gradient_accumulation_steps > 1:
         yield "gradient_accumulation_steps", "must be 1 with optimizer_in_bwd, which keeps no gradients"
-    if cfg.enable_activation_offloading and not cfg.enable_activation_checkpointing:
-        yield "enable_activation_offloading", "needs enable_activation_checkpointing=True"
+    if cfg.ac_mode is not None and cfg.enable_activation_checkpointing:
+        yield "ac_mode", "recomputes some layers and enable_activation_checkpointing all of them: set one of the two"
+    if cfg.ac_mode == "selective" and not (
+        cfg.ac_option == "op" or (str(cfg.ac_option).isdigit() and int(cfg.ac_option))
+    ):
+        yield "ac_option", "must be op or a number from 1 on with ac_mode=selective"
+    if cfg.ac_option is not None and cfg.ac_mode != "selective":
+        yield "ac_option", "needs ac_mode=selective"
+    if cfg.enable_activation_offloading and not (cfg.enable_activation_checkpointing or cfg.ac_mode):
+        yield "enable_activation_offloading", "needs enable_activation_checkpointing=True, or ac_mode"
     if cfg.enable_activation_offloading and cfg.device is not None and not cfg.device.startswith("cuda"):
         yield "enable_activation_offloading", f"needs device=cuda, not {cfg.device}"
     try:

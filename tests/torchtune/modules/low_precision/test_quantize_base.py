@@ -237,3 +237,37 @@ def test_layers_that_stay_are_named(tmp_path: Path, caplog: pytest.LogCaptureFix
         apply_conversions(model, [QuantizeBase("int8")])
     with pytest.raises(ConversionError, match="is quantised already"):
         QuantizeBase("int8").convert(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_starts_as_a_part_of_its_weight(init: str, tmp_path: Path) -> None:
+    write_folder(tmp_path / "in", "qwen2_tied", **SIZES)
+    plain, model = load(tmp_path / "in"), load(tmp_path / "in", lora(init=init))
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["down_proj"], init_lora_weights=init)
+    theirs = peft.get_peft_model(hf_model("qwen2_tied", **SIZES), config)
+    layer, other = model.layers[1].mlp.w2, theirs.base_model.model.model.layers[1].mlp.down_proj
+    torch.testing.assert_close(layer.weight, other.base_layer.weight, rtol=1e-4, atol=1e-5)
+    for ours, found in ((layer.lora_a, other.lora_A), (layer.lora_b, other.lora_B)):  # up to signs
+        torch.testing.assert_close(ours.weight.abs(), found["default"].weight.abs(), rtol=1e-3, atol=1e-4)
+    losses(model)
+    adapter = saved(model, tmp_path, "adapter", contents="adapter")
+    theirs = peft.PeftModel.from_pretrained(hf_model("qwen2_tied", **SIZES), adapter)
+    torch.testing.assert_close(logits(model.eval()), logits(theirs), rtol=1e-3, atol=1e-3)
+    # Quantised, the base is rounded without what the adapter took; of PiSSA the sum is nearer to the weight.
+    torch.manual_seed(0)
+    model = load(tmp_path / "in", nf4(), lora(init=init))
+    layer, weight = model.layers[1].mlp.w2, plain.layers[1].mlp.w2.weight
+    rounded = NF4(torch.float32, BLOCK)
+    usual = rounded.decode(*rounded.encode(weight.detach())) - weight
+    assert (layer.merged_weight(layer.full_weight()) - weight).norm() < (
+        0.95 if init == "pissa" else 1.0
+    ) * usual.norm()
+    resumed, progress = build(tmp_path / "in", nf4(), lora(init=init)), {"step": 0}
+    losses(model)
+    saved(model, tmp_path, "run", contents="adapter", state={"progress": {"step": 3}})
+    store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "run"))
+    store.load_model(resumed)
+    store.resume(store.find_resume_point(), resumed, {"progress": progress})
+    assert same_bits(dict(resumed.named_parameters()), dict(model.named_parameters()))

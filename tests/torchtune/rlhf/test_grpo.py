@@ -1,0 +1,288 @@
+"""Losses, advantages, rewards and rollouts of GRPO, against plain formulas in float64."""
+
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import write_checkpoint
+from torchtune import rlhf, training
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.models import from_hf_config
+from torchtune.modules.transforms.tokenizers import hf_tokenizer
+from torchtune.rlhf import GroupAdvantages, LocalSampler, RewardSum, Rollout, RolloutError, collate_rollouts
+from torchtune.rlhf import reward_functions as rewards
+from torchtune.rlhf.loss import (
+    CISPOLoss,
+    DAPOLoss,
+    DrGRPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    OnPolicyDistillationLoss,
+    RLOOLoss,
+    setup_loss,
+)
+from torchtune.training import FullModelHFCheckpointer, ParallelDims
+
+LENGTHS = [3, 1, 5, 4]
+
+
+def numbers(count: int, scale: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(count, generator=generator, dtype=torch.float64)
+
+
+def by_hand(loss: GRPOLoss, now: Tensor, old: Tensor, values: list[float], ref: Tensor, sampled: Tensor) -> Tensor:
+    """The mean over the step, sequence by sequence and token by token, with weights without gradient spelled out."""
+    total, at = torch.zeros((), dtype=torch.float64), 0
+    for length, given in zip(LENGTHS, values, strict=True):
+        here = slice(at, at + length)
+        of_sequence = torch.zeros((), dtype=torch.float64)
+        for t in range(here.start, here.stop):
+            whole = torch.exp((now[here] - old[here]).sum() / length)
+            rho = whole if loss.ratio == "sequence" else torch.exp(now[t] - old[t])
+            advantage = given if loss.needs_rewards else 0.0
+            if loss.kl_coeff and loss.kl == "k1":
+                advantage -= loss.kl_coeff * float(old[t] - ref[t])
+            if loss.kind == "cispo":
+                term = -min(rho.item(), 1 + loss.epsilon_high) * advantage * now[t]
+            else:
+                bound = min(max(rho.item(), 1 - loss.epsilon), 1 + loss.epsilon_high)
+                bound = rho if bound == rho.item() else torch.tensor(bound, dtype=torch.float64)
+                term = -min(rho * advantage, bound * advantage, key=Tensor.item)
+            if loss.kl_coeff and loss.kl == "k3":
+                x = torch.exp(ref[t] - now[t])
+                term = term + loss.kl_coeff * torch.exp(now[t] - old[t]) * (x - torch.log(x) - 1)
+            if loss.importance_cap is not None:
+                term = term * min(math.exp(old[t] - sampled[t]), loss.importance_cap)
+            of_sequence = of_sequence + term
+        share = {"tokens": 1 / sum(LENGTHS), "sequences": 1 / length / len(LENGTHS)}
+        total = total + of_sequence * (share.get(loss.normalize) or 1 / (loss.constant * len(LENGTHS)))
+        at += length
+    return total
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        GRPOLoss(),
+        GRPOLoss(0.1, 0.1, normalize="sequences", kl_coeff=0.3),
+        GRPOLoss(kl_coeff=0.2, kl="k1", importance_cap=1.1),
+        DAPOLoss(),
+        DrGRPOLoss(constant=8.0),
+        GSPOLoss(0.01, 0.02),
+        CISPOLoss(0.1),
+        RLOOLoss(),
+        OnPolicyDistillationLoss(),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_losses_and_gradients_follow_the_formula(loss: GRPOLoss) -> None:
+    count, values = sum(LENGTHS), [1.0, -0.5, -2.0, 0.3]
+    old = numbers(count, 1.0, 0) - 3.0
+    ref, sampled = old + numbers(count, 0.3, 2), old + numbers(count, 0.2, 3)
+    now = (old + numbers(count, 0.3, 1)).requires_grad_()
+    sequences = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    given = torch.tensor(values, dtype=torch.float64)[sequences]
+    reference = ref if loss.needs_reference else None
+    losses, figures = loss(now, old, given, sequences, reference, sampled)
+    mean = losses.sum() / loss.num_terms(count, len(LENGTHS))
+    expected = by_hand(loss, now, old, values, ref, sampled)
+    torch.testing.assert_close(mean, expected, atol=1e-9, rtol=0)
+    ours, theirs = (torch.autograd.grad(one, now)[0] for one in (mean, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
+    assert ours.abs().max() > 1e-3
+    assert ("kl" in figures) == loss.needs_reference
+    if loss.kind == "ppo" and loss.kl_coeff == 0:
+        assert 0 < figures["clipped"].mean() < 1
+
+
+def test_the_gradient_of_both_kl_terms_is_that_of_the_divergence() -> None:
+    """In expectation over tokens of π: a wrong sign, or k3 without its ratio, shows here."""
+    logits, ref = numbers(6, 1.0, 0).requires_grad_(), numbers(6, 1.0, 1).log_softmax(0)
+    log_p = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad((log_p.exp() * (log_p - ref)).sum(), logits, retain_graph=True)
+    for kl in ("k3", "k1"):
+        loss = GRPOLoss(9.0, 9.0, kl_coeff=1.0, kl=kl)
+        terms, _ = loss(log_p, log_p.detach(), torch.zeros(6, dtype=torch.float64), torch.zeros(6, dtype=int), ref)
+        (found,) = torch.autograd.grad((log_p.detach().exp() * terms).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+def test_advantages_follow_the_formula() -> None:
+    given = [[1.0, 0.0, 0.5, 0.0], [1.0, 1.0, 1.0, 1.0], [2.0, math.nan, -1.0, 0.0]]
+    group = torch.tensor(given, dtype=torch.float64)
+    known = [[value for value in row if not math.isnan(value)] for row in given]
+    spread = statistics.stdev(value for row in known for value in row)
+    plain, others, scaled, batch = (
+        GroupAdvantages(**options)(group)
+        for options in ({}, {"leave_one_out": True}, {"scale": "group"}, {"scale": "batch"})
+    )
+    for i, row in enumerate(given):
+        for j, value in enumerate(row):
+            if math.isnan(value):
+                assert all(math.isnan(one[i, j]) for one in (plain, others, scaled, batch))
+                continue
+            centred = value - statistics.mean(known[i])
+            rest = [known[i][k] for k in range(len(known[i])) if k != known[i].index(value)]
+            assert plain[i, j] == pytest.approx(centred, abs=1e-12)
+            assert others[i, j] == pytest.approx(value - statistics.mean(rest), abs=1e-12)
+            assert scaled[i, j] == pytest.approx(centred / (statistics.stdev(known[i]) + 1e-4), abs=1e-12)
+            assert batch[i, j] == pytest.approx(centred / (spread + 1e-4), abs=1e-12)
+    assert rlhf.has_variance(group).tolist() == [True, False, True]
+    assert abs(plain.nansum(1)).max() < 1e-12, "centred: the mean is not added back"
+
+
+ORDER = {"answer": '{"name":"Nora","count":77,"city":null}', "question": "2 + 2"}
+
+
+def one_more(rows: list, texts: list) -> list:
+    return [1.0] * (len(texts) + 1)
+
+
+def fails_on_b(rows: list, texts: list) -> list:
+    return [1.0 / (text != "b") for text in texts]
+
+
+def nan_on_b(rows: list, texts: list) -> list:
+    return [math.nan if text == "b" else None for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("reward", "text", "expected"),
+    [
+        (rewards.ExactMatch(), f" {ORDER['answer']}\n", 1.0),
+        (rewards.ExactMatch(), "nora", 0.0),
+        (rewards.ExactMatch("question", pattern=r"<a>(.*?)</a>"), "<a>1</a> no: <a>2 + 2</a>", 1.0),
+        (rewards.ExactMatch("question", pattern=r"<a>(.*?)</a>"), "2 + 2", 0.0),
+        (rewards.ExactMatch("question", ignore_case=True), "2 + 2", 1.0),
+        (rewards.RegexMatch(r"\d"), "in 3\nlines", 1.0),
+        (rewards.RegexMatch(r"<think>.*</think>.+", whole=True), "<think>a\nb</think> 4", 1.0),
+        (rewards.RegexMatch(r"<think>.*</think>.+", whole=True), "so <think>a</think> 4", 0.0),
+        (rewards.JSONFields(), '{"name": "Nora", "count": 77, "city": "Bern"}', 2 / 3),
+        (rewards.JSONFields(), '{"name": "Nora", "count": 77, "city": null, "day": null}', 3 / 4),
+        (rewards.JSONFields(), '["Nora"]', 0.0),
+        (rewards.LengthReward(4, 8), "123456", 0.5),
+        (rewards.LengthReward(4, 8), "12", 1.0),
+    ],
+)
+def test_rewards(reward: rewards.Reward, text: str, expected: float) -> None:
+    assert reward([ORDER], [text]) == pytest.approx([expected])
+
+
+def test_rewards_add_up_with_their_weights_and_none_drops_an_answer() -> None:
+    def sometimes(rows: list, texts: list) -> list:
+        return [None if text == "b" else 2.0 for text in texts]
+
+    found = RewardSum([rewards.ExactMatch("a", weight=0.5), sometimes])([{"a": "x"}] * 3, ["x", "b", "c"])
+    assert found.total[::2] == [2.5, 2.0]
+    assert math.isnan(found.total[1])
+    assert found.parts["ExactMatch"] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("one_more", "'one_more' returned 4 values for 3 answers"),
+        ("fails_on_b", "'fails_on_b' fails for row 7: ZeroDivisionError"),
+        ("nan_on_b", "'nan_on_b' returned nan for row 7"),
+    ],
+)
+def test_a_wrong_reward_function_is_one_sentence_with_row_numbers(function: str, words: str) -> None:
+    reward = rewards.FunctionReward(f"{__name__}.{function}")
+    with pytest.raises(RolloutError, match=words):
+        RewardSum([reward])([{}] * 3, ["a", "b", "c"], [5, 7, 9])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any]:
+    folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"))
+    with torch.device("meta"):
+        model = from_hf_config(str(folder))
+    FullModelHFCheckpointer(checkpoint_dir=str(folder)).load_model(model, device=torch.device("cpu"))
+    return model, hf_tokenizer(str(folder))
+
+
+PROMPTS = [[5, 9, 30, 31], [7, 8], [40, 41, 42, 43, 44, 45]]
+
+
+def test_the_sampler_and_the_trainer_agree_on_log_probs(tiny: tuple) -> None:
+    model, tokenizer = tiny
+    sampler = LocalSampler(model.train(), tokenizer, max_new_tokens=80, temperature=1.3)
+    rollouts = sampler(PROMPTS, 8, [11, 22, 33])
+    assert model.training, "evaluation mode ends with sampling"
+    ended = [rollout for rollout in rollouts if rollout.finished]
+    assert 0 < len(ended) < len(rollouts)
+    assert all(rollout.answer[-1] in tokenizer.stop_tokens for rollout in ended)
+    batch = collate_rollouts(rollouts, [0.5] * len(rollouts))
+    assert batch.num_labels == sum(len(rollout.answer) for rollout in rollouts), "the end is a label"
+    loss = setup_loss(GRPOLoss(), model)
+    loss.temperature = sampler.temperature
+    scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+    labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+    torch.testing.assert_close(scores[labelled], torch.cat([one.log_probs for one in rollouts]), atol=1e-4, rtol=0)
+    _, figures = loss.sum_and_metrics(batch, scores)
+    total, count = figures["policy/sampler_difference"]
+    assert total / count < 1e-4
+
+
+def test_an_answer_depends_on_its_seed_and_number_alone(tiny: tuple) -> None:
+    model, tokenizer = tiny
+    sampler = LocalSampler(model, tokenizer, max_new_tokens=12)
+    whole = sampler(PROMPTS, 4, [11, 22, 33])
+    again = LocalSampler(model, tokenizer, max_new_tokens=12, max_sequences=4)(PROMPTS, 4, [11, 22, 33])
+    fewer = sampler(PROMPTS[1:2], 2, [22])
+    assert [one.answer for one in again] == [one.answer for one in whole]
+    assert [one.answer for one in fewer] == [one.answer for one in whole[4:6]]
+    assert len({tuple(one.answer) for one in whole}) == len(whole)
+    other = sampler(PROMPTS, 4, [11, 23, 33])
+    assert [a.answer == b.answer for a, b in zip(whole, other, strict=True)] == [True] * 4 + [False] * 4 + [True] * 4
+
+
+def test_draws_follow_the_distribution(tiny: tuple) -> None:
+    """20,000 first tokens of one prompt against the model's softmax: χ² over the tokens that are expected often."""
+    model, tokenizer = tiny
+    sampler = LocalSampler(model, tokenizer, max_new_tokens=1, temperature=2.0)
+    found = torch.tensor([one.answer[0] for one in sampler([PROMPTS[0]], 20_000, [3])])
+    with torch.no_grad():
+        p = (model(torch.tensor([PROMPTS[0]]))[0, -1] / 2.0).softmax(-1)
+    counts, expected = found.bincount(minlength=len(p)), 20_000 * p
+    often = expected > 20
+    chi = ((counts - expected)[often].square() / expected[often]).sum().item()
+    freedom = int(often.sum())
+    assert abs(chi - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+def test_batches_hold_every_rollout_once_within_their_tokens() -> None:
+    rollouts = [Rollout(torch.arange(n + 2), 2, torch.full((n,), -1.0), True) for n in (3, 9, 2, 2, 30, 1)]
+    values = [float(i) for i in range(len(rollouts))]
+    options = {"dims": ParallelDims(), "blank": rollouts[0], "count_documents": True}
+    batches, terms, labels = rlhf.rollout_batches(rollouts, values, tokens_per_batch=14, **options)
+    assert (terms, labels) == (6, 47)
+    assert [batch.num_documents for batch in batches] == [2, 2, 1, 1]
+    found = torch.cat([batch["advantages"][batch.labels != CROSS_ENTROPY_IGNORE_IDX] for batch in batches])
+    lengths = torch.tensor([len(one.answer) for one in rollouts])
+    assert torch.equal(found, torch.tensor(values).repeat_interleave(lengths))
+    one = batches[0]
+    assert one.tokens[0].tolist() == [0, 1, 2, 3, *range(10)]
+    assert one.labels[0].tolist() == [-100, 2, 3, 4, -100, *range(2, 11)]
+
+
+def test_what_cannot_be_is_refused(tiny: tuple) -> None:
+    with pytest.raises(RolloutError, match="temperature is 0"):
+        LocalSampler(*tiny, temperature=0)
+    with pytest.raises(TypeError, match="top_k"):
+        LocalSampler(*tiny, top_k=5)
+    with pytest.raises(ValueError, match="constant"):
+        GRPOLoss(normalize="constant")
+    batch = collate_rollouts([Rollout(torch.arange(4), 2, None, True)], [1.0])
+    assert "sampled" not in batch
+    with pytest.raises(RolloutError, match="two of the name"):
+        RewardSum([rewards.ExactMatch(), rewards.ExactMatch("a")])
+    assert replace(batch, terms=0).num_terms == 0
+    assert training.ParallelDims().max(3) == 3

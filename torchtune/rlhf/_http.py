@@ -1,0 +1,55 @@
+"""Requests to servers that speak JSON."""
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from typing import Any
+
+from torchtune.rlhf._rollouts import RolloutError
+
+
+def post_json(url: str, body: dict[str, Any] | None, *, timeout: float) -> Any:
+    """Send a JSON body (or, without one, a GET request) and return the JSON of the reply.
+
+    A key in the environment variable ``OPENAI_API_KEY`` is sent along.
+
+    Args:
+        url: of the endpoint.
+        body: to send.
+        timeout: seconds without any byte of a reply.
+
+    Raises:
+        RolloutError: the server is gone, too slow, or replies with an error or something else than JSON.
+    """
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout) as reply:
+            text = reply.read()
+    except urllib.error.HTTPError as error:
+        said = error.read(500).decode(errors="replace").strip()
+        raise RolloutError(
+            f"The server replies to {url} with {error.code} {error.reason}: {said or 'no text'}"
+        ) from error
+    except TimeoutError as error:
+        raise _too_slow(url, timeout) from error
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            raise _too_slow(url, timeout) from error
+        raise RolloutError(f"No server answers at {url} ({error.reason}): start it, or correct the url.") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise RolloutError(f"The connection to {url} broke ({error!r}): look at the server's log.") from error
+    except ValueError as error:
+        raise RolloutError(f"'{url}' is no url: write it as http://host:port/v1.") from error
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RolloutError(f"The reply of {url} is no JSON: is it an OpenAI-compatible server?") from error
+
+
+def _too_slow(url: str, timeout: float) -> RolloutError:
+    return RolloutError(f"{url} has not answered within {timeout:g} s: raise timeout, or look at the server's log.")

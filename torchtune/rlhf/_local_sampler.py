@@ -1,0 +1,84 @@
+"""Sampling from the model that is trained, in the process that trains it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchtune.generation import generate_tokens
+from torchtune.rlhf._rollouts import Rollout, RolloutError
+
+
+class LocalSampler:
+    """Answers prompts with the model that is trained, whose weights need not be copied anywhere.
+
+    Each prompt is prefilled once for all of its answers, and answers that have ended leave the batch. The tokens are
+    drawn from the model's whole distribution: top-k and top-p would change it, and the ratio of probabilities that the
+    loss takes would be wrong.
+
+    Args:
+        model: that is trained; it samples in evaluation mode.
+        tokenizer: names the tokens that end an answer.
+        max_new_tokens: most tokens of an answer.
+        temperature: divides the logits, when sampling and in the loss.
+        max_sequences: answers that are sampled at once, which bounds the memory of the KV cache; null takes all.
+
+    Raises:
+        RolloutError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        max_sequences: int | None = None,
+    ) -> None:
+        if temperature <= 0:
+            raise RolloutError(
+                f"sampler.temperature is {temperature}: answers of a group have to differ, set it above 0 (1 is usual)."
+            )
+        if max_new_tokens < 1 or (max_sequences is not None and max_sequences < 1):
+            raise RolloutError("sampler.max_new_tokens and sampler.max_sequences must be at least 1.")
+        self.model, self.stop_tokens = model, list(tokenizer.stop_tokens)
+        self.max_new_tokens, self.temperature, self.max_sequences = max_new_tokens, temperature, max_sequences
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
+    ) -> list[Rollout]:
+        """See :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds the answers are the likeliest ones."""
+        size = len(prompts) if self.max_sequences is None else max(1, self.max_sequences // num_samples)
+        found: list[Rollout] = []
+        for start in range(0, len(prompts), size):
+            part = slice(start, start + size)
+            found += self._sample(prompts[part], num_samples, None if seeds is None else seeds[part])
+        return found
+
+    def _sample(self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None) -> list[Rollout]:
+        device = self.model.tok_embeddings.weight.device
+        draws = None
+        if seeds is not None:
+            keys = [np.array([seed, number], np.uint64) for seed in seeds for number in range(num_samples)]
+            rows = [np.random.Generator(np.random.Philox(key=key)).random(self.max_new_tokens) for key in keys]
+            draws = torch.from_numpy(np.stack(rows))
+            draws = draws.float() if device.type == "mps" else draws
+        generated = generate_tokens(
+            self.model,
+            [torch.as_tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts],
+            max_new_tokens=self.max_new_tokens,
+            num_samples=num_samples,
+            temperature=0.0 if seeds is None else self.temperature,
+            stop_tokens=self.stop_tokens,
+            draws=None if draws is None else draws.to(device),
+        )
+        found = []
+        for index, (new, log_probs) in enumerate(zip(generated.tokens, generated.log_probs, strict=True)):
+            prompt = torch.as_tensor(prompts[index // num_samples], dtype=torch.int64)
+            new = new.cpu()
+            finished = int(new[-1]) in self.stop_tokens
+            found.append(Rollout(torch.cat([prompt, new]), len(prompt), log_probs.float().cpu(), finished))
+        return found

@@ -1,0 +1,153 @@
+"""Answers that a model sampled: what a sampler returns, and the batches that are trained on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, collate_documents
+from torchtune.training import ParallelDims
+from torchtune.utils import UserError
+
+
+class RolloutError(UserError):
+    """Answers cannot be sampled, scored or trained on."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A prompt and an answer that was sampled.
+
+    Attributes:
+        tokens: prompt and answer, int64 ``[s]``, on the host; the token that ends the answer is one of them.
+        prompt_len: tokens of the prompt.
+        log_probs: of the answer's tokens, as they were sampled, float32 ``[s - prompt_len]``; None where the sampler
+            does not know them.
+        finished: whether the answer has ended, rather than grown too long.
+    """
+
+    tokens: Tensor
+    prompt_len: int
+    log_probs: Tensor | None
+    finished: bool
+
+    @property
+    def answer(self) -> list[int]:
+        """Tokens of the answer."""
+        return self.tokens[self.prompt_len :].tolist()
+
+
+class Sampler(Protocol):
+    """What answers prompts while a model is trained.
+
+    Attributes:
+        temperature: of the distribution that tokens are drawn from, untruncated.
+    """
+
+    temperature: float
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
+    ) -> list[Rollout]:
+        """Answer every prompt ``num_samples`` times; answer j of prompt i is item ``i * num_samples + j``.
+
+        Args:
+            prompts: tokens of each prompt.
+            num_samples: answers per prompt.
+            seeds: one per prompt; the same seed and prompt give the same answers.
+        """
+
+
+def prompt_seed(*words: int) -> int:
+    """A seed made from numbers, for example the run's seed, the step and the row."""
+    low, high = np.random.SeedSequence([word & 0xFFFFFFFFFFFFFFFF for word in words]).generate_state(2)
+    return int(high) << 32 | int(low)
+
+
+def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float], count_documents: bool = False) -> Batch:
+    """Concatenate rollouts, padding-free. The last token of each is a label and no input.
+
+    Args:
+        rollouts: one document each.
+        advantages: of each.
+        count_documents: the loss is a mean over documents, not over tokens.
+
+    Returns:
+        the batch of :func:`torchtune.data.collate_documents`: labels are the answers' tokens. Entries per token, float
+        ``[1, s]``, at the positions of their labels: ``advantages`` and, where all are known, ``sampled`` (log-probs).
+        Entry per document: ``label_counts``.
+    """
+    documents, values, sampled = [], [], []
+    known = all(rollout.log_probs is not None for rollout in rollouts)
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        before, new = rollout.prompt_len - 1, len(rollout.tokens) - rollout.prompt_len
+        labels = torch.cat([torch.full((before,), CROSS_ENTROPY_IGNORE_IDX), rollout.tokens[rollout.prompt_len :]])
+        documents.append({"tokens": rollout.tokens[:-1], "labels": labels})
+        values.append(torch.cat([torch.zeros(before), torch.full((new,), float(advantage))]))
+        if known:
+            sampled.append(torch.cat([torch.zeros(before), rollout.log_probs.float()]))
+    counts = [len(rollout.tokens) - rollout.prompt_len for rollout in rollouts]
+    per_token = {"advantages": torch.cat(values)[None]}
+    if known:
+        per_token["sampled"] = torch.cat(sampled)[None]
+    return replace(
+        collate_documents(documents),
+        per_token=per_token,
+        per_document={"label_counts": torch.tensor(counts)},
+        terms=len(rollouts) if count_documents else None,
+    )
+
+
+def rollout_batches(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float],
+    *,
+    tokens_per_batch: int,
+    dims: ParallelDims,
+    blank: Rollout,
+    count_documents: bool = False,
+) -> tuple[list[Batch], int, int]:
+    """Micro-batches of whole rollouts, as many on every process; all processes call it together.
+
+    Args:
+        rollouts: of this process; there may be none.
+        advantages: of each.
+        tokens_per_batch: most tokens of a micro-batch; a longer rollout has one for itself.
+        dims: the processes.
+        blank: a process that has too few gets this one instead, without labels.
+        count_documents: see :func:`collate_rollouts`.
+
+    Returns:
+        the micro-batches, on the host, and their terms and labels, summed over all processes.
+    """
+    parts: list[list[int]] = []
+    room = 0
+    for index, rollout in enumerate(rollouts):
+        length = len(rollout.tokens) - 1
+        if not parts or length > room:
+            parts.append([])
+            room = tokens_per_batch
+        parts[-1].append(index)
+        room -= length
+    batches = [
+        collate_rollouts([rollouts[i] for i in part], [advantages[i] for i in part], count_documents) for part in parts
+    ]
+    terms, labels = dims.sum(sum(batch.num_terms for batch in batches), sum(batch.num_labels for batch in batches))
+    for _ in range(dims.max(len(batches)) - len(batches)):
+        batches.append(_without_labels(collate_rollouts([blank], [0.0])))
+    return batches, terms, labels
+
+
+def _without_labels(batch: Batch) -> Batch:
+    labels = torch.full_like(batch.labels, CROSS_ENTROPY_IGNORE_IDX)
+    return replace(batch, labels=labels, per_document={"label_counts": torch.zeros(1, dtype=torch.int64)}, terms=0)
+
+
+def texts_of(rollouts: Sequence[Rollout], tokenizer: Any) -> list[str]:
+    """Text of every answer, without the token that ends it."""
+    stop = set(tokenizer.stop_tokens)
+    answers = [rollout.answer for rollout in rollouts]
+    return [tokenizer.decode(answer[:-1] if answer and answer[-1] in stop else answer) for answer in answers]

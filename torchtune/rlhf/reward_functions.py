@@ -1,0 +1,361 @@
+"""Rewards of answers: functions of rows and texts, and those that are built in."""
+
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune.config._locate import locate
+from torchtune.rlhf._http import post_json
+from torchtune.rlhf._rollouts import RolloutError
+from torchtune.utils import require
+
+Row = Mapping[str, Any]
+# (rows, texts of the answers) -> a reward each; None where an answer cannot be scored.
+RewardFunction = Callable[[Sequence[Row], Sequence[str]], Sequence[float | None]]
+
+
+class Reward(ABC):
+    """A reward of answers, called with rows of the dataset and the texts of their answers.
+
+    Args:
+        weight: of this reward in the sum.
+        name: in logs; by default that of the class.
+    """
+
+    def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
+        self.weight, self.name = weight, name or type(self).__name__
+
+    @abstractmethod
+    def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
+        """A reward for every text; None where it cannot be scored, which drops the answer."""
+
+
+class FunctionReward(Reward):
+    """A function of yours, ``(rows, texts) -> list[float | None]``.
+
+    Args:
+        function: its dotted path.
+        weight: see :class:`Reward`.
+        name: by default that of the function.
+    """
+
+    def __init__(self, function: str, weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(weight, name or function.rpartition(".")[2])
+        self._function: RewardFunction = locate(function)
+
+    def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
+        """What the function returns."""
+        return self._function(rows, texts)
+
+
+class _RowReward(Reward):
+    """A reward of one answer at a time."""
+
+    def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> list[float | None]:
+        """See :class:`Reward`."""
+        return [self.score(row, text) for row, text in zip(rows, texts, strict=True)]
+
+    @abstractmethod
+    def score(self, row: Row, text: str) -> float | None:
+        """The reward of one text."""
+
+
+def _column(row: Row, column: str) -> Any:
+    if column not in row:
+        raise RolloutError(f"the row has no column '{column}', it has {', '.join(map(str, row)) or 'none'}")
+    return row[column]
+
+
+class ExactMatch(_RowReward):
+    """1 where the answer, without space around it, is what stands in a column, else 0.
+
+    Args:
+        column: of the right answer.
+        ignore_case: whether upper and lower case are the same.
+        pattern: regular expression; what is compared is its first group (or all of it) at its last match.
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(
+        self,
+        column: str = "answer",
+        ignore_case: bool = False,
+        pattern: str | None = None,
+        weight: float = 1.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(weight, name)
+        self.column, self.ignore_case = column, ignore_case
+        self.pattern = None if pattern is None else _compiled(pattern)
+
+    def score(self, row: Row, text: str) -> float:
+        """1 or 0."""
+        given, right = text.strip(), str(_column(row, self.column)).strip()
+        if self.pattern is not None:
+            found = list(self.pattern.finditer(given))
+            if not found:
+                return 0.0
+            given = (found[-1][1] if self.pattern.groups else found[-1][0]).strip()
+        return float(given.casefold() == right.casefold() if self.ignore_case else given == right)
+
+
+class RegexMatch(_RowReward):
+    """1 where a regular expression matches, else 0.
+
+    Args:
+        pattern: the regular expression; ``.`` matches line breaks too.
+        whole: it has to match the whole answer, without space around it: a format.
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(self, pattern: str, whole: bool = False, weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(weight, name)
+        self.pattern, self.whole = _compiled(pattern), whole
+
+    def score(self, row: Row, text: str) -> float:
+        """1 or 0."""
+        return float(bool(self.pattern.fullmatch(text.strip()) if self.whole else self.pattern.search(text)))
+
+
+class JSONFields(_RowReward):
+    """Share of the fields of the right JSON object that the answer, a JSON object, has with the same value.
+
+    An answer that is no JSON object gets 0; a field that should not be there counts as one that is wrong.
+
+    Args:
+        column: of the right answer, a JSON text or a mapping.
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(self, column: str = "answer", weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(weight, name)
+        self.column = column
+
+    def score(self, row: Row, text: str) -> float:
+        """From 0 to 1."""
+        right = _column(row, self.column)
+        right = right if isinstance(right, Mapping) else _json_object(str(right))
+        if right is None:
+            raise RolloutError(f"column '{self.column}' is no JSON object")
+        given = _json_object(text)
+        fields = {*right, *(given or {})}
+        if given is None or not fields:
+            return float(given is not None)
+        same = [key in given and key in right and _same(given[key], right[key]) for key in fields]
+        return sum(same) / len(fields)
+
+
+class LengthReward(_RowReward):
+    """1 for answers of at most so many characters, falling to 0 at the limit.
+
+    Args:
+        target: longest answer that gets 1, in characters.
+        limit: answers of this length get 0.
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(self, target: int, limit: int, weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(weight, name)
+        if not 0 <= target < limit:
+            raise ValueError(f"target is {target} and limit {limit}: limit must be above target.")
+        self.target, self.limit = target, limit
+
+    def score(self, row: Row, text: str) -> float:
+        """From 0 to 1."""
+        return min(1.0, max(0.0, (self.limit - len(text)) / (self.limit - self.target)))
+
+
+class MathReward(_RowReward):
+    """1 where the answer's last mathematical expression equals the right one (extra ``math``), else 0.
+
+    None, which drops the answer, where the right one cannot be read.
+
+    Args:
+        column: of the right answer.
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(self, column: str = "answer", weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(weight, name)
+        self.column = column
+        self._math = require("math_verify", extra="math", purpose="MathReward")
+
+    def score(self, row: Row, text: str) -> float | None:
+        """1, 0 or None."""
+        right = self._math.parse(str(_column(row, self.column)))
+        return float(self._math.verify(right, self._math.parse(text))) if right else None
+
+
+class JudgeReward(_RowReward):
+    """What a language model behind an OpenAI-compatible endpoint says of an answer: a number.
+
+    Args:
+        url: of the server, up to and with ``/v1``.
+        model: name of the model there.
+        prompt: what it is asked; ``{text}`` stands for the answer, and ``{column}`` for a column of the row.
+        pattern: regular expression whose first group is the number; an answer for which there is none is dropped.
+        scale: the number is divided by it.
+        timeout: seconds for one answer.
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        prompt: str,
+        pattern: str = r"(-?\d+(?:\.\d+)?)",
+        scale: float = 1.0,
+        timeout: float = 60.0,
+        weight: float = 1.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(weight, name)
+        self.url, self.model, self.prompt, self.scale, self.timeout = url.rstrip("/"), model, prompt, scale, timeout
+        self.pattern = _compiled(pattern)
+        if not self.pattern.groups:
+            raise ValueError(f"pattern {pattern!r} has no group: put the number in round brackets.")
+
+    def score(self, row: Row, text: str) -> float | None:
+        """The number, or None."""
+        try:
+            asked = self.prompt.format_map({**row, "text": text})
+        except KeyError as error:
+            raise RolloutError(f"the prompt names {error}, which is no column of the row") from error
+        body = {"model": self.model, "messages": [{"role": "user", "content": asked}], "temperature": 0.0}
+        reply = post_json(f"{self.url}/chat/completions", body, timeout=self.timeout)
+        try:
+            said = reply["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError) as error:
+            raise RolloutError(f"{self.url} replies without choices[0].message.content") from error
+        found = self.pattern.search(said)
+        return None if found is None else float(found[1]) / self.scale
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of some answers.
+
+    Attributes:
+        total: weighted sum of every answer, NaN where it could not be scored.
+        parts: name of a reward -> its value for every answer, without its weight; NaN where there was none.
+    """
+
+    total: list[float]
+    parts: dict[str, list[float]]
+
+
+class RewardSum:
+    """The weighted sum of rewards.
+
+    Args:
+        rewards: each a :class:`Reward`, or a function ``(rows, texts) -> list[float | None]``.
+    """
+
+    def __init__(self, rewards: Sequence[RewardFunction]) -> None:
+        self._rewards: dict[str, RewardFunction] = {}
+        for reward in rewards:
+            name = getattr(reward, "name", None) or getattr(reward, "__name__", type(reward).__name__)
+            if name in self._rewards:
+                raise RolloutError(f"rewards: there are two of the name '{name}': give one of them another 'name'.")
+            self._rewards[name] = reward
+        if not self._rewards:
+            raise RolloutError("rewards: the list is empty: name at least one reward.")
+
+    def __call__(self, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int] | None = None) -> Scores:
+        """Score every text.
+
+        Args:
+            rows: of the dataset, one per text.
+            texts: the answers.
+            numbers: of the rows, for messages.
+
+        Raises:
+            RolloutError: a reward raises, returns another number of values than there are texts, or a value that is
+                neither a finite number nor None; the message names the rows.
+        """
+        numbers = list(range(len(rows))) if numbers is None else numbers
+        total, parts = [0.0] * len(texts), {}
+        for name, reward in self._rewards.items():
+            values = _called(name, reward, rows, texts, numbers)
+            parts[name] = values
+            weight = getattr(reward, "weight", 1.0)
+            total = [before + weight * value for before, value in zip(total, values, strict=True)]
+        return Scores(total, parts)
+
+
+def _called(
+    name: str, reward: RewardFunction, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int]
+) -> list[float]:
+    try:
+        values = list(reward(rows, texts))
+    except Exception as error:  # of somebody else's function, whatever it may be
+        where = [number for number, row, text in zip(numbers, rows, texts, strict=True) if _raises(reward, row, text)]
+        what = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+        raise RolloutError(
+            f"rewards: '{name}' fails for {_named(where or numbers)}: {what.rstrip('.')}; correct the reward or the "
+            "rows."
+        ) from error
+    if len(values) != len(texts):
+        raise RolloutError(
+            f"rewards: '{name}' returned {len(values)} values for {len(texts)} answers ({_named(numbers)}): it must "
+            "return one for each."
+        )
+    bad = [at for at, value in enumerate(values) if value is not None and not _is_finite(value)]
+    if bad:
+        raise RolloutError(
+            f"rewards: '{name}' returned {values[bad[0]]!r} for {_named([numbers[at] for at in bad])}: it must return "
+            "finite numbers, or None for an answer that cannot be scored."
+        )
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _raises(reward: RewardFunction, row: Row, text: str) -> bool:
+    try:
+        reward([row], [text])
+    except Exception:  # noqa: BLE001 - of somebody else's function
+        return True
+    return False
+
+
+def _named(numbers: Sequence[int]) -> str:
+    found = sorted(set(numbers))
+    shown = ", ".join(map(str, found[:10])) + (", …" if len(found) > 10 else "")
+    return f"row{'s' if len(found) > 1 else ''} {shown}"
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except TypeError:
+        return False
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, and not only because True is 1."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
