@@ -6,6 +6,8 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "ConcatDataset": "_concat",
+        "KTODataset": "_kto",
+        "LabelledAnswerToMessages": "_kto",
         "PackedDataset": "_packed",
         "PreferenceDataset": "_preference",
         "SFTDataset": "_sft",
@@ -20,6 +22,7 @@ __getattr__, __dir__, __all__ = attach(
         "instantiate_collate": "_instantiate",
         "instantiate_dataset": "_instantiate",
         "instruct_dataset": "_instruct",
+        "kto_dataset": "_kto",
         "preference_dataset": "_preference",
         "samsum_dataset": "_instruct",
         "slimorca_dataset": "_chat",

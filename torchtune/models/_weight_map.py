@@ -31,7 +31,7 @@ from torch import Tensor
 
 from torchtune.models._description import Description
 from torchtune.models._parts import rename_prefix
-from torchtune.models._weight_ops import Box, FusedAdapter, Identity, Op, Piece, Split, Stack
+from torchtune.models._weight_ops import ExternalSlice, FusedAdapter, Identity, Op, Slices, Split, Stack
 from torchtune.utils import UserError
 
 # Placeholder in a template -> attribute of the description with its count.
@@ -102,10 +102,35 @@ class Group:
         """The external tensors, in the order of ``external``, from ours, in the order of ``tune``."""
         return self.op.to_external(tensors, self.description)
 
-    def pieces(self, name: str, box: Box, shapes: Sequence[Sequence[int]]) -> list[Piece]:
-        """Where a part of one of our tensors stands in the external ones, whose ``shapes`` are in the order of
-        ``external``. Sharded parameters are read and written by this, without the rest of the tensor."""
-        return self.op.pieces(self.tune.index(name), box, shapes, self.description)
+    def read(
+        self,
+        name: str,
+        slices: Slices,
+        target: Tensor,
+        shapes: Sequence[Sequence[int]],
+        source: Callable[[str, Slices], Tensor],
+    ) -> None:
+        """Fill ``target`` with a slice of one of our tensors, and read nothing else.
+
+        Args:
+            name: of our tensor.
+            slices: the slice.
+            target: of the shape of the slice.
+            shapes: of the external tensors, in the order of ``external``.
+            source: reads a slice of an external tensor.
+        """
+        for part in self.op.external_slices(self.tune.index(name), slices, shapes, self.description):
+            part.fill(target, source(self.external[part.external], part.slices))
+
+    def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
+        """Which slices of the external tensors make up a slice of one of our tensors.
+
+        Args:
+            name: of our tensor.
+            slices: a slice of it, such as the shard of a rank.
+            shapes: of the external tensors, in the order of ``external``.
+        """
+        return self.op.external_slices(self.tune.index(name), slices, shapes, self.description)
 
 
 @dataclass(frozen=True)

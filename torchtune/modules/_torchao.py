@@ -5,7 +5,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -142,6 +142,29 @@ def quantized(weight: Tensor, base_config: Any) -> tuple[Tensor, Tensor]:
     model = nn.Sequential(layer)
     quantize_linears(model, base_config, {"0"})
     return model[0].weight.qdata, model[0].weight.scale
+
+
+def compute_in_float8(model: nn.Module, paths: set[str], recipe: str, *, emulate: bool) -> None:
+    """Let linear layers compute their products in float8, in place.
+
+    Args:
+        model: may be on the meta device.
+        paths: of the layers.
+        recipe: ``tensorwise``, ``rowwise`` or ``rowwise_with_gw_hp``.
+        emulate: round the operands and multiply them in high precision.
+    """
+    torchao_quantization()
+    import torchao.float8 as float8
+
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    # The tokens of a batch are an inner dimension of the product for the weight's gradient, and any number
+    config = replace(config, emulate=emulate, pad_inner_dim=True)
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, path: path in paths, config=config)
+
+
+def is_float8_linear(module: nn.Module) -> bool:
+    """Whether :func:`compute_in_float8` made it."""
+    return type(module).__module__.startswith("torchao.float8.")
 
 
 @dataclass(frozen=True)

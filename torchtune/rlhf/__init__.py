@@ -13,6 +13,7 @@ from torchtune.rlhf._rollouts import (
     rollout_batches,
     texts_of,
 )
+from torchtune.rlhf._teacher import Teacher, setup_kd_loss, setup_teacher
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
 from torchtune.rlhf.reward_functions import RewardSum
@@ -44,6 +45,7 @@ __all__ = [
     "Rollout",
     "RolloutError",
     "Sampler",
+    "Teacher",
     "Trajectory",
     "batched_logits_to_logprobs",
     "collate_rollouts",
@@ -62,7 +64,9 @@ __all__ = [
     "prompt_seed",
     "reward_functions",
     "rollout_batches",
+    "setup_kd_loss",
     "setup_reference",
+    "setup_teacher",
     "texts_of",
     "truncate_sequence_at_first_stop_token",
     "truncate_sequence_for_logprobs",

@@ -22,6 +22,7 @@ from torchtune.modules.fake_quant import (
     quantizable_layers,
     set_fake_quant,
 )
+from torchtune.modules.low_precision import Float8Training
 from torchtune.modules.peft import QATLoRALinear
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.utils import UserError, get_logger
@@ -386,13 +387,17 @@ def is_fp8_tensorwise_scaling(fp8_recipe_name: str | None) -> bool:
 
 
 def convert_to_float8_training(model: nn.Module, fp8_recipe_name: str | None = None) -> nn.Module:
-    """Raise: training in float8 is not in this release.
+    """Let the linear layers of the layers compute in float8, in place.
 
     Args:
-        model: what would be converted.
-        fp8_recipe_name: how it would be scaled.
+        model: a decoder, without adapters; it may be on the meta device.
+        fp8_recipe_name: see :class:`~torchtune.modules.low_precision.Float8Training`; None is ``"tensorwise"``.
+
+    Returns:
+        ``model``.
 
     Raises:
-        UserError: always.
+        ConversionError: an unknown recipe, or a conversion of the model that excludes it.
     """
-    raise UserError("enable_fp8_training: training in float8 is not available in this release: set it to False.")
+    apply_conversions(model, [Float8Training(fp8_recipe_name or "tensorwise")])
+    return model

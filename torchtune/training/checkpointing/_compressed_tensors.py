@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from torchtune.models import Box
+from torchtune.models import Slices
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._safetensors_file import Block, Part, whole_blocks
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
 from torchtune.training.checkpointing._sources import SafetensorsFiles
 
 _PACKED, _SCALE, _SHAPE, _ZERO = "_packed", "_scale", "_shape", "_zero_point"
@@ -89,19 +89,19 @@ def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (groups * scale[:, :, None]).flatten(1)
 
 
-def quantized_part(
+def quantized_entry(
     name: str,
-    outline: torch.Tensor,
+    spec: torch.Tensor,
     quantize: Callable[[torch.Tensor], Quantized],
     read: Callable[[], torch.Tensor],
     bits: int,
     storage: str,
-) -> Part:
+) -> Entry:
     """The tensors that store one weight.
 
     Args:
         name: of the weight, ends in ``.weight``.
-        outline: the weight on the meta device, in its dtype.
+        spec: the weight on the meta device, in its dtype.
         quantize: makes values and scales of it.
         read: reads it.
         bits: of a value.
@@ -117,14 +117,14 @@ def quantized_part(
         return stored
 
     # One row tells the dtypes and widths of what is stored.
-    like = make(torch.zeros(1, *outline.shape[1:], dtype=outline.dtype))
-    rows = {key: (2,) if key.endswith(_SHAPE) else (len(outline), tensor.shape[1]) for key, tensor in like.items()}
-    outlines = {key: torch.empty(rows[key], dtype=like[key].dtype, device="meta") for key in like}
+    row = make(torch.zeros(1, *spec.shape[1:], dtype=spec.dtype))
+    shapes = {key: (2,) if key.endswith(_SHAPE) else (len(spec), tensor.shape[1]) for key, tensor in row.items()}
+    specs = {key: torch.empty(shapes[key], dtype=row[key].dtype, device="meta") for key in row}
 
-    def blocks() -> list[Block]:
-        return whole_blocks((key, tensor.cpu()) for key, tensor in make(read()).items())
+    def slices() -> list[TensorSlice]:
+        return [TensorSlice.of(key, tensor.cpu()) for key, tensor in make(read()).items()]
 
-    return outlines, blocks
+    return Entry(specs, slices)
 
 
 class CompressedFiles(SafetensorsFiles):
@@ -160,12 +160,12 @@ class CompressedFiles(SafetensorsFiles):
             return tuple(super().read(name + _SHAPE).tolist())
         return super().shape(name)
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """A tensor or a part of it; of a quantised one the rows that the part needs are read."""
         if name not in self._weights:
-            return super().read(name, box)
+            return super().read(name, slices)
         shape = self.shape(name)
-        rows, columns = box or tuple(slice(0, size) for size in shape)
+        rows, columns = slices or tuple(slice(0, size) for size in shape)
         scale_width = super().shape(name + _SCALE)[1]
         scale = super().read(name + _SCALE, (rows, slice(0, scale_width)))
         if name in self._paths:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchtune.models import Box, Description, Llama3RopeScaling, ModelError, ModelSpec, spec_for_architecture
+from torchtune.models import Description, Llama3RopeScaling, ModelError, ModelSpec, Slices, spec_for_architecture
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf_layout import check_gguf
 from torchtune.utils import require
@@ -60,7 +60,7 @@ class GGUFFile:
         """Shape of a tensor, outermost dimension first."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """A tensor in float32, or a part of it.
 
         Raises:
@@ -74,7 +74,7 @@ class GGUFFile:
                 f"{self.path}: the tensor '{name}' is quantised as {tensor.tensor_type.name}, which cannot be read: "
                 "use a file quantised as Q8_0, Q4_0, Q4_1, a K-quant, F16, BF16 or F32."
             ) from error
-        return torch.from_numpy(values.astype("float32")).reshape(self.shape(name))[box or ...]
+        return torch.from_numpy(values.astype("float32")).reshape(self.shape(name))[slices or ...]
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata; ``{arch}`` in the key stands for the architecture."""

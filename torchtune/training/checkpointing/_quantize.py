@@ -11,12 +11,12 @@ from torch import nn
 from torchtune.models import Group, WeightMapError
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.fake_quant import check_group_size, quantizable_layers
-from torchtune.training.checkpointing._compressed_tensors import quantization_config, quantized_part
+from torchtune.training.checkpointing._compressed_tensors import quantization_config, quantized_entry
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, config_of, write_parts
-from torchtune.training.checkpointing._load import identity, read_json, recognise
+from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, config_of, write_entries
+from torchtune.training.checkpointing._load import detect_format, identity, read_json
 from torchtune.training.checkpointing._model_source import ModelSource
-from torchtune.training.checkpointing._safetensors_file import Part, whole_blocks
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
 from torchtune.training.checkpointing._sources import Source
 from torchtune.utils import atomic_directory, sign_of_life, write_json
 
@@ -58,23 +58,23 @@ def write_compressed(
     settings = quantization_config(
         quantizer.bits, probe.dtype, quantizer.group_size, quantizer.activations, ("lm_head", "score")
     )
-    parts, kept_dtype = [], dtype
+    entries, kept_dtype = [], dtype
     for name in (name for group in groups for name in group.external):
         read = partial(_read, opened, name, device, dtype)
         shape = opened.shape(name)
         stored = opened.read(name, tuple(slice(0, 1) for _ in shape)).dtype
-        outline = torch.empty(shape, dtype=dtype or stored, device="meta")
+        tensor = torch.empty(shape, dtype=dtype or stored, device="meta")
         if name in weights:
-            part = quantized_part(name, outline, quantizer.quantized, read, quantizer.bits, settings["format"])
+            entry = quantized_entry(name, tensor, quantizer.quantized, read, quantizer.bits, settings["format"])
         else:
-            part, kept_dtype = _plain_part(name, outline, read), outline.dtype
-        parts.append(part)
+            entry, kept_dtype = _plain_entry(name, tensor, read), tensor.dtype
+        entries.append(entry)
     spec, description = identity(model)
     config = config_of(spec, description, description.vocab_size, kept_dtype, source.checkpoint_dir)
     with atomic_directory(output_dir) as folder:
         write_json(folder / "config.json", {**config, "quantization_config": settings})
         source.carry_files(folder)
-        write_parts(parts, folder, MAX_SHARD_BYTES)
+        write_entries(entries, folder, MAX_SHARD_BYTES)
 
 
 def refuse_quantized(source: ModelSource) -> None:
@@ -95,7 +95,7 @@ def checked_groups(source: ModelSource, model: nn.Module) -> list[Group]:
         CheckpointError: it has others, other towers than text, or does not fit the model.
     """
     opened, (spec, description) = source.open(), identity(model)
-    kind = recognise(opened, spec, description)
+    kind = detect_format(opened, spec, description)
     if kind != "hf":
         raise CheckpointError(
             f"checkpoint_dir: {source.checkpoint_dir} has the names of the format '{kind}': quantise a checkpoint in "
@@ -135,5 +135,5 @@ def _read(opened: Source, name: str, device: torch.device | str, dtype: torch.dt
     return tensor.to(device, dtype or tensor.dtype)
 
 
-def _plain_part(name: str, outline: torch.Tensor, read: Callable[[], torch.Tensor]) -> Part:
-    return {name: outline}, lambda: whole_blocks([(name, read())])
+def _plain_entry(name: str, spec: torch.Tensor, read: Callable[[], torch.Tensor]) -> Entry:
+    return Entry({name: spec}, lambda: [TensorSlice.of(name, read())])

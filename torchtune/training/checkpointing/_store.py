@@ -33,11 +33,12 @@ from torchtune.training.checkpointing._model_source import ModelSource
 from torchtune.training.checkpointing._models_of_run import ModelsOfRun
 from torchtune.training.checkpointing._open_source import open_source
 from torchtune.training.checkpointing._quantize import write_compressed
-from torchtune.training.checkpointing._ranks import Ranks, reshard
 from torchtune.training.checkpointing._resumed_settings import check_resumed_settings
 from torchtune.training.checkpointing._saving import Job, Saver
 from torchtune.training.checkpointing._sources import find_files
-from torchtune.training.checkpointing._state import STATE_DIR, STRUCTURE, load_state, optimizers_of, state_parts
+from torchtune.training.checkpointing._state import STATE_DIR, STRUCTURE, load_state, local_state, optimizers_of
+from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel._shards import reshard
 from torchtune.utils import FolderLock, UserError, doing, get_logger
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class CheckpointStore:
 
     @cached_property
     def _ranks(self) -> Ranks:
-        return Ranks()
+        return Ranks(CheckpointError)
 
     @cached_property
     def lock(self) -> FolderLock:
@@ -342,13 +343,9 @@ class CheckpointStore:
             check_contents(model, chosen, resumable=state is not None)
             source, folder = self.source(model_name), _folder(model_name)
             exports.append(export_model(model, source, chosen, self._ranks, max_shard_bytes, folder))
-        saved = None if state is None else state_parts(state, _parameters(models), self._ranks)
-        adapted = (
-            []
-            if state is None
-            else [n for n, export in zip(models, exports, strict=True) if "adapter" in export.contents]
-        )
-        record = ModelsOfRun.of(models, self.sources, adapted)
+        saved = None if state is None else local_state(state, _parameters(models), self._ranks)
+        adapted = [n for n, export in zip(models, exports, strict=True) if "adapter" in export.contents]
+        record = ModelsOfRun.of(models, self.sources, adapted if state is not None else ())
 
         def write_small_files(folder: Path) -> None:
             for export in exports:
@@ -371,7 +368,7 @@ class CheckpointStore:
             FullWeights(model).stored for model in models.values()
         )
         optimizers = [] if together else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
-        self._saver.save(job, behind=async_save, optimizers=optimizers)
+        self._saver.save(job, in_background=async_save, optimizers=optimizers)
         return output_dir / name
 
     def save_quantized(self, name: str, model: nn.Module, quantizer: "Quantizer") -> Path:
