@@ -22,6 +22,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 TRAINING = recipes_in("training", "supervised")
 WEIGHTS, ADAPTERS = (recipes_in("training", "supervised", kind) for kind in ("weights", "adapters"))
 PREFERENCE = recipes_in("training", "preference")
+ROLLOUTS = recipes_in("training", "rollouts")
 # The last line of a step before it validates and saves; what is put after it is done after each step.
 ADVANCE = "                progress.advance(self.global_step)\n"
 _count = itertools.count()
@@ -111,6 +112,17 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
             "data_files": str(pairs),
         }
         cfg["loss"] = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+    if name in ROLLOUTS:
+        cfg["dataset"] = {
+            "_component_": "torchtune.datasets.prompt_dataset",
+            "source": "json",
+            "data_files": str(data),
+            "column": "messages",
+        }
+        cfg["loss"] = {"_component_": "torchtune.rlhf.loss.GRPOLoss"}
+        cfg["sampler"] = {"_component_": "torchtune.rlhf.LocalSampler", "max_new_tokens": 8}
+        reward = {"_component_": "torchtune.rlhf.reward_functions.LengthReward", "target": 0, "limit": 40}
+        cfg |= {"rewards": [reward], "num_samples": 4}
     if name in recipes_in("adapters"):
         cfg["model_converters"] = [
             {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "apply_to_mlp": True}
