@@ -21,6 +21,7 @@ from torchtune.config import Component, HandedOver, Range
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import setup_loss
+from torchtune.training import quantization
 
 
 @dataclass(kw_only=True)
@@ -97,6 +98,12 @@ class Settings:
     max_skipped_steps: Annotated[int, Range(min=1)] = 10
     # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
     loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
+
+    # twin of weights: float8
+    # Compute the products of the layers in float8; fp8_recipe_name says how they are scaled.
+    enable_fp8_training: bool = False
+    # One scale for a tensor (tensorwise, the default), or for each row (rowwise, rowwise_with_gw_hp).
+    fp8_recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
 
     # twin of distributed: mesh
     # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
@@ -222,6 +229,8 @@ class FullFinetuneRecipeDistributed:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+            if cfg.enable_fp8_training:
+                quantization.convert_to_float8_training(model, cfg.fp8_recipe_name)
         self.checkpointer.check_contents(model)
         training.parallelize(
             model,

@@ -26,7 +26,7 @@ def parameters(d: Description) -> int:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in build(replace(d, num_layers=layers)).parameters())
 
-    if d.expertless_layers or d.num_layers < 2:
+    if d.expertless_layers or d.mixer_layers or d.num_layers < 2:
         return count(d.num_layers)
     one = count(1)
     return one + (d.num_layers - 1) * (count(2) - one)
@@ -58,11 +58,11 @@ def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
     folder = ROOT / "recipes" / "configs"
     for path in sorted(folder.rglob("*.yaml")):
         config = yaml.safe_load(path.read_text())
-        model, tokenizer = (config[key]["_component_"] for key in ("model", "tokenizer"))
+        model, tokenizer = config["model"]["_component_"], config.get("tokenizer", {}).get("_component_", "")
         module, _, builder = model.rpartition(".")
         name = path.relative_to(folder).with_suffix("").as_posix()
         found[f"{module}.{builder.removeprefix('q').removeprefix('lora_')}"].append(name)
-        tokenizers[module].add(tokenizer.rpartition(".")[2])
+        tokenizers[module] |= {tokenizer.rpartition(".")[2]} - {""}
     return found, tokenizers
 
 

@@ -17,10 +17,13 @@ from tools.recipe_table import recipes_in
 from torchtune.config import load_and_check
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+# Recipes that simulate a quantised model: their losses are not those of plain torch, so test_qat.py runs them.
+QAT = recipes_in("training", "qat")
 # Recipes of fine-tuning, as recipes/features.yaml says: the whole contract suite runs on all of them. Those of
 # preferences share their loop and their checkpoints; test_preferences.py runs what they have of their own.
-TRAINING = recipes_in("training", "supervised")
-WEIGHTS, ADAPTERS = (recipes_in("training", "supervised", kind) for kind in ("weights", "adapters"))
+TRAINING = [name for name in recipes_in("training", "supervised") if name not in QAT]
+WEIGHTS = [name for name in TRAINING if name in recipes_in("weights")]
+ADAPTERS = recipes_in("training", "supervised", "adapters")
 PREFERENCE = recipes_in("training", "preference")
 ROLLOUTS = recipes_in("training", "rollouts")
 # The last line of a step before it validates and saves; what is put after it is done after each step.
@@ -127,6 +130,11 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         cfg["model_converters"] = [
             {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "apply_to_mlp": True}
         ]
+    if name in QAT:
+        cfg["quantizer"] = {
+            "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
+            "groupsize": 16,
+        }
     for key, value in settings.items():
         section, _, leaf = key.partition("__")
         if leaf:

@@ -190,3 +190,49 @@ def test_two_processes_train_as_one_however_they_share_the_work(tmp_path: Path) 
                 assert of_terms(run, figure) == pytest.approx(of_terms(whole, figure), abs=1e-4), (kind, split)
     finally:
         forker.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "bug", "expected"),
+    [
+        # The reference is the model that is trained, not its start: the margin stays 0 and the loss ln 2.
+        (
+            "self.reference(batch)",
+            "self.loss_fn.score(self.model(**batch.model_inputs(), output='hidden').detach(), "
+            "batch, self.model.output).detach(), None",
+            "the reference",
+        ),
+        # Labels are shifted once more.
+        (
+            "hidden, batch, self.model.output))",
+            "hidden, dataclasses.replace(batch, labels=batch.labels.roll(-1)), self.model.output))",
+            "the first step",
+        ),
+        # The mean of a micro-batch, not of the step.
+        ("return total / self.dims.cp", "return total / batch.num_terms", "the loss"),
+    ],
+    ids=["reference is trained", "labels shifted twice", "mean of a micro-batch"],
+)
+def test_a_bug_in_the_text_is_found(text: str, bug: str, expected: str, tmp_path: Path) -> None:
+    changes = {text: bug, "import sys\n": "import dataclasses\nimport sys\n"}
+    settings = {**SGD, "batch_size": 3, "gradient_accumulation_steps": 2}
+    if expected == "the first step":
+        with pytest.raises(UserError, match="at the first step the two differ"):
+            start(FULL, tmp_path, changes=changes, **settings)
+        return
+    right, wrong = (start(FULL, tmp_path, changes=change, **settings) for change in (None, changes))
+    assert wrong.losses != pytest.approx(right.losses, abs=1e-3)
+    assert abs(right.losses[1] - math.log(2)) <= 1e-6
+    if expected == "the reference":
+        assert list(wrong.losses.values()) == pytest.approx([math.log(2)] * 2)
+
+
+def test_the_base_in_the_place_of_a_trained_adapter_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+    """The first loss is no longer ln 2, and the run says so before it trains."""
+    from torchtune.rlhf import _reference
+
+    earlier = start(LORA, tmp_path, batch_size=6, epochs=2, save_adapter_weights_only=True)
+    adapter = {"checkpointer__adapter_checkpoint": str(earlier.output_dir / "epoch_1" / "adapter_model.safetensors")}
+    monkeypatch.setattr(_reference, "_changes_nothing", lambda *_: True)  # so it would be switched off
+    with pytest.raises(UserError, match="at the first step the two differ"):
+        start(LORA, tmp_path, batch_size=6, **adapter)

@@ -1,6 +1,7 @@
 """``tune run … --dry-run --simulate 64xH100``, and ``tune estimate``."""
 
 import itertools
+import shlex
 import sys
 import threading
 import time
@@ -30,7 +31,9 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     """
     from torchtune.config import load_and_check
     from torchtune.config._secrets import hide
+    from torchtune.training.simulate._cluster import simulated_cluster
     from torchtune.training.simulate._devices import parse_cluster, parse_memory
+    from torchtune.training.simulate._fit import describe, find_fastest
     from torchtune.training.simulate._observer import Observer
     from torchtune.training.simulate._report import peak_bytes, summary
     from torchtune.training.simulate._simulate import simulate
@@ -44,9 +47,30 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
         )
     main = recipe.load_main()
     settings = load_and_check(config, overrides, main)
-    observer = Observer()
-    with _progress(observer):
-        simulation = simulate(main, settings, processes, per_machine=device.per_machine, observer=observer)
+
+    def run(settings: Any, layers: int | None = None) -> Any:
+        observer = Observer()
+        with _progress(observer):
+            return simulate(main, settings, processes, per_machine=device.per_machine, observer=observer, layers=layers)
+
+    if fit is not None:
+        print(f"Searching settings that need at most {limit / _GIB:.1f} GiB of each {device.name}:", flush=True)
+        with simulated_cluster(processes, device.per_machine):
+            found, simulation = find_fastest(
+                settings,
+                processes,
+                device,
+                limit,
+                lambda more: load_and_check(config, [*overrides, *more], main),
+                run,
+                lambda line: print(line, flush=True),
+            )
+        print(f"\nThe fastest that fits, simulated whole:\n{describe(found, limit)}\n", flush=True)
+        if found.overrides:
+            print(f"Paste: {shlex.join(found.overrides)}\n")
+        print(hide(summary(simulation, device)), flush=True)
+        return
+    simulation = run(settings)
     print(hide(summary(simulation, device)), flush=True)
     needed = peak_bytes(simulation)
     if needed > limit:

@@ -168,9 +168,12 @@ class AlpacaToMessages(Transform):
 class ChosenRejectedToMessages(Transform):
     """Converts a row with a chosen and a rejected conversation (lists of ``{"role", "content"}``) to messages.
 
+    Where ``chosen`` and ``rejected`` are texts, or begin with an assistant's turn, they are answers to the ``prompt``
+    of the row, a text or a list of turns.
+
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``chosen`` and ``rejected``.
+        column_map: the columns of ``chosen``, ``rejected`` and, if it is not ``prompt``, of the prompt.
         new_system_prompt: text of a system turn that replaces those of the conversations.
         masking_strategy: see :func:`mask_messages`.
 
@@ -186,23 +189,45 @@ class ChosenRejectedToMessages(Transform):
         masking_strategy: str | MaskingStrategy | None = "train_on_assistant",
     ) -> None:
         defaults = {"chosen": "chosen", "rejected": "rejected"}
-        self.column_map = check_column_map(column_map, defaults, ("chosen", "rejected"))
+        column_map = dict(column_map or {})
+        self._prompt = column_map.pop("prompt", "prompt")
+        self.column_map = check_column_map(column_map or None, defaults, ("chosen", "rejected"))
         self.new_system_prompt = new_system_prompt
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """``{"chosen": [...], "rejected": [...]}``."""
-        return {side: self._messages(column(sample, name)) for side, name in self.column_map.items()}
+        return {side: self._messages(column(sample, name), sample) for side, name in self.column_map.items()}
 
-    def _messages(self, turns: Any) -> list[Message]:
-        if not isinstance(turns, Sequence) or isinstance(turns, str):
-            raise DataError(f"a conversation must be a list of turns, not {type(turns).__name__}")
+    def _messages(self, turns: Any, sample: Mapping[str, Any]) -> list[Message]:
+        turns = whole_conversation(turns, sample, self._prompt)
         messages = [Message.from_dict({key: turn[key] for key in turn}) for turn in map(as_turn, turns)]
         if self.new_system_prompt is not None:
             messages = [message for message in messages if message.role != "system"]
             messages.insert(0, Message(role="system", content=self.new_system_prompt))
         mask_messages(messages, self.masking_strategy)
         return messages
+
+
+def whole_conversation(answer: Any, sample: Mapping[str, Any], prompt: str) -> Sequence[Any]:
+    """The turns of an answer with those of the prompt before it, unless the answer has them already.
+
+    Args:
+        answer: a text, or turns.
+        sample: the row.
+        prompt: column of the prompt, a text or turns.
+
+    Raises:
+        DataError: the answer is neither, or the row has no prompt for it.
+    """
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    if not isinstance(answer, Sequence):
+        raise DataError(f"a conversation must be a list of turns, not {type(answer).__name__}")
+    if not answer or as_turn(answer[0])["role"] != "assistant":
+        return answer
+    question = column(sample, prompt)
+    return [*([{"role": "user", "content": question}] if isinstance(question, str) else question), *answer]
 
 
 def as_turn(turn: Any, role_key: str = "role", content_key: str = "content") -> Mapping[str, Any]:

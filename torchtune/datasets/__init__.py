@@ -6,6 +6,8 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "ConcatDataset": "_concat",
+        "KTODataset": "_kto",
+        "LabelledAnswerToMessages": "_kto",
         "PackedDataset": "_packed",
         "PreferenceDataset": "_preference",
         "PromptDataset": "_prompts",
@@ -21,6 +23,7 @@ __getattr__, __dir__, __all__ = attach(
         "instantiate_collate": "_instantiate",
         "instantiate_dataset": "_instantiate",
         "instruct_dataset": "_instruct",
+        "kto_dataset": "_kto",
         "preference_dataset": "_preference",
         "prompt_dataset": "_prompts",
         "samsum_dataset": "_instruct",

@@ -1,9 +1,11 @@
 """Datasets of two answers, one of which is better."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
@@ -14,11 +16,11 @@ from torchtune.data._to_messages import check_column_map, resolve_masking, text_
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
-from torchtune.datasets._sft import NO_LABEL
+from torchtune.datasets._sft import NO_LABEL, say_what_is_cut
 from torchtune.datasets._shared import prepare
 from torchtune.datasets._store import StoreWriter, has_label, shifted_labels
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
-from torchtune.utils import sign_of_life
+from torchtune.utils import get_logger, log_rank_zero, sign_of_life
 
 _SIDES = ("chosen", "rejected")
 
@@ -26,17 +28,23 @@ _SIDES = ("chosen", "rejected")
 class PreferenceDataset(Dataset):
     """Pairs of answers, tokenized when the dataset is made.
 
+    A pair cannot be trained on if its answers are the same, one is empty, or no label is left of one within the
+    tokenizer's ``max_seq_len``.
+
     Args:
         source: a dataset of the hub, a folder, a file, a loader's name, or rows in memory.
         message_transform: row -> ``chosen`` and ``rejected`` messages.
         tokenizer: tokenizer of the model.
         filter_fn: rows for which it is false are left out.
         packed: not possible; True is refused.
+        drop_bad_rows: leave out rows that cannot be trained on, and say which; by default they are an error.
         **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
 
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number).
     """
+
+    _sides: ClassVar[tuple[str, ...]] = _SIDES
 
     def __init__(
         self,
@@ -46,6 +54,7 @@ class PreferenceDataset(Dataset):
         tokenizer: ModelTokenizer,
         filter_fn: Callable[..., bool] | None = None,
         packed: bool = False,
+        drop_bad_rows: bool = False,
         **load_dataset_kwargs: Any,
     ) -> None:
         if packed:
@@ -53,37 +62,58 @@ class PreferenceDataset(Dataset):
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         self.source = found.shown
         fingerprint = Fingerprint()
-        fingerprint.add([type(self), message_transform, tokenizer])
+        fingerprint.add([type(self), message_transform, tokenizer, drop_bad_rows])
+        limit = getattr(tokenizer, "max_seq_len", None)
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            bad = BadRows(self.source)
+            bad, cut = BadRows(self.source, drop=drop_bad_rows), 0
             hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None
             for index, row in enumerate(tqdm(found.rows(), desc="Tokenizing", unit=" rows", disable=hidden)):
                 sign_of_life()
                 try:
-                    pair = self._tokenize(message_transform(row), tokenizer)
+                    samples = self._tokenize(as_sample(message_transform(row), "message_transform"), tokenizer, limit)
                 except DataError as error:
                     bad.add(index, str(error))
                     continue
-                for side, sample in pair.items():
+                for side, sample in samples.items():
                     writers[side].append(sample["tokens"], sample["labels"])
+                cut += any(limit is not None and len(sample["tokens"]) >= limit for sample in samples.values())
+                self._note(samples)
             bad.check()
-            return {}
+            return {"cut": cut, "dropped": bad.dropped, "reasons": bad.reasons, **self._notes()}
 
-        self.stores, _ = prepare(fingerprint, _SIDES, self.source, build)
+        self.stores, info = prepare(fingerprint, self._sides, self.source, build)
+        self._read(info)
+        dropped = info.get("dropped", [])
+        self._rows = np.delete(np.arange(len(self) + len(dropped)), dropped)
+        if dropped:
+            said = f"{len(dropped)} of {len(self._rows) + len(dropped)} rows of {self.source} were left out"
+            log_rank_zero(get_logger(), f"{said}: {info['reasons']}.", logging.WARNING)
+        if not len(self):
+            raise DataError(f"{self.source}: no row is left that can be trained on.")
+        say_what_is_cut(info, len(self), self.source, limit)
+
+    def _note(self, samples: Mapping[str, Any]) -> None:
+        """Keep what a row says besides its tokens."""
+
+    def _notes(self) -> dict[str, Any]:
+        """What was kept, as JSON."""
+        return {}
+
+    def _read(self, info: Mapping[str, Any]) -> None:
+        """Take over what :meth:`_notes` gave."""
 
     @staticmethod
-    def _tokenize(pair: Mapping[str, Any], tokenizer: Any) -> dict[str, dict[str, list[int]]]:
+    def _tokenize(pair: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, list[int]]]:
         samples = {}
-        pair = as_sample(pair, "message_transform")
         for side in _SIDES:
             if side not in pair:
                 raise DataError(f"message_transform gives no '{side}' among {', '.join(map(repr, pair)) or 'nothing'}")
-            row = tokenizer({"messages": as_messages(pair[side])})
-            samples[side] = {"tokens": row["tokens"], "labels": shifted_labels(row["tokens"], row["mask"])}
-            if not has_label(samples[side]):
-                raise DataError(f"{NO_LABEL} in the {side} answer")
+            samples[side] = tokenize_answer(pair[side], tokenizer, limit, f"the {side} answer")
+        if samples["chosen"]["tokens"] == samples["rejected"]["tokens"]:
+            cut = limit is not None and len(samples["chosen"]["tokens"]) >= limit
+            raise DataError(f"both answers are the same{f' within max_seq_len={limit}' if cut else ''}")
         return samples
 
     @property
@@ -104,7 +134,34 @@ class PreferenceDataset(Dataset):
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """``source`` and ``row`` (counted from 0, after ``filter_fn``) of a pair."""
-        return [{"source": self.source, "row": index}]
+        return [{"source": self.source, "row": int(self._rows[index])}]
+
+
+def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str) -> dict[str, list[int]]:
+    """Tokens and pre-shifted labels of a conversation that ends with an answer.
+
+    Args:
+        messages: of the conversation.
+        tokenizer: of the model.
+        limit: its ``max_seq_len``, for the message.
+        name: of the answer, for the message.
+
+    Raises:
+        DataError: the answer is missing or empty, or no label is left of it.
+    """
+    messages = as_messages(messages)
+    if not messages or messages[-1].role != "assistant":
+        raise DataError(f"{name} is missing: the last turn must be the assistant's")
+    if not messages[-1].contains_media and not messages[-1].text_content.strip():
+        raise DataError(f"{name} is empty")
+    row = tokenizer({"messages": messages})
+    sample = {"tokens": row["tokens"], "labels": shifted_labels(row["tokens"], row["mask"])}
+    if not has_label(sample):
+        is_full = limit is not None and len(sample["tokens"]) >= limit
+        raise DataError(
+            f"{NO_LABEL} in {name}" + (f" within max_seq_len={limit}, the prompt is too long" if is_full else "")
+        )
+    return sample
 
 
 def preference_dataset(
@@ -117,19 +174,22 @@ def preference_dataset(
     new_system_prompt: str | None = None,
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
+    drop_bad_rows: bool = False,
     **load_dataset_kwargs: Any,
 ) -> PreferenceDataset:
-    """Rows with a chosen and a rejected conversation (lists of ``{"role", "content"}``).
+    """Rows with a chosen and a rejected conversation (lists of ``{"role", "content"}``), or a prompt and two answers.
 
     Args:
         tokenizer: tokenizer of the model.
         source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``parquet`` …), or rows in memory.
-        column_map: the columns of ``chosen`` and ``rejected``; by default those names.
+        column_map: the columns of ``chosen``, ``rejected`` and ``prompt``; by default those names. The prompt is read
+            where the answers are texts, or turns that begin with the assistant's.
         train_on_input: old spelling of ``masking_strategy``.
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
         new_system_prompt: text of a system turn that takes the place of the conversations' own.
         filter_fn: rows for which it is false are left out.
         split: split of the dataset.
+        drop_bad_rows: leave out rows that cannot be trained on, and say which.
         **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
@@ -147,6 +207,7 @@ def preference_dataset(
         tokenizer=tokenizer,
         filter_fn=filter_fn,
         split=split,
+        drop_bad_rows=drop_bad_rows,
         **load_dataset_kwargs,
     )
 
@@ -161,6 +222,7 @@ def hh_rlhf_helpful_dataset(
     new_system_prompt: str | None = None,
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
+    drop_bad_rows: bool = False,
     **load_dataset_kwargs: Any,
 ) -> PreferenceDataset:
     """Helpfulness comparisons, columns ``chosen`` and ``rejected``. For the arguments see :func:`preference_dataset`.
@@ -177,6 +239,7 @@ def hh_rlhf_helpful_dataset(
         new_system_prompt=new_system_prompt,
         filter_fn=filter_fn,
         split=split,
+        drop_bad_rows=drop_bad_rows,
         **load_dataset_kwargs,
     )
 
@@ -224,6 +287,7 @@ def stack_exchange_paired_dataset(
     masking_strategy: str | None = "train_on_assistant",
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
+    drop_bad_rows: bool = False,
     **load_dataset_kwargs: Any,
 ) -> PreferenceDataset:
     """Questions with a better and a worse answer, columns ``question``, ``response_j`` and ``response_k``.
@@ -246,5 +310,6 @@ def stack_exchange_paired_dataset(
         tokenizer=tokenizer,
         filter_fn=filter_fn,
         split=split,
+        drop_bad_rows=drop_bad_rows,
         **load_dataset_kwargs,
     )

@@ -224,8 +224,7 @@ def _select(rows: Tensor, state: Progress, caches: list[KVCache]) -> None:
     """Keep these rows of state and caches; rows may repeat."""
     state.select(rows)
     for cache in caches:
-        for kept in (cache.k_cache, cache.v_cache):
-            kept[: len(rows)] = kept[rows]
+        cache.select(rows)
 
 
 def _next_logits(model: TransformerDecoder, state: Progress, ranks: "_Ranks", caches: list[KVCache]) -> Tensor:
@@ -243,7 +242,7 @@ def _next_logits(model: TransformerDecoder, state: Progress, ranks: "_Ranks", ca
             mask = mask if caches else F.pad(mask, (0, missing))
     hidden = last_hidden(model, x, input_pos, mask, length - 1)
     for cache in caches if missing else ():
-        cache.cache_pos.sub_(missing)
+        cache.drop(missing)
     return model.output(hidden).float()[:, 0]
 
 

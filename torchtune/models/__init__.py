@@ -5,16 +5,17 @@ from torchtune._lazy import attach, packages_in
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "Box": "_weight_ops",
         "Description": "_description",
         "DynamicRopeScaling": "_rope_scaling",
         "FusedAdapter": "_weight_ops",
         "Group": "_weight_map",
+        "Identity": "_weight_ops",
         "LinearRopeScaling": "_rope_scaling",
         "Llama3RopeScaling": "_rope_scaling",
         "LongRopeScaling": "_rope_scaling",
         "ModelError": "_description",
         "ModelSpec": "_spec",
+        "Slices": "_weight_ops",
         "WeightMap": "_weight_map",
         "WeightMapError": "_weight_map",
         "YarnRopeScaling": "_rope_scaling",

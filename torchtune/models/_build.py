@@ -95,8 +95,19 @@ def _added(d: Description) -> nn.Module | None:
 
 
 def _layer(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> TransformerSelfAttentionLayer:
+    return TransformerSelfAttentionLayer(
+        d.mixer.build(d.embed_dim, d.norm_eps) if index in d.mixer_layers else _attention(d, index, ropes),
+        _mixture(d) if index in d.expert_layers else _feed_forward(d, d.intermediate_dim),
+        sa_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
+        mlp_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
+        sa_scale=_added(d),
+        mlp_scale=_added(d),
+    )
+
+
+def _attention(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> MultiHeadAttention:
     windowed = index in d.window_layers
-    attn = MultiHeadAttention(
+    return MultiHeadAttention(
         embed_dim=d.embed_dim,
         num_heads=d.num_heads,
         num_kv_heads=d.num_kv_heads,
@@ -104,7 +115,7 @@ def _layer(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> Tr
         q_proj=nn.Linear(d.embed_dim, d.q_dim, bias=d.q_bias),
         k_proj=nn.Linear(d.embed_dim, d.kv_dim, bias=d.k_bias),
         v_proj=nn.Linear(d.embed_dim, d.kv_dim, bias=d.v_bias),
-        output_proj=nn.Linear(d.q_dim, d.embed_dim, bias=d.attn_output_bias),
+        output_proj=nn.Linear(d.num_heads * d.head_dim, d.embed_dim, bias=d.attn_output_bias),
         pos_embeddings=None if index in d.unrotated_layers else ropes[windowed],
         q_norm=_qk_norm(d, d.q_dim),
         k_norm=_qk_norm(d, d.kv_dim),
@@ -116,22 +127,15 @@ def _layer(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> Tr
         softcap=d.attn_softcap,
         window=d.window if windowed else None,
         sinks=d.attn_sinks,
-    )
-    return TransformerSelfAttentionLayer(
-        attn,
-        _mixture(d) if index in d.expert_layers else _feed_forward(d),
-        sa_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
-        mlp_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
-        sa_scale=_added(d),
-        mlp_scale=_added(d),
+        gated=d.attn_gate,
     )
 
 
-def _feed_forward(d: Description) -> FeedForward:
+def _feed_forward(d: Description, width: int) -> FeedForward:
     return FeedForward(
-        gate_proj=nn.Linear(d.embed_dim, d.intermediate_dim, bias=d.mlp_bias),
-        down_proj=nn.Linear(d.intermediate_dim, d.embed_dim, bias=d.mlp_bias),
-        up_proj=nn.Linear(d.embed_dim, d.intermediate_dim, bias=d.mlp_bias),
+        gate_proj=nn.Linear(d.embed_dim, width, bias=d.mlp_bias),
+        down_proj=nn.Linear(width, d.embed_dim, bias=d.mlp_bias),
+        up_proj=nn.Linear(d.embed_dim, width, bias=d.mlp_bias),
         activation=_ACTIVATIONS[d.activation](),
     )
 
@@ -146,11 +150,17 @@ def _mixture(d: Description) -> MoE:
         normalize=d.router_normalize,
         scale=d.router_scale,
         selection_bias=d.router_selection_bias,
+        groups=d.router_groups,
+        top_groups=d.router_top_groups,
     )
     sizes = {"dim": d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
     if d.expert_limit is not None:
         return MoE(experts=ClampedExperts(**sizes, limit=d.expert_limit), router=router)
-    return MoE(experts=GroupedExperts(**sizes, activation=_ACTIVATIONS[d.activation]()), router=router)
+    experts = GroupedExperts(**sizes, activation=_ACTIVATIONS[d.activation]())
+    if not d.shared_expert_dim:
+        return MoE(experts=experts, router=router)
+    gate = nn.Linear(d.embed_dim, 1, bias=False) if d.shared_expert_gate else None
+    return MoE(experts=experts, router=router, shared_expert=_feed_forward(d, d.shared_expert_dim), shared_gate=gate)
 
 
 def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:

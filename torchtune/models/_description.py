@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtune.models._mixers import Mixer
 from torchtune.models._rope_scaling import LongRopeScaling, RopeScaling
 from torchtune.utils import UserError
 
@@ -58,6 +59,11 @@ class Description:
     window: int | None = None  # sliding window: positions that a query sees, its own included
     window_layers: tuple[int, ...] = ()  # layers with sliding-window attention
     attn_sinks: bool = False  # attention sinks: a learned logit per head in the softmax's denominator
+    attn_gate: bool = False  # q_proj also returns a gate per head, and its sigmoid scales the head's output
+
+    # Layers without attention
+    mixer: Mixer | None = None  # replaces attention in mixer_layers
+    mixer_layers: tuple[int, ...] = ()
 
     # Positions
     rope_base: float = 10_000.0
@@ -84,6 +90,10 @@ class Description:
     router_scale: float = 1.0  # factor of the routing weights
     router_bias: bool = False
     router_selection_bias: bool = False  # added to scores for the top-k choice only; not trained by the loss
+    router_groups: int = 1  # experts form groups of equal size ...
+    router_top_groups: int = 1  # ... and a token selects experts of its best groups only
+    shared_expert_dim: int = 0  # intermediate size of the expert that every token uses; 0: there is none
+    shared_expert_gate: bool = False  # the sigmoid of a projection of the token scales the shared expert's output
     router_balance: float = 0.0  # coefficient of the load-balancing loss, if training enables it
 
     # Norms
@@ -120,6 +130,10 @@ class Description:
             raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
         self._check_positions()
         self._check_experts()
+        if self.mixer is not None and (problem := self.mixer.problem()):
+            raise ModelError(f"mixer: {problem}.")
+        if bool(self.mixer) != bool(self.mixer_layers):
+            raise ModelError(f"mixer and mixer_layers (got {list(self.mixer_layers)}) go together.")
         if self.norm_order != "pre" and self.residual_scale != 1.0:
             raise ModelError(f"residual_scale needs norm_order 'pre', got '{self.norm_order}'.")
         if not 0.0 <= self.attn_dropout <= 1.0:
@@ -146,8 +160,35 @@ class Description:
                 f"num_experts (got {self.num_experts}), expert_dim ({self.expert_dim}) and experts_per_token "
                 f"({self.experts_per_token}) go together, and experts_per_token is at most num_experts."
             )
+        if (self.shared_expert_dim and not self.num_experts) or (
+            self.shared_expert_gate and not self.shared_expert_dim
+        ):
+            raise ModelError(
+                f"shared_expert_dim (got {self.shared_expert_dim}) needs num_experts, and shared_expert_gate needs "
+                "shared_expert_dim."
+            )
+        groups, top = self.router_groups, self.router_top_groups
+        if not 1 <= top <= groups or self.num_experts % groups or (groups > 1 and self.num_experts < 2 * groups):
+            raise ModelError(
+                f"router_top_groups ({top}) of router_groups ({groups}) do not fit {self.num_experts} experts."
+            )
         if self.num_experts and not self.experts_per_token:
             raise ModelError(f"experts_per_token must be at least 1 with num_experts = {self.num_experts}.")
+
+    @property
+    def attn_layers(self) -> tuple[int, ...]:
+        """Layers with attention."""
+        return tuple(i for i in range(self.num_layers) if i not in self.mixer_layers)
+
+    @property
+    def shared_expert_layers(self) -> tuple[int, ...]:
+        """Layers with a shared expert."""
+        return self.expert_layers if self.shared_expert_dim else ()
+
+    @property
+    def shared_gate_layers(self) -> tuple[int, ...]:
+        """Layers with a gated shared expert."""
+        return self.shared_expert_layers if self.shared_expert_gate else ()
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -167,8 +208,8 @@ class Description:
 
     @property
     def q_dim(self) -> int:
-        """Output width of the query projection, ``num_heads * head_dim``."""
-        return self.num_heads * self.head_dim
+        """Output width of the query projection: ``num_heads * head_dim``, twice that with ``attn_gate``."""
+        return self.num_heads * self.head_dim * (1 + self.attn_gate)
 
     @property
     def kv_dim(self) -> int:

@@ -43,6 +43,7 @@ class HFFormat:
         has_mlp_bias: whether a flag for biases of the feed-forward exists.
         bias_fields: names of the two flags, of attention and of the feed-forward; they may be the same.
         qk_norm: as in a description.
+        mixer_kind: entry of ``layer_types`` of layers without attention, which ``read_more`` reads.
         windows: whether ``sliding_window`` alone enables sliding windows, ``use_sliding_window`` must be true as well,
             or the architecture has none.
         window_layers: which layers have a sliding window if ``layer_types`` is absent: all (there is no such field),
@@ -50,6 +51,7 @@ class HFFormat:
         ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head rotate), ``"window"``
             (a separate base in sliding-window layers).
         activation: name of the activation field, and its default.
+        eps_field: name of the field of the norms' eps.
         fixed: (field, value) pairs of a description that the file does not state.
         own: fields with another name than in a description: (theirs, ours, default, which also gives the type).
         read_more: reads what the attributes above cannot express: ``read_more(fields) -> values of a description``. It
@@ -67,10 +69,12 @@ class HFFormat:
     has_mlp_bias: bool = False
     bias_fields: tuple[str, str] = ("attention_bias", "mlp_bias")
     qk_norm: Literal["none", "before_rope", "after_rope"] = "none"
+    mixer_kind: str | None = None
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
-    ropes: tuple[Literal["partial", "window"], ...] = ()
+    ropes: tuple[Literal["partial", "window", "sections"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
+    eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()
     own: tuple[tuple[str, str, Any], ...] = ()
     read_more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
@@ -112,7 +116,7 @@ class HFFormat:
             rope_layout=self.rope_layout,
             activation=fields.choice(self.activation[0], _ACTIVATIONS, self.activation[1]),
             mlp_bias=bool(fields.take(mlp_flag, False)) if self.has_mlp_bias else False,
-            norm_eps=float(fields.take("rms_norm_eps", 1e-6)),
+            norm_eps=float(fields.take(self.eps_field, 1e-6)),
             tie_word_embeddings=bool(fields.take("tie_word_embeddings", False)),
             num_classes=_read_classes(config, fields),
             **dict(self.fixed),
@@ -147,7 +151,7 @@ class HFFormat:
             "head_dim": description.head_dim,
             self.activation[0]: _ACTIVATION_NAMES[description.activation],
             "max_position_embeddings": description.max_seq_len,
-            "rms_norm_eps": description.norm_eps,
+            self.eps_field: description.norm_eps,
             "attention_dropout": description.attn_dropout,
             "tie_word_embeddings": description.tie_word_embeddings,
             "rope_theta": description.rope_base,
@@ -185,6 +189,7 @@ class HFFormat:
         late, switch = fields.take("max_window_layers", _LATE), fields.take("use_sliding_window", False)
         window = window or None
         if kinds is not None:
+            kinds = ["full_attention" if kind == self.mixer_kind else kind for kind in kinds]
             if len(kinds) < num_layers or not {"full_attention", "sliding_attention"}.issuperset(kinds[:num_layers]):
                 raise fields.refusal("layer_types", kinds)
             layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention")

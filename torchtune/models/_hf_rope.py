@@ -82,6 +82,8 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         raise fields.refusal("rope_parameters", together)
     else:
         together = dict(scaling or together)
+    if "sections" in allowed:  # of the channels, for images: the three positions of a text token are equal
+        together = {key: value for key, value in together.items() if not key.startswith("mrope_")}
     base = _number(fields, "rope_theta", together.pop("rope_theta", None), base)
     partial = _number(fields, "partial_rotary_factor", together.pop("partial_rotary_factor", None), partial)
     if partial != 1.0 and "partial" not in allowed:

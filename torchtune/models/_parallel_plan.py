@@ -30,6 +30,11 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
             "tensor_parallel_dim: a model with experts has no tensor-parallel plan: set it to 1, and "
             "data_parallel_shard_dim to -1 to shard the experts' weights."
         )
+    if model.description is not None and model.description.mixer_layers:
+        raise ParallelError(
+            "tensor_parallel_dim: a model with linear attention or convolutions cannot be split by tensor parallelism: "
+            "set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
+        )
     block: dict[str, ParallelStyle] = {
         "attn": GatherInput(),
         "attn.q_proj": ByColumns(),

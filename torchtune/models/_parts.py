@@ -56,7 +56,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     architecture_of(config)
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
-        return dict(config)
+        return {key: value for key, value in config.items() if key != "quantization_config" or not _is_readable(value)}
     if str(inner.get("model_type")) not in _TEXT_ARCHITECTURES:
         raise ModelError(
             f"config.json: a text tower of model_type = {shown(inner.get('model_type'))} cannot be read; there are: "
@@ -64,6 +64,11 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     shared = {key: config[key] for key in _SHARED_FIELDS if config.get(key) is not None}
     return {**inner, **shared, "architectures": [_TEXT_ARCHITECTURES[inner["model_type"]]]}
+
+
+def _is_readable(quantization: object) -> bool:
+    """Whether checkpoints of this ``quantization_config`` are read as the values that their weights stand for."""
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "compressed-tensors"
 
 
 def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

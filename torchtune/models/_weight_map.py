@@ -31,7 +31,7 @@ from torch import Tensor
 
 from torchtune.models._description import Description
 from torchtune.models._parts import rename_prefix
-from torchtune.models._weight_ops import Box, FusedAdapter, Identity, Op, Piece, Split, Stack
+from torchtune.models._weight_ops import ExternalSlice, FusedAdapter, Identity, Op, Slices, Split, Stack
 from torchtune.utils import UserError
 
 # Placeholder in a template -> attribute of the description with its count.
@@ -52,13 +52,13 @@ class Row:
         external: template, or templates, of the names in the other format.
         tune: template, or templates, of the names in ours.
         op: turns the external tensors into ours and back.
-        when: attribute of the description that says where the row applies: a bool, or layer indices.
+        when: attribute, or attributes, of the description that say where the row applies: bools, or layer indices.
     """
 
     external: str | tuple[str, ...]
     tune: str | tuple[str, ...]
     op: Op = Identity()  # noqa: RUF009 - ops are frozen dataclasses
-    when: str | None = None
+    when: str | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,35 @@ class Group:
         """The external tensors, in the order of ``external``, from ours, in the order of ``tune``."""
         return self.op.to_external(tensors, self.description)
 
-    def pieces(self, name: str, box: Box, shapes: Sequence[Sequence[int]]) -> list[Piece]:
-        """Where a part of one of our tensors stands in the external ones, whose ``shapes`` are in the order of
-        ``external``. Sharded parameters are read and written by this, without the rest of the tensor."""
-        return self.op.pieces(self.tune.index(name), box, shapes, self.description)
+    def read(
+        self,
+        name: str,
+        slices: Slices,
+        target: Tensor,
+        shapes: Sequence[Sequence[int]],
+        source: Callable[[str, Slices], Tensor],
+    ) -> None:
+        """Fill ``target`` with a slice of one of our tensors, and read nothing else.
+
+        Args:
+            name: of our tensor.
+            slices: the slice.
+            target: of the shape of the slice.
+            shapes: of the external tensors, in the order of ``external``.
+            source: reads a slice of an external tensor.
+        """
+        for part in self.op.external_slices(self.tune.index(name), slices, shapes, self.description):
+            part.fill(target, source(self.external[part.external], part.slices))
+
+    def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
+        """Which slices of the external tensors make up a slice of one of our tensors.
+
+        Args:
+            name: of our tensor.
+            slices: a slice of it, such as the shard of a rank.
+            shapes: of the external tensors, in the order of ``external``.
+        """
+        return self.op.external_slices(self.tune.index(name), slices, shapes, self.description)
 
 
 @dataclass(frozen=True)
@@ -339,10 +364,10 @@ def _fill(template: str, description: Description, **fixed: int) -> list[str]:
 def _expand(weight_map: WeightMap, description: Description) -> _Table:
     groups = []
     for row in weight_map.rows:
-        where = True if row.when is None else getattr(description, row.when)
+        where = [getattr(description, name) for name in _templates(row.when or ())]
         layered = any("{layer}" in template for template in _templates(row.tune))
         for layer in range(description.num_layers) if layered else (None,):
-            if not (layer in where if isinstance(where, Sequence | frozenset) else where):
+            if not all(layer in at if isinstance(at, Sequence | frozenset) else at for at in where):
                 continue
             fixed = {} if layer is None else {"layer": layer}
             external = [name for template in _templates(row.external) for name in _fill(template, description, **fixed)]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from torchtune.models._mixers import Names
 from torchtune.models._weight_map import Row, Tied, WeightMap
 from torchtune.models._weight_ops import Identity, InterleaveRope, Op, Split, Stack
 
@@ -50,12 +51,12 @@ def _rows(column: int, qk: Op) -> tuple[Row, ...]:
     for row in _LINEARS:
         op = qk if row[0] in ("attn.q_proj", "attn.k_proj") else Identity()
         external, ours = _LAYER[column] + row[column], "layers.{layer}." + row[0]
-        when = "mlp_layers" if row[0].startswith("mlp.") else None
+        when = "mlp_layers" if row[0].startswith("mlp.") else "attn_layers"
         rows.append(Row(f"{external}.weight", f"{ours}.weight", op, when))
-        rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=row[4]))
+        rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=(when, row[4])))
     for row in _NORMS:
-        op = qk if row[4] == "has_qk_norm" else Identity()
-        rows.append(Row(f"{_LAYER[column]}{row[column]}.weight", f"layers.{{layer}}.{row[0]}.scale", op, when=row[4]))
+        op, when = (qk, ("attn_layers", row[4])) if row[4] == "has_qk_norm" else (Identity(), row[4])
+        rows.append(Row(f"{_LAYER[column]}{row[column]}.weight", f"layers.{{layer}}.{row[0]}.scale", op, when=when))
     return tuple(rows)
 
 
@@ -121,6 +122,54 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) ->
         external = f"{theirs}experts.{{expert}}.{matrix}.weight"
         rows.append(Row(external, f"{ours}experts.{name}", Stack(transpose=True), "expert_layers"))
     return replace(weight_map, rows=(*weight_map.rows, *rows))
+
+
+def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) -> WeightMap:
+    """Add the shared expert of every layer with experts to a weight map.
+
+    Args:
+        weight_map: Hugging Face map of all other weights.
+        block: name of the shared expert within a layer in the checkpoint.
+        gate: name of its gate, if it has one.
+    """
+    ours = "layers.{layer}.mlp."
+    rows = [
+        Row(f"{_LAYER[_HF]}{block}.{theirs}.weight", f"{ours}shared_expert.{name}.weight", when="shared_expert_layers")
+        for name, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))
+    ]
+    if gate is not None:
+        rows.append(Row(f"{_LAYER[_HF]}{gate}.weight", f"{ours}shared_gate.weight", when="shared_gate_layers"))
+    return replace(weight_map, rows=(*weight_map.rows, *rows))
+
+
+def mixers(weight_map: WeightMap, names: Names) -> WeightMap:
+    """Add the mixers that replace attention in some layers to a weight map.
+
+    Args:
+        weight_map: Hugging Face map of all other weights.
+        names: their name within a layer and ours within ``attn``, of every parameter of the mixer.
+    """
+    rows = [
+        Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.attn.{ours}", *op, when="mixer_layers")
+        for theirs, ours, *op in names
+    ]
+    return replace(weight_map, rows=(*weight_map.rows, *rows))
+
+
+def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
+    """A weight map of a checkpoint that calls some modules otherwise.
+
+    Args:
+        weight_map: Hugging Face map, each row with one external name.
+        names: part of an external name -> what replaces it.
+    """
+
+    def rename(external: str) -> str:
+        for old, new in names.items():
+            external = external.replace(old, new)
+        return external
+
+    return replace(weight_map, rows=tuple(replace(row, external=rename(row.external)) for row in weight_map.rows))
 
 
 def _when_norm(ours: str) -> str:

@@ -11,39 +11,38 @@ from torch import Tensor
 
 from torchtune.models._description import Description, ModelError
 
-# Ranges of a tensor, one for each of its dimensions.
-Box = tuple[slice, ...]
+# A slice of a tensor: a range in each of its dimensions.
+Slices = tuple[slice, ...]
 
 
-def is_empty(box: Box) -> bool:
-    """Whether a box holds nothing, as the shard of a rank may when there are more ranks than rows."""
-    return any(part.stop <= part.start for part in box)
+def is_empty(slices: Slices) -> bool:
+    """Whether a slice has no element, as the shard of a rank if there are more ranks than rows."""
+    return any(part.stop <= part.start for part in slices)
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """A box of an external tensor that is some rows of a box of ours.
+class ExternalSlice:
+    """A slice of an external tensor, and the rows of a slice of our tensor that it corresponds to.
 
     Attributes:
-        external: number of the external tensor in its group.
-        box: which part of it.
-        rows: which of our rows: their numbers int64 [rows], or a range; one number, and the dimension falls away; or
-            None for all.
+        external: index of the external tensor in its group.
+        slices: which slice of it.
+        rows: which of our rows: indices int64 [rows], a range, one index (the dimension is dropped), or None for all.
         transposed: the last two dimensions are swapped.
     """
 
     external: int
-    box: Box
+    slices: Slices
     rows: Tensor | slice | int | None = None
     transposed: bool = False
 
     def of(self, ours: Tensor) -> Tensor:
-        """What belongs into the external box, from our box."""
+        """The values of the external slice, from our slice."""
         found = ours if self.rows is None else ours[self.rows]
         return found.transpose(-1, -2) if self.transposed else found
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
-        """Put what stands in the external box into our box."""
+        """Copy the values of the external slice into our slice."""
         value = value.transpose(-1, -2) if self.transposed else value
         if isinstance(self.rows, Tensor):
             ours[self.rows.to(ours.device)] = value.to(ours)
@@ -69,22 +68,24 @@ class Op(ABC):
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """The external tensors from ours."""
 
-    def pieces(self, which: int, box: Box, shapes: Sequence[Sequence[int]], description: Description) -> list[Piece]:
-        """Where a part of one of our tensors stands in the external ones.
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """Which slices of the external tensors make up a slice of one of our tensors.
 
-        This one is for ops that move rows and nothing else: where they go is seen by sending their numbers through.
+        The default is for ops that only move rows: :meth:`to_tune` of the row indices tells where each row goes.
 
         Args:
-            which: number of our tensor in its group.
-            box: the part of it.
+            which: index of our tensor in its group.
+            slices: a slice of it.
             shapes: of the external tensors.
             description: of the model.
         """
-        if is_empty(box):
+        if is_empty(slices):
             return []
         ends = list(accumulate(shape[0] for shape in shapes))
         numbers = [torch.arange(end - shape[0], end) for end, shape in zip(ends, shapes, strict=True)]
-        rows, order = self.to_tune(numbers, description)[which][box[0]].sort()
+        rows, order = self.to_tune(numbers, description)[which][slices[0]].sort()
         tensors = torch.bucketize(rows, torch.tensor(ends), right=True)
         breaks = (rows.diff() != 1) | (tensors.diff() != 0)
         cuts = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(rows)]
@@ -94,7 +95,7 @@ class Op(ABC):
             first = int(rows[start]) - (ends[number] - shapes[number][0])
             kept = bool((ours.diff() == 1).all())  # in the same order: a plain range
             index = slice(int(ours[0]), int(ours[0]) + len(ours)) if kept else ours
-            found.append(Piece(number, (slice(first, first + stop - start), *box[1:]), index))
+            found.append(ExternalSlice(number, (slice(first, first + stop - start), *slices[1:]), index))
         return found
 
 
@@ -112,9 +113,11 @@ class Identity(Op):
         """The same tensors."""
         return list(tensors)
 
-    def pieces(self, which: int, box: Box, shapes: Sequence[Sequence[int]], description: Description) -> list[Piece]:
-        """The same part."""
-        return [] if is_empty(box) else [Piece(which, box)]
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """The same slice."""
+        return [] if is_empty(slices) else [ExternalSlice(which, slices)]
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,38 @@ class Split(Op):
 
 
 @dataclass(frozen=True)
+class HeadGroups(Op):
+    """Rows of a fused projection of a mixer: theirs head group by head group, ours part by part.
+
+    Attributes:
+        sizes: attributes of the description's ``mixer`` that give the number of rows of each part in a group.
+        groups: attribute of ``mixer`` that counts the groups.
+    """
+
+    sizes: tuple[str, ...]
+    groups: str = "num_key_heads"
+    rowwise: ClassVar[bool] = True
+
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Groups of parts to parts of groups."""
+        (grouped,) = tensors
+        groups, sizes = self._numbers(description)
+        parts = grouped.unflatten(0, (groups, sum(sizes))).split(sizes, dim=1)
+        return [torch.cat([part.flatten(0, 1) for part in parts])]
+
+    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Parts of groups to groups of parts."""
+        (ours,) = tensors
+        groups, sizes = self._numbers(description)
+        parts = ours.split([groups * size for size in sizes])
+        return [torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)]
+
+    def _numbers(self, description: Description) -> tuple[int, list[int]]:
+        mixer = description.mixer
+        return getattr(mixer, self.groups), [getattr(mixer, size) for size in self.sizes]
+
+
+@dataclass(frozen=True)
 class FusedAdapter(Op):
     """LoRA of a fused projection, ``A [n * r, in]`` and ``B [out, n * r]``, that is n adapters of rank r of its parts.
 
@@ -200,34 +235,36 @@ class FusedAdapter(Op):
     def _rows(self, second: Tensor, description: Description) -> Sequence[Tensor]:
         return second.split([getattr(description, size) for size in self.sizes])
 
-    def pieces(self, which: int, box: Box, shapes: Sequence[Sequence[int]], description: Description) -> list[Piece]:
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
         """Rows of ``A``; rows of ``B`` with their zeros, or columns of its diagonal where only these are held."""
-        if is_empty(box):
+        if is_empty(slices):
             return []
         parts = len(self.sizes)
         rank, number = shapes[0][0] // parts, which % parts
         start = number * rank
-        rows, columns = box
+        rows, columns = slices
         if which < parts:
-            return [Piece(0, (slice(start + rows.start, start + rows.stop), columns))]
+            return [ExternalSlice(0, (slice(start + rows.start, start + rows.stop), columns))]
         above = sum(getattr(description, size) for size in self.sizes[:number])
         rows = slice(above + rows.start, above + rows.stop)
         if columns.stop - columns.start < rank:
-            return [Piece(1, (rows, slice(start + columns.start, start + columns.stop)))]
+            return [ExternalSlice(1, (rows, slice(start + columns.start, start + columns.stop)))]
         return [_OnDiagonal(1, (rows, slice(0, parts * rank)), slice(start, start + rank))]
 
 
-class _OnDiagonal(Piece):
+class _OnDiagonal(ExternalSlice):
     """Columns of ours among zeros; ``rows`` says which columns they become."""
 
     def of(self, ours: Tensor) -> Tensor:
-        """What belongs into the external box, from our box."""
-        found = ours.new_zeros(ours.shape[0], self.box[1].stop)
+        """The values of the external slice, from our slice."""
+        found = ours.new_zeros(ours.shape[0], self.slices[1].stop)
         found[:, self.rows] = ours
         return found
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
-        """Put what stands in the external box into our box."""
+        """Copy the values of the external slice into our slice."""
         ours.copy_(value[:, self.rows])
 
 
@@ -251,9 +288,11 @@ class Stack(Op):
         (stacked,) = tensors
         return [part.contiguous() for part in (stacked.transpose(1, 2) if self.transpose else stacked).unbind()]
 
-    def pieces(self, which: int, box: Box, shapes: Sequence[Sequence[int]], description: Description) -> list[Piece]:
-        """One matrix for each expert of the part."""
-        experts, *inner = box
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """One matrix for each expert of the slice."""
+        experts, *inner = slices
         inside = tuple(reversed(inner)) if self.transpose else tuple(inner)
-        numbers = () if is_empty(box) else range(experts.start, experts.stop)
-        return [Piece(number, inside, number - experts.start, self.transpose) for number in numbers]
+        numbers = () if is_empty(slices) else range(experts.start, experts.stop)
+        return [ExternalSlice(number, inside, number - experts.start, self.transpose) for number in numbers]

@@ -3,7 +3,9 @@
 import functools
 import logging
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -14,21 +16,29 @@ from torchtune.modules.conversion import ConversionError
 from torchtune.utils import require
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A block without what torchao logs of kernels that this machine lacks."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 @functools.cache
 def torchao_quantization() -> ModuleType:
-    """``torchao.quantization``, without what it logs of kernels that this machine lacks.
+    """``torchao.quantization``.
 
     Raises:
         UserError: torchao is not installed.
     """
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            require("torchao.quantization.qat", extra="quantization", purpose="Quantization")
-            return require("torchao.quantization", extra="quantization", purpose="Quantization")
-    finally:
-        logging.disable(logging.NOTSET)
+    with _quiet():
+        require("torchao.quantization.qat", extra="quantization", purpose="Quantization")
+        return require("torchao.quantization", extra="quantization", purpose="Quantization")
 
 
 def int_config(bits: int, group_size: int | None, *, dynamic_activations: bool) -> Any:
@@ -76,7 +86,8 @@ def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | No
     out_dim, in_dim = shape
     layer = nn.Sequential(nn.Linear(in_dim, out_dim, bias=False, device="meta"))
     try:
-        ao.quantize_(layer, ao.qat.QATConfig(base_config, step="prepare"))
+        with _quiet():  # imports more of torchao
+            ao.quantize_(layer, ao.qat.QATConfig(base_config, step="prepare"))
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise ConversionError(
             f"quantizer: torchao cannot simulate {type(base_config).__name__} in training ({_first_line(error)}): "
@@ -131,6 +142,29 @@ def quantized(weight: Tensor, base_config: Any) -> tuple[Tensor, Tensor]:
     model = nn.Sequential(layer)
     quantize_linears(model, base_config, {"0"})
     return model[0].weight.qdata, model[0].weight.scale
+
+
+def compute_in_float8(model: nn.Module, paths: set[str], recipe: str, *, emulate: bool) -> None:
+    """Let linear layers compute their products in float8, in place.
+
+    Args:
+        model: may be on the meta device.
+        paths: of the layers.
+        recipe: ``tensorwise``, ``rowwise`` or ``rowwise_with_gw_hp``.
+        emulate: round the operands and multiply them in high precision.
+    """
+    torchao_quantization()
+    import torchao.float8 as float8
+
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    # The tokens of a batch are an inner dimension of the product for the weight's gradient, and any number
+    config = replace(config, emulate=emulate, pad_inner_dim=True)
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, path: path in paths, config=config)
+
+
+def is_float8_linear(module: nn.Module) -> bool:
+    """Whether :func:`compute_in_float8` made it."""
+    return type(module).__module__.startswith("torchao.float8.")
 
 
 @dataclass(frozen=True)

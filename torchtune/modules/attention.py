@@ -34,6 +34,8 @@ class MultiHeadAttention(nn.Module):
         scale: scale of the scores; by default ``h ** -0.5``.
         softcap: soft cap of the scores, ``softcap * tanh(score / softcap)``.
         window: sliding window in positions, the query's own included.
+        gated: ``q_proj`` maps ``d -> n * 2h``: for each head the query, then a gate. The gate's sigmoid scales the
+            output of the head.
         sinks: add attention sinks: a parameter ``sinks`` ``[n]``, a logit per head in the softmax's denominator.
 
     Raises:
@@ -64,6 +66,7 @@ class MultiHeadAttention(nn.Module):
         softcap: float | None = None,
         window: int | None = None,
         sinks: bool = False,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         if num_heads % num_kv_heads != 0:
@@ -84,6 +87,7 @@ class MultiHeadAttention(nn.Module):
         self.query_factor = 1.0 if scale is None else scale * head_dim**0.5  # kernels scale by h ** -0.5
         self.softcap = softcap
         self.window = window
+        self.gated = gated
         self.kv_cache = kv_cache
         self.cache_enabled = kv_cache is not None
         self.q_proj = q_proj
@@ -133,7 +137,10 @@ class MultiHeadAttention(nn.Module):
             Tensor ``[b, s, d]``.
         """
         y = x if y is None else y
-        q = self._heads(self.q_proj(x), self.q_norm, input_pos, rope)
+        q, gate = self.q_proj(x), None
+        if self.gated:
+            q, gate = (half.flatten(-2) for half in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
+        q = self._heads(q, self.q_norm, input_pos, rope)
         if self.query_factor != 1.0:
             q = q * self.query_factor
         k = self._heads(self.k_proj(y), self.k_norm, input_pos, rope)
@@ -153,7 +160,8 @@ class MultiHeadAttention(nn.Module):
             softcap=self.softcap,
             **({} if self.sinks is None else {"sinks": self.sinks}),
         )
-        return self.output_proj(out.flatten(-2).to(x.dtype))
+        out = out.flatten(-2).to(x.dtype)
+        return self.output_proj(out if gate is None else out * gate.sigmoid())
 
     def _heads(
         self, x: Tensor, norm: nn.Module | None, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None

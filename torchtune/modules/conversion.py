@@ -47,7 +47,8 @@ class Phase(IntEnum):
     QUANTIZED_BASE = 1
     ADAPTER = 2
     FAKE_QUANT = 3
-    OBJECTIVE = 4  # changes no weight: what a model is trained for besides its loss
+    FLOAT8_TRAINING = 4
+    OBJECTIVE = 5  # changes no weight: what a model is trained for besides its loss
 
 
 # Pairs of phases that may not meet on one model, with the reason. A phase paired with itself: at most one of its kind.
@@ -55,6 +56,10 @@ _FORBIDDEN: dict[tuple[Phase, Phase], str] = {
     (Phase.QUANTIZED_BASE, Phase.QUANTIZED_BASE): "a base weight is quantised once",
     (Phase.ADAPTER, Phase.ADAPTER): "a model has one adapter",
     (Phase.FAKE_QUANT, Phase.FAKE_QUANT): "a weight is fake-quantised once",
+    (Phase.FLOAT8_TRAINING, Phase.FLOAT8_TRAINING): "a layer computes in float8 or not",
+    (Phase.QUANTIZED_BASE, Phase.FLOAT8_TRAINING): "products in float8 are for weights that are trained",
+    (Phase.ADAPTER, Phase.FLOAT8_TRAINING): "products in float8 are for weights that are trained",
+    (Phase.FAKE_QUANT, Phase.FLOAT8_TRAINING): "a layer simulates one precision",
     (Phase.QUANTIZED_BASE, Phase.FAKE_QUANT): "fake quantisation needs a base weight that is not quantised yet",
 }
 

@@ -36,6 +36,15 @@ class KVCache(nn.Module):
         self.v_cache.zero_()
         self.cache_pos -= self.cache_pos[0].clone()
 
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order; a row may come more than once."""
+        for kept in (self.k_cache, self.v_cache):
+            kept[: len(rows)] = kept[rows]
+
+    def drop(self, positions: int) -> None:
+        """Forget the last positions."""
+        self.cache_pos.sub_(positions)
+
     def update(self, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
         """Append positions and return the whole cache.
 

@@ -13,7 +13,7 @@ from torchtune.modules.peft import AdapterModule, disable_adapter
 from torchtune.rlhf._reference_cache import cache_log_probs
 from torchtune.rlhf.loss import AnswerLoss, setup_loss
 from torchtune.training import ParallelDims
-from torchtune.training.checkpointing._ranks import reshard
+from torchtune.training.parallel._shards import reshard
 from torchtune.utils import UserError
 
 # Nats by token that a model may differ from itself before it is trained.

@@ -107,6 +107,7 @@ __getattr__, __dir__, __all__ = attach(
         "plan_data": "plan._plan_data",
         "plan_run": "plan._plan",
         "prepare_optimizer": "optim._prepare_optimizer",
+        "quantize_checkpoint": "quantization",
         "register_optim_in_bwd_hooks": "compat._optimizer_in_backward",
         "reset_memory_stats": "memory",
         "scale_grads_": "_grad_scaler",

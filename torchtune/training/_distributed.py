@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtune.training.parallel._ranks import any_rank
 from torchtune.utils import DeviceSupport, get_logger
 
 
@@ -21,13 +22,7 @@ def is_restart() -> bool:
     leave (``--nnodes 1:4``) are no restart: give ``resume_from_checkpoint=True`` with them.
     """
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if not (dist.is_available() and dist.is_initialized()):
-        return again
-    found = torch.tensor(
-        int(again), device="cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
-    )
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+    return any_rank(again)
 
 
 def join_process_group(backend: str, **options: Any) -> None:

@@ -6,9 +6,12 @@ precision. Recipes of quantisation-aware training take a ``*QATQuantizer``, the 
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torch import nn
+import torch
+import yaml
+from torch import Tensor, nn
 
 from torchtune.modules import _torchao
 from torchtune.modules.conversion import apply_conversions
@@ -19,12 +22,17 @@ from torchtune.modules.fake_quant import (
     quantizable_layers,
     set_fake_quant,
 )
+from torchtune.modules.low_precision import Float8Training
 from torchtune.modules.peft import QATLoRALinear
 from torchtune.modules.peft.lora import LoRALinear
-from torchtune.utils import UserError
+from torchtune.utils import UserError, get_logger
+
+if TYPE_CHECKING:
+    from torchtune.training.checkpointing._model_source import ModelSource
 
 __all__ = [
     "Float8Quantizer",
+    "GGUFQuantizer",
     "Int4WeightOnlyQATQuantizer",
     "Int4WeightOnlyQATQuantizerModuleSwap",
     "Int4WeightOnlyQuantizer",
@@ -39,8 +47,11 @@ __all__ = [
     "fake_quantization",
     "get_quantizer_mode",
     "is_fp8_tensorwise_scaling",
+    "quantize_checkpoint",
     "swap_lora_linear_with_qat",
 ]
+
+FileType = Literal["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]
 
 
 class Quantizer:
@@ -72,6 +83,14 @@ class Quantizer:
     def layout(self) -> dict[str, Any]:
         """All that decides the quantised values: two quantizers of one layout make the same model."""
         return {"bits": self.bits, "group_size": self.group_size, "activations": self.activations}
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Values ``[out, in]`` and scales ``[out, groups]`` of a weight; it stands for their product.
+
+        Raises:
+            ConversionError: torchao refuses.
+        """
+        return _torchao.quantized(weight, self.base_config)
 
     def quantize(self, model: nn.Module) -> nn.Module:
         """Replace the weights of the linear layers by torchao's quantised ones, and return the model.
@@ -221,9 +240,23 @@ class Int8DynActInt4WeightQATQuantizerModuleSwap(Int8DynActInt4WeightQATQuantize
     mode = "8da4w-qat-module-swap"
 
 
+class GGUFQuantizer:
+    """One GGUF file for llama.cpp; embedding and output projection keep at least 8 bits, vectors float32.
+
+    Args:
+        file_type: ``"Q8_0"``, ``"Q5_1"``, ``"Q5_0"``, ``"Q4_1"``, ``"Q4_0"`` (blocks of 32), or ``"BF16"``, ``"F16"``,
+            ``"F32"``.
+    """
+
+    mode = "gguf"
+
+    def __init__(self, file_type: FileType = "Q8_0") -> None:
+        self.file_type = file_type
+
+
 def get_quantizer_mode(quantizer: Any | None) -> str | None:
     """The short name of a quantizer, for example ``"8da4w"``; ``None`` for anything else, such as no quantizer."""
-    return quantizer.mode if isinstance(quantizer, Quantizer) else None
+    return quantizer.mode if isinstance(quantizer, Quantizer | GGUFQuantizer) else None
 
 
 def fake_quantization(
@@ -245,6 +278,61 @@ def fake_quantization(
         known = ", ".join(kind.__name__ for kind in QATQuantizer.__subclasses__())
         raise UserError(f"quantizer: {type(quantizer).__name__} cannot be simulated in training: choose {known}.")
     return FakeQuantize(quantizer.base_config, after_n_steps=after_n_steps, step=step, total_steps=total_steps)
+
+
+def quantize_checkpoint(
+    source: "ModelSource",
+    model: nn.Module,
+    quantizer: Any,
+    output_dir: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a checkpoint quantised, one tensor at a time, with its tokenizer and other small files.
+
+    Args:
+        source: the checkpoint, under Hugging Face's names.
+        model: what it is, on the meta device; values are not read.
+        quantizer: a :class:`Quantizer`, for compressed-tensors, or a :class:`GGUFQuantizer`.
+        output_dir: a folder that is not there yet, written atomically.
+        device: where weights are quantised.
+        dtype: of what is not quantised, and of the weights before they are; that of the checkpoint by default.
+
+    Raises:
+        UserError: the folder is there, the quantizer is none, or the checkpoint cannot be quantised by it.
+    """
+    if not isinstance(quantizer, Quantizer | GGUFQuantizer):
+        known = ", ".join(name for name in __all__ if name.endswith("Quantizer") and "QAT" not in name)
+        raise UserError(f"quantizer: {type(quantizer).__name__} is no quantizer: choose out of {known}.")
+    folder = Path(output_dir)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"output_dir: {folder} is there already and is not overwritten: name a new folder.")
+    if isinstance(quantizer, GGUFQuantizer):
+        from torchtune.training.checkpointing._gguf_export import export_gguf
+
+        export_gguf(source, model, quantizer.file_type, folder, dtype=dtype)
+    else:
+        from torchtune.training.checkpointing._quantize import write_compressed
+
+        write_compressed(source, model, quantizer, folder, device=device, dtype=dtype)
+    trained_for = _trained_for(source.checkpoint_dir)
+    if trained_for and trained_for.layout != getattr(quantizer, "layout", None):
+        get_logger().warning(
+            f"{source.checkpoint_dir} was trained for {type(trained_for).__name__} with group_size "
+            f"{trained_for.group_size}, and {folder} is quantised otherwise: expect other outputs than in training."
+        )
+
+
+def _trained_for(folder: Path) -> QATQuantizer | None:
+    """The quantizer that a checkpoint of this library was trained with."""
+    path = folder / "torchtune_config.yaml"
+    node = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("quantizer") if path.is_file() else None
+    if not isinstance(node, dict):
+        return None
+    options = {key: value for key, value in node.items() if key != "_component_"}
+    kind = globals().get(str(node.get("_component_")).removeprefix(f"{__name__}."))
+    return kind(**options) if isinstance(kind, type) and issubclass(kind, QATQuantizer) else None
 
 
 def _enable_linear_fake_quant(mod: nn.Module, enabled: bool = True) -> None:
@@ -299,13 +387,17 @@ def is_fp8_tensorwise_scaling(fp8_recipe_name: str | None) -> bool:
 
 
 def convert_to_float8_training(model: nn.Module, fp8_recipe_name: str | None = None) -> nn.Module:
-    """Raise: training in float8 is not in this release.
+    """Let the linear layers of the layers compute in float8, in place.
 
     Args:
-        model: what would be converted.
-        fp8_recipe_name: how it would be scaled.
+        model: a decoder, without adapters; it may be on the meta device.
+        fp8_recipe_name: see :class:`~torchtune.modules.low_precision.Float8Training`; None is ``"tensorwise"``.
+
+    Returns:
+        ``model``.
 
     Raises:
-        UserError: always.
+        ConversionError: an unknown recipe, or a conversion of the model that excludes it.
     """
-    raise UserError("enable_fp8_training: training in float8 is not available in this release: set it to False.")
+    apply_conversions(model, [Float8Training(fp8_recipe_name or "tensorwise")])
+    return model

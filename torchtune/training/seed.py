@@ -6,6 +6,7 @@ import random
 import numpy as np
 import torch
 
+from torchtune.training.parallel._ranks import broadcast_object
 from torchtune.utils import UserError, get_world_size_and_rank
 
 
@@ -14,14 +15,8 @@ class SeedError(UserError, ValueError):
 
 
 def _draw_shared_seed(world_size: int, limit: int) -> int:
-    drawn = torch.tensor(int(torch.randint(0, limit + 1, (1,), generator=_entropy())), dtype=torch.int64)
-    if world_size > 1:
-        import torch.distributed as dist
-
-        if dist.get_backend() != "gloo":
-            drawn = drawn.to(torch.accelerator.current_accelerator())
-        dist.broadcast(drawn, src=0)
-    return int(drawn)
+    drawn = int(torch.randint(0, limit + 1, (1,), generator=_entropy()))
+    return broadcast_object(drawn) if world_size > 1 else drawn
 
 
 def _entropy() -> torch.Generator:

@@ -21,6 +21,7 @@ from torchtune.datasets import (
     instantiate_collate,
     instantiate_dataset,
     instruct_dataset,
+    kto_dataset,
     preference_dataset,
     samsum_dataset,
     slimorca_dataset,
@@ -232,7 +233,62 @@ def test_preference_data(tokenizer: Any, tmp_path: Path) -> None:
     assert stack_exchange_paired_dataset(tokenizer, data_files=path)[0] == expected
     long = {"chosen": openai("a " * 300, "b")["messages"], "rejected": openai("a", "b")["messages"]}
     message = refused(preference_dataset, tokenizer, source=write(tmp_path / "b.jsonl", [pair, long]))
-    assert "row 1: no label is left in the chosen answer" in message
+    assert "row 1: no label is left in the chosen answer within max_seq_len=" in message
+    assert "the prompt is too long" in message
+    turns = [{**pair, side: pair[side][1:], "prompt": prompt} for side in pair for prompt in ("a", pair[side][:1])]
+    texts = [{"chosen": "good", "rejected": "bad one", "prompt": "a"}, {"yes": "good", "no": "bad one", "ask": "a"}]
+    for row in (*turns, texts[0]):
+        assert preference_dataset(tokenizer, source=[row])[0] == expected
+    names = {"chosen": "yes", "rejected": "no", "prompt": "ask"}
+    assert preference_dataset(tokenizer, source=texts[1:], column_map=names)[0] == expected
+    assert "no column 'prompt'" in refused(preference_dataset, tokenizer, source=[{"chosen": "a", "rejected": "b"}])
+
+
+def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"prompt": "a", "chosen": " ", "rejected": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": ""},
+        {"prompt": "a " * 300, "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "d", "rejected": "e " * 300},
+        {"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "a"}]},
+    ]
+    said = refused(preference_dataset, tokenizer, source=rows)
+    for words in (
+        "row 1: both answers are the same",
+        "row 2: the chosen answer is empty",
+        "row 3: the rejected answer is empty",
+        "row 4: no label is left in the chosen answer within max_seq_len=",
+        "row 6: the rejected answer is missing",
+        "leave them out with drop_bad_rows=True",
+    ):
+        assert words in said
+    kept = preference_dataset(tokenizer, source=rows, drop_bad_rows=True)
+    assert [kept.origins(index)[0]["row"] for index in range(len(kept))] == [0, 5]
+    assert "5 of 7 rows of" in caplog.text
+    assert "were left out: row 1: both answers are the same" in caplog.text
+    assert "1 of 2 rows of" in caplog.text
+    assert "no row is left" in refused(preference_dataset, tokenizer, source=rows[1:4], drop_bad_rows=True)
+
+
+def test_labelled_answers(tokenizer: Any) -> None:
+    rows = [
+        {"prompt": "a", "completion": "good", "label": True},
+        {"prompt": [{"role": "user", "content": "a"}], "completion": "bad one", "label": False},
+        {"completion": openai("a", "good")["messages"], "label": 1},
+    ]
+    found = kto_dataset(tokenizer, source=rows)
+    assert [found[index]["is_chosen"] for index in range(3)] == [True, False, True]
+    pair = preference_dataset(tokenizer, source=[{"prompt": "a", "chosen": "good", "rejected": "bad one"}])[0]
+    sides = ("chosen", "rejected", "chosen")
+    for index, side in enumerate(sides):
+        assert found[index]["tokens"] == pair[f"{side}_input_ids"]
+        assert found[index]["labels"] == pair[f"{side}_labels"]
+    assert found.fingerprint != kto_dataset(tokenizer, source=[{**rows[0], "label": False}, *rows[1:]]).fingerprint
+    assert "no answer that is labelled bad" in refused(kto_dataset, tokenizer, source=rows[::2])
+    assert "column 'label' is 'yes'" in refused(kto_dataset, tokenizer, source=[{**rows[0], "label": "yes"}])
+    assert "the answer is empty" in refused(kto_dataset, tokenizer, source=[{**rows[0], "completion": ""}])
 
 
 def test_several_datasets_in_a_row(tokenizer: Any, tmp_path: Path) -> None:

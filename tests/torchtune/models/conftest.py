@@ -47,6 +47,21 @@ _LONGROPE = {
         "long_factor": [1.0, 1.2, 2.5, 5.0, 9.0, 30.0],
     },
 }
+_DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "initializer_range": 0.08,  # larger weights make the recurrence magnify rounding
+}
+_SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 # name -> (architecture of transformers, what its config says beyond the small sizes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 6}),
@@ -138,6 +153,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_5": ("Qwen3_5", {**_DELTA_NET, "linear_value_head_dim": 12}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_DELTA_NET, **_SHARED_EXPERT, "num_experts_per_tok": 6}),
+    "qwen3_next": ("Qwen3Next", {**_DELTA_NET, **_SHARED_EXPERT, "mlp_only_layers": [1]}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "tie_word_embeddings": True},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -242,7 +280,7 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
 
     architecture, options = FAMILIES[name]
     torch.manual_seed(0)
-    kind = {"Gemma3": "Gemma3Text"}.get(architecture, architecture)
+    kind = f"{architecture}Text" if architecture in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else architecture
     config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options, **more})
     if architecture == "Gemma2":
         config._attn_implementation = "eager"  # the only one with soft caps
@@ -252,6 +290,8 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
         for parameter_name, parameter in hf.named_parameters():
             if "norm" in parameter_name:
                 parameter.normal_(1.0, 0.3)
+            elif parameter_name.endswith("A_log"):
+                parameter.uniform_(-4, 0)  # states that last
             elif parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_()
     return hf

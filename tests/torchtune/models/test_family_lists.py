@@ -11,7 +11,7 @@ import torchtune.models
 from tests.torchtune.models.conftest import FAMILIES
 from tests.torchtune.models.test_left_out_fields import _FILES
 from tests.torchtune.models.test_sizes import SIZES
-from tests.torchtune.training.parallel.test_families import SPLIT, WITH_EXPERTS
+from tests.torchtune.training.parallel.test_families import SPLIT, WITH_EXPERTS, WITH_MIXERS
 from torchtune._lazy import packages_in
 from torchtune.models import get_spec, list_specs, spec_for_architecture
 
@@ -40,8 +40,8 @@ def missing_entries(family: str, reader: str, architecture: str) -> Iterator[str
         "tests/torchtune/models/test_left_out_fields.py: add a row of its architecture to _FILES": (
             architecture in {name for name, _ in _FILES.values()}
         ),
-        "tests/torchtune/training/parallel/test_families.py: add its architecture to SPLIT or WITH_EXPERTS": (
-            architecture in {*SPLIT, *WITH_EXPERTS}
+        "tests/torchtune/training/parallel/test_families.py: add its architecture to SPLIT or WITH_…": (
+            architecture in {*SPLIT, *WITH_EXPERTS, *WITH_MIXERS}
         ),
         f"tools/configs/models.yaml: add a row '{family}/SIZE' to models, then run make configs": any(
             name.partition("/")[0] == family for name in configs

@@ -42,8 +42,8 @@ def test_gradients_of_every_parameter_equal(pair: Any) -> None:
     (pair.hf(TOKENS).logits * weights).sum().backward()
     grads = ((name, parameter.grad) for name, parameter in pair.hf.named_parameters())
     theirs = on_disk(grads, mixtral=pair.name == "mixtral")
-    grads = ((name, parameter.grad) for name, parameter in pair.model.named_parameters())
-    ours = dict(pair.model.spec.weight_map("hf").to_external(grads, pair.model.description))
+    grads = [(name, parameter.grad) for name, parameter in pair.model.named_parameters() if parameter.requires_grad]
+    ours = dict(pair.model.spec.weight_map("hf").to_external(grads, pair.model.description, partial=True))
     assert ours.keys() == theirs.keys()
     for name, grad in theirs.items():
         if not name.endswith("k_proj.bias"):  # exactly zero up to rounding: softmax does not see a shift of the keys

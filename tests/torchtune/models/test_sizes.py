@@ -92,6 +92,15 @@ SIZES = [
     ("qwen3_moe", "qwen3_30b_a3b_base", 30_532_122_624, None),
     ("qwen3_moe", "qwen3_30b_a3b_instruct", 30_532_122_624, None),
     ("qwen3_moe", "qwen3_235b_a22b", 235_093_634_560, None),
+    ("qwen3_5", "qwen3_5_9b", 8_953_803_264, None),
+    ("qwen3_5", "qwen3_5_27b", 26_895_998_464, None),
+    ("qwen3_5_moe", "qwen3_5_35b_a3b", 34_660_610_688, None),
+    ("qwen3_next", "qwen3_next_80b_a3b", 79_674_391_296, None),
+    ("glm4_moe", "glm4_5_air", 106_852_251_264, None),
+    ("glm4_moe", "glm4_5", 352_797_829_024, None),
+    ("lfm2", "lfm2_350m", 354_483_968, None),
+    ("lfm2", "lfm2_700m", 742_489_344, None),
+    ("lfm2", "lfm2_1_2b", 1_170_340_608, None),
     ("smol", "smollm2_135m", 134_515_008, None),
     ("smol", "smollm2_360m", 361_821_120, None),
     ("smol", "smollm2_1_7b", 1_711_376_384, None),
@@ -128,13 +137,13 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
             getattr(
                 transformers,
                 architecture.replace("ForSequenceClassification", "ForCausalLM").replace(
-                    "ForCausalLM", "TextConfig" if architecture.startswith("Gemma3") else "Config"
+                    "ForCausalLM", "TextConfig" if architecture.startswith(("Gemma3", "Qwen3_5")) else "Config"
                 ),
             )(**config)
         )
-    expected = {
-        key: value.shape for key, value in on_disk(theirs.named_parameters(), mixtral=family == "mixtral").items()
-    }
+    untrained = [(key, value) for key, value in theirs.named_buffers() if key.endswith("e_score_correction_bias")]
+    tensors = [*theirs.named_parameters(), *untrained]
+    expected = {key: value.shape for key, value in on_disk(tensors, mixtral=family == "mixtral").items()}
     ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
     assert {key: value.shape for key, value in ours} == expected
     assert model.spec.from_hf_config(config) == model.description
@@ -146,9 +155,9 @@ def test_adapter_size(family: str, name: str, parameters: int, adapter: int | No
     builder = getattr(_module(family), f"lora_{name}")
     with torch.device("meta"):
         if family in ("phi3", "phi4"):  # their files hold queries, keys and values in one matrix
-            with pytest.raises(ModelError, match="one projection in checkpoints"):
+            with pytest.raises(ModelError, match="one fused projection in checkpoints"):
                 builder(["q_proj", "output_proj"])
-            with pytest.raises(ModelError, match="one projection in checkpoints"):
+            with pytest.raises(ModelError, match="one fused projection in checkpoints"):
                 apply_conversions(getattr(_module(family), name)(), [LoRA(rank=8, alpha=16, target_modules=["w1"])])
         model = builder(["q_proj", "k_proj", "v_proj", "output_proj"])
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

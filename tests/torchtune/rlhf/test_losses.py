@@ -194,7 +194,7 @@ def test_kto_equals_its_formula() -> None:
 def test_kto_mismatches_prompts_with_the_next_answer() -> None:
     found = KTOLoss().mismatched(collate_preference(ANSWERS))
     rows = [
-        ([1, 2, 3, 13, 14], [-100, -100, 13, 14, 15]),  # no longer than the longest document, five tokens
+        ([1, 2, 3, 13, 14], [-100, -100, 13, 14, -100]),  # no longer than the longest document, five tokens
         ([4, 16], [16, -100]),
         ([5, 6, 11, 12], [-100, 11, 12, -100]),
     ]

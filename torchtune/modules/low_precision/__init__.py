@@ -1,9 +1,11 @@
-"""Frozen weights in four and eight bits."""
+"""Frozen weights in four and eight bits; training with products in float8."""
 
+from torchtune.modules.low_precision._float8_training import Float8Training
 from torchtune.modules.low_precision._layers import FrozenFloat8Linear, FrozenInt8Linear, FrozenNF4Linear
 from torchtune.modules.low_precision._quantize_base import QuantizeBase, reparametrize_as_dtype_state_dict_post_hook
 
 __all__ = [
+    "Float8Training",
     "FrozenFloat8Linear",
     "FrozenInt8Linear",
     "FrozenNF4Linear",

@@ -38,6 +38,8 @@ class TokenChoiceTopKRouter(nn.Module):
         normalize: bool = False,
         scale: float = 1.0,
         selection_bias: bool = False,
+        groups: int = 1,
+        top_groups: int = 1,
     ) -> None:
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
@@ -49,6 +51,7 @@ class TokenChoiceTopKRouter(nn.Module):
         self.score_function = score_function
         self.normalize = normalize
         self.scale = scale
+        self.groups, self.top_groups = groups, top_groups
         self.balance: Any = None  # set by torchtune.modules.moe.balance.BalancingLoss
         self.tokens_per_expert: Tensor | None = None  # int64 [e], in training so far
         bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
@@ -66,10 +69,11 @@ class TokenChoiceTopKRouter(nn.Module):
         """
         logits = self.gate(x).float()
         scores = logits.sigmoid() if self.score_function == "sigmoid" else logits.softmax(-1)
-        if self.selection_bias is None:
+        if self.selection_bias is None and self.top_groups == self.groups:
             chosen, selected = scores.topk(self.experts_per_token, dim=-1)
         else:
-            selected = (scores + self.selection_bias).topk(self.experts_per_token, dim=-1).indices
+            biased = scores if self.selection_bias is None else scores + self.selection_bias
+            selected = self._in_top_groups(biased).topk(self.experts_per_token, dim=-1).indices
             chosen = scores.gather(-1, selected)
         if self.normalize:
             chosen = chosen / chosen.sum(-1, keepdim=True)
@@ -85,6 +89,15 @@ class TokenChoiceTopKRouter(nn.Module):
                 probabilities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
                 chosen = self.balance.attach(chosen, probabilities, counts)
         return chosen, selected, counts
+
+    def _in_top_groups(self, scores: Tensor) -> Tensor:
+        """Scores ``[t, e]`` with ``-inf`` outside of the ``top_groups`` groups whose two best experts score highest."""
+        if self.top_groups == self.groups:
+            return scores
+        grouped = scores.unflatten(-1, (self.groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+        chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        return grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(-2)
 
 
 @torch.library.custom_op("torchtune::count_tokens", mutates_args=("total",))
@@ -122,13 +135,22 @@ class MoE(nn.Module):
         experts: rows sorted by expert, and rows per expert -> rows.
         router: tokens -> scores, selected experts, tokens per expert.
         shared_expert: a feed-forward layer ``[…, d] -> […, d]`` for all tokens; its output is added.
+        shared_gate: projection ``d -> 1``; its sigmoid scales the output of ``shared_expert``.
     """
 
-    def __init__(self, *, experts: nn.Module, router: nn.Module, shared_expert: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        experts: nn.Module,
+        router: nn.Module,
+        shared_expert: nn.Module | None = None,
+        shared_gate: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.experts = experts
         self.router = router
         self.shared_expert = shared_expert
+        self.shared_gate = shared_gate
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, d]`` to ``[b, s, d]``."""
@@ -141,5 +163,6 @@ class MoE(nn.Module):
         by_token = _Rows.apply(rows, inverse, order, 1).unflatten(0, (-1, copies))
         out = (by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
         if self.shared_expert is not None:
-            out = out + self.shared_expert(tokens)
+            shared = self.shared_expert(tokens)
+            out = out + (shared if self.shared_gate is None else shared * self.shared_gate(tokens).sigmoid())
         return out.view_as(x)

@@ -85,9 +85,14 @@ class KTOLoss(AnswerLoss):
         for i, (start, _) in enumerate(spans):
             j = (i + 1) % count
             prompt, end = slice(start, first[i] + 1), spans[j][1]
-            new_tokens.append(torch.cat([tokens[prompt], tokens[first[j] + 1 : end]])[:longest])
+            row = torch.cat([tokens[prompt], tokens[first[j] + 1 : end]])
             ignored = torch.full_like(labels[start : first[i]], CROSS_ENTROPY_IGNORE_IDX)
-            new_labels.append(torch.cat([ignored, labels[first[j] : end]])[:longest])
+            targets = torch.cat([ignored, labels[first[j] : end]])
+            if len(row) > longest:
+                row, targets = row[:longest], targets[:longest]
+                targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # its token is cut
+            new_tokens.append(row)
+            new_labels.append(targets)
         documents = Documents.from_lengths([len(row) for row in new_tokens], tokens.device)
         positions = documents.positions().to(tokens.device)
         return Batch(torch.cat(new_tokens)[None], torch.cat(new_labels)[None], positions[None], documents)
@@ -97,7 +102,6 @@ def _is_good(batch: Batch) -> Tensor:
     """bool ``[n]``. Raises :class:`DataError` for a batch of pairs."""
     if "pair" in batch.per_document or "is_chosen" not in batch.per_document:
         raise DataError(
-            "loss: KTOLoss reads single answers with a label, not pairs: use torchtune.datasets.kto_dataset, which "
-            "takes pairs apart if need be."
+            "loss: KTOLoss reads single answers with a label, not pairs: use torchtune.datasets.kto_dataset."
         )
     return batch.per_document["is_chosen"]

@@ -1,4 +1,4 @@
-"""Checkpoints: streams of named tensors, in and out."""
+"""Checkpoints: loading, saving and resuming models as streams of named tensors."""
 
 from torchtune.training.checkpointing._checkpointer import (
     FullModelHFCheckpointer,

@@ -1,4 +1,4 @@
-"""Adapters in files: PEFT's layout in and out, and the files of older checkpoints."""
+"""Adapter files: PEFT's layout, read and written, and the layout of older checkpoints, read."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -10,9 +10,9 @@ from torch import nn
 
 from torchtune.models import Description, FusedAdapter, Group, ModelError, WeightMap, WeightMapError
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import group_part
-from torchtune.training.checkpointing._full_weights import FullWeights, owned_names, parameter_at
-from torchtune.training.checkpointing._load import identity, put
+from torchtune.training.checkpointing._export import group_entry
+from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
+from torchtune.training.checkpointing._load import identity, load_tensor
 from torchtune.training.checkpointing._open_source import open_source
 from torchtune.training.checkpointing._peft_settings import (
     check_settings,
@@ -21,17 +21,18 @@ from torchtune.training.checkpointing._peft_settings import (
     token_indices,
     token_tensors,
 )
-from torchtune.training.checkpointing._ranks import Held, Ranks
-from torchtune.training.checkpointing._safetensors_file import Block, Part
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
 from torchtune.training.checkpointing._sources import Source, must_exist
+from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel._shards import LocalShard
 from torchtune.utils import get_logger
 
 # Folder of the adapter in a checkpoint of merged weights.
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-# In a folder that holds several, the first: older checkpoints have the adapter under this library's names in .pt,
-# and Qwen's rows in the wrong order in .safetensors.
+# The first of these in a folder is read: older checkpoints have the adapter under this library's names in .pt, and in
+# .safetensors with the rows of Qwen in the wrong order.
 _OLDER_FILE = "adapter_model.pt"
 _FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
 _PEFT_PREFIX = "base_model.model."
@@ -53,14 +54,14 @@ def find_adapter(path: Path) -> Path:
 
 
 def adapter_beside_base(folder: Path, *, wanted: bool) -> Path | None:
-    """The adapter in a folder of base weights, as ``peft`` would take it; None without one.
+    """The adapter in a folder of base weights, as in ``peft``; None if there is none.
 
     Args:
         folder: see above.
-        wanted: whether the model has adapters; if not, one that is there is left alone, with a warning.
+        wanted: whether the model has adapters; if not, an adapter file is ignored with a warning.
 
     Raises:
-        CheckpointError: an older release's checkpoint, where the weights may have the adapter in them already.
+        CheckpointError: the checkpoint of an older release, with an adapter that may be merged into the weights.
     """
     found = [folder / name for name in _FILES if (folder / name).is_file()]
     if not found:
@@ -82,13 +83,13 @@ def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torc
     """Fill the adapter parameters of ``model``.
 
     Args:
-        model: already has its adapters, on the meta device or real.
-        file: under PEFT's names, or under this library's.
-        device: where parameters of the meta device become real.
-        dtype: of these; theirs by default.
+        model: with adapters, on the meta device or real.
+        file: with PEFT's names, or this library's.
+        device: where parameters on the meta device become real.
+        dtype: of these; their own by default.
 
     Raises:
-        CheckpointError: the adapter is of other layers, another rank, or another scale.
+        CheckpointError: the adapter has other target modules, another rank or another alpha.
     """
     source = open_source([file])
     wanted = owned_names(model)
@@ -104,7 +105,7 @@ def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torc
                 f"{file}: it holds '{name}', which the model in the config does not adapt: adapt the layers that its "
                 f"{ADAPTER_CONFIG_FILE} lists."
             )
-        put(model, name, tensor, file, device, dtype)
+        load_tensor(model, name, tensor, file, device, dtype)
         found.add(name)
     if missing := sorted(wanted - found):
         raise CheckpointError(
@@ -115,7 +116,7 @@ def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torc
 
 
 def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, torch.Tensor]]:
-    """The tensors under our names and in our order of rows."""
+    """The tensors with this library's names and order of rows."""
     tensors = [(name, source.read(name)) for name in source.names()]
     if not any(name.startswith(_PEFT_PREFIX) for name, _ in tensors):
         return tensors
@@ -138,21 +139,21 @@ def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, 
 def _spread(
     model: nn.Module, tensors: dict[str, torch.Tensor], groups: Collection[Group]
 ) -> list[tuple[str, torch.Tensor]]:
-    """Give each part of a fused projection its own adapter where the file has one of the model's rank for them all."""
+    """Split an adapter of a fused projection that has the model's rank into one for each of its projections."""
     adapted = {name for name, _ in model.named_parameters()}
     for group in groups:
         if isinstance(group.op, FusedAdapter) and group.tune[0] in adapted and tensors.keys() >= set(group.external):
             both = [tensors[name] for name in group.external]
-            if both[0].shape[0] == both[1].shape[1] == parameter_at(model, group.tune[0]).shape[0]:
+            if both[0].shape[0] == both[1].shape[1] == model.get_parameter(group.tune[0]).shape[0]:
                 tensors |= zip(group.external, group.op.spread(both, group.description), strict=True)
     return list(tensors.items())
 
 
 def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -> bool:
-    """Whether a tensor of an adapter's file is one of the base, as ``peft`` adds those of an adapted output layer.
+    """Whether a tensor of an adapter file is a base weight; ``peft`` adds those of an adapted output layer.
 
     Raises:
-        CheckpointError: it is, and differs from the model's.
+        CheckpointError: it is a base weight, and differs from the model's.
     """
     spec, description = identity(model)
     external, weight_map = name.removeprefix(_PEFT_PREFIX).replace(".base_layer.", "."), spec.weight_map("hf")
@@ -160,7 +161,7 @@ def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -
         return external in {tie.external for tie in weight_map.tied}
     weights = FullWeights(model)
     for ours, value in weight_map.to_tune([(external, tensor)], description, partial=True):
-        if value.shape != weights.outline(ours).shape or not weights.equals(ours, value):
+        if value.shape != weights.spec(ours).shape or not weights.equals(ours, value):
             raise CheckpointError(
                 f"{file}: it brings '{name}', which differs from the model's: it was trained together with a changed "
                 "base, so merge it into that base with peft and start from the merged model."
@@ -169,13 +170,13 @@ def _is_of_base(model: nn.Module, name: str, tensor: torch.Tensor, file: Path) -
 
 
 def _check_rank(model: nn.Module, group: Group, name: str, tensor: torch.Tensor, file: Path) -> None:
-    """Refuse a shape that does not fit, before rows are put into another order."""
+    """Raise on a shape that does not fit, before rows are reordered."""
     try:
-        shapes = [parameter_at(model, ours).shape for ours in group.tune]
+        shapes = [model.get_parameter(ours).shape for ours in group.tune]
     except AttributeError:
         return  # not adapted here: refused with the list of layers
-    outline = group.to_external([torch.empty(shape, device="meta") for shape in shapes])
-    wanted = outline[group.external.index(name)].shape
+    specs = group.to_external([torch.empty(shape, device="meta") for shape in shapes])
+    wanted = specs[group.external.index(name)].shape
     if tensor.shape != wanted:
         raise CheckpointError(
             f"{file}: the tensor '{name}' has the shape {list(tensor.shape)} where the model needs {list(wanted)}: the "
@@ -183,16 +184,16 @@ def _check_rank(model: nn.Module, group: Group, name: str, tensor: torch.Tensor,
         )
 
 
-def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[Part], dict[str, Any]]:
-    """The adapter as ``peft`` reads it: the tensors, and the contents of ``adapter_config.json``.
+def adapter_entries(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[Entry], dict[str, Any]]:
+    """The adapter in PEFT's layout: its tensors, and the contents of ``adapter_config.json``.
 
     Args:
-        model: has a conversion that knows its ``peft_config``.
-        ranks: each makes what it holds.
-        base_name: ``base_model_name_or_path``: the repository or folder of the base.
+        model: has a conversion with a ``peft_config``.
+        ranks: every rank makes its own shard.
+        base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
 
     Raises:
-        CheckpointError: there is no adapter, or a layer has no name of its own in Hugging Face's format.
+        CheckpointError: there is no adapter, or a layer has no name in Hugging Face's format.
     """
     spec, description = identity(model)
     weight_map, weights = spec.weight_map("hf"), FullWeights(model)
@@ -208,23 +209,23 @@ def adapter_parts(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[
         )
     external = dict.fromkeys(module for name in parameters for module in map(_adapted, groups[name].external))
     chosen = dict.fromkeys(groups[name] for name in parameters)
-    parts = [group_part(group, weights, ranks, turn) for turn, group in enumerate(chosen)]
+    entries = [group_entry(group, weights, ranks, turn) for turn, group in enumerate(chosen)]
     for turn, (name, parameter) in enumerate(tokens.items()):
-        held = Held.of(parameter, ranks, turn)
-        parts.append(({rows[name]: held.outline}, partial(_rows, rows[name], held)))
+        shard = LocalShard.of(parameter, ranks, turn)
+        entries.append(Entry({rows[name]: shard.spec}, partial(_rows, rows[name], shard)))
     settings = peft_settings(model) | {"trainable_token_indices": token_indices(model)}
     settings |= {"init_lora_weights": getattr(model, "adapter_init", None) or True}
-    return parts, adapter_settings(
+    return entries, adapter_settings(
         base_name, settings | _patterns(chosen, settings), _shortest(list(external), weight_map, description)
     )
 
 
-def _rows(name: str, held: Held) -> list[Block]:
-    return [Block(name, tuple(part.start for part in held.box), held.data)] if held.writes else []
+def _rows(name: str, shard: LocalShard) -> list[TensorSlice]:
+    return [TensorSlice.of(name, shard.data, [part.start for part in shard.slices])] if shard.is_writer else []
 
 
 def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Rank and alpha of adapters of fused projections, which are those of their parts together."""
+    """Rank and alpha of the adapters of fused projections: the sums over their projections."""
     counts = {}
     for group in groups:
         if isinstance(group.op, FusedAdapter):
@@ -239,7 +240,7 @@ def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str,
 
 
 def _adapted(name: str) -> str:
-    """Module of the base that a tensor in PEFT's files adapts."""
+    """Name of the module that a tensor in PEFT's layout adapts."""
     return name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0]
 
 
@@ -260,7 +261,7 @@ def adapter_settings(base_name: str, settings: dict[str, Any], target_modules: l
 
 
 def _shortest(names: list[str], weight_map: WeightMap, description: Description) -> list[str]:
-    """Last parts of module names (``q_proj``), if these choose the same modules; else the whole names."""
+    """Last components of module names (``q_proj``) if they select the same modules, else full names."""
     leaves = sorted({name.rpartition(".")[2] for name in names})
     modules = [
         name.removesuffix(".weight")

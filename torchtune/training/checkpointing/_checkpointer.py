@@ -95,6 +95,7 @@ class FullModelHFCheckpointer(LegacyInterface):
     check_resume = _of_store(CheckpointStore.check_resume)
     resume = _of_store(CheckpointStore.resume)
     save = _of_store(CheckpointStore.save)
+    save_quantized = _of_store(CheckpointStore.save_quantized)
     close = _of_store(CheckpointStore.close)
 
 

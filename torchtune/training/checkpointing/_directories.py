@@ -1,4 +1,4 @@
-"""Directories of checkpoints: which are whole, which one to resume from, which may go."""
+"""Checkpoint folders: completion marker, checksums, the newest one to resume from, pruning."""
 
 import json
 import os
@@ -19,33 +19,33 @@ from torchtune.utils import atomic_directory, get_logger, log_once
 
 MARKER = ".complete"
 _NAME = re.compile(r"^(epoch|step)_(\d+)$")
-# What atomic_directory leaves behind when the process is killed: .NAME.xxxxxxxx.tmp, or, if it was replacing a
-# directory of that name, .NAME.xxxxxxxx.old.tmp; and what prune was about to delete: .removed_NAME.xxxxxxxx.tmp
+# Leftovers of a killed process: .NAME.xxxxxxxx.tmp of atomic_directory, .NAME.xxxxxxxx.old.tmp of the folder that it
+# was replacing, .removed_NAME.xxxxxxxx.tmp of prune.
 _LEFTOVER = re.compile(r"^\.(?:removed_)?((?:epoch|step)_\d+)\.[0-9a-f]+(\.old)?\.tmp$")
-# Of the checkpoints by steps so many are kept by default; those of epochs all.
+# Number of step_N kept by default; all epoch_N are.
 KEPT_STEPS = 3
-# What a run cannot go on from if it is damaged. The rest of a checkpoint (configs, a tokenizer) may well be edited.
+# Files that a resume needs undamaged. Others, such as configs and tokenizers, may be edited.
 _NEEDED = (".safetensors", ".index.json", ".bin", ".pt", f"{STATE_DIR}/{STRUCTURE}", f"{STATE_DIR}/{MODELS}")
 _CHUNK = 2**22
 
-# Size of a file and its CRC-32, by its path in the folder. It is the checksum of the standard library: xxhash is five
-# times as fast, but a direct dependency, and this one keeps up with disks (1.8 GB/s a core) and is spread over ranks.
+# Size and CRC-32 of files, by path in the folder. The CRC-32 of the standard library is as fast as disks (1.8 GB/s a
+# core) and ranks share the work; xxhash is five times as fast, but one more dependency.
 Sums = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A complete checkpoint that training can go on from.
+    """A complete checkpoint to resume from.
 
     Attributes:
-        path: its directory.
+        path: its folder.
     """
 
     path: Path
 
     @cached_property
     def progress(self) -> dict[str, Any]:
-        """The plain numbers that the recipe saved, such as seed and global step."""
+        """The numbers under ``progress`` in the state, such as seed and global step."""
         return load_progress(self.path)
 
 
@@ -56,7 +56,7 @@ def _named_directories(output_dir: Path) -> list[Path]:
 
 
 def complete_directories(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. A directory without a marker, or with one that is damaged, does not count."""
+    """Complete checkpoints, oldest first: folders with an undamaged marker."""
     found = []
     for path in _named_directories(output_dir):
         try:
@@ -67,13 +67,13 @@ def complete_directories(output_dir: Path) -> list[Path]:
 
 
 def _marker(path: Path) -> dict[str, Any]:
-    """What the marker says.
+    """Contents of the completion marker.
 
-    ``saves``, the how manieth save of the run it was, ``resumable``, ``files``: the bytes of those with tensors, and
-    ``crc32``: the checksums of all (older markers do not say).
+    ``saves``: number of the save in its run, from 1; ``resumable``; ``files``: sizes of the files that a resume needs;
+    ``crc32``: checksums of all files (missing in markers of earlier releases).
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: it is missing or damaged.
     """
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
@@ -94,15 +94,16 @@ def _inside(name: str) -> str:
 
 @contextmanager
 def new_directory(output_dir: Path, name: str, sums: Mapping[str, tuple[int, int]] | None = None) -> Iterator[Path]:
-    """Give a directory that becomes ``output_dir/name``, marked complete, when the block ends without an error.
+    """A temporary folder that is renamed to ``output_dir/name``, with a completion marker, if the block succeeds.
 
     Args:
         output_dir: of the run.
         name: ``epoch_N`` or ``step_N``.
-        sums: size and checksum of files, as those know who wrote them; filled before the block ends. Others are read.
+        sums: size and checksum of files that are known from writing them; the block may fill it. The checksums of
+            other files are computed.
 
     Raises:
-        CheckpointError: a file is not what was written.
+        CheckpointError: a file has another size than was written.
     """
     if not _NAME.match(name):
         raise ValueError(f"'{name}' is no name of a checkpoint: use epoch_N or step_N.")
@@ -127,7 +128,7 @@ def new_directory(output_dir: Path, name: str, sums: Mapping[str, tuple[int, int
 
 
 def checksum(path: Path, progress: Callable[[int], object] = lambda count: None) -> int:
-    """CRC-32 of a file; ``progress`` is told how many bytes were read since it was last called."""
+    """CRC-32 of a file; ``progress`` is called with the number of bytes read since the last call."""
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -137,7 +138,7 @@ def checksum(path: Path, progress: Callable[[int], object] = lambda count: None)
 
 
 def marked_files(path: Path, *, everything: bool) -> list[str]:
-    """The files whose size or checksum the marker of a checkpoint knows; those that a resume needs, or all.
+    """Files with a size or checksum in the marker of a checkpoint: all, or those that a resume needs.
 
     Raises:
         CheckpointError: the marker is missing or damaged.
@@ -147,7 +148,7 @@ def marked_files(path: Path, *, everything: bool) -> list[str]:
 
 
 def damage(path: Path, names: list[str], progress: Callable[[int], object] = lambda count: None) -> list[str]:
-    """What is wrong with files of a complete checkpoint, a phrase each: they are gone, cut or changed."""
+    """Compare files of a checkpoint with its marker; return a phrase for each that is missing or changed."""
     marker, found = _marker(path), []
     for name in names:
         file, size, crc = path / name, marker["files"].get(name), marker["crc32"].get(name)
@@ -165,7 +166,7 @@ def damage(path: Path, names: list[str], progress: Callable[[int], object] = lam
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folder, if it is a checkpoint, else those that lie in it, oldest first.
+    """The folder itself if it is a checkpoint, else the checkpoints in it, oldest first.
 
     Raises:
         CheckpointError: there are none.
@@ -185,17 +186,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda count: None) -> tuple[int, int]:
-    """Read every file of a checkpoint, and compare it with what the save has noted.
+    """Compare every file of a checkpoint with the size and checksum in its marker.
 
     Args:
         folder: of the checkpoint.
-        progress: is told now and then how many bytes were read since the last time.
+        progress: called with the number of bytes read since the last call.
 
     Returns:
-        the number of files, and their bytes.
+        Number of files, and their size in bytes.
 
     Raises:
-        CheckpointError: files are missing, cut or changed, or there are no checksums to compare with.
+        CheckpointError: files are missing, truncated or changed, or the marker has no checksums.
     """
     names = marked_files(folder, everything=True)
     if faults := damage(folder, names, progress):
@@ -209,12 +210,12 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
 
 
 def prune(output_dir: Path, keep: int | None) -> None:
-    """Remove the oldest complete checkpoints beyond ``keep``, never the newest. What cannot be removed stays.
+    """Delete the oldest complete checkpoints beyond ``keep``, never the newest; log those that cannot be deleted.
 
     Args:
         output_dir: of the run.
-        keep: how many; ``None`` for all of epochs and the last three of steps, but for those that an earlier release
-            of the library wrote, which kept them all.
+        keep: number to keep; ``None`` keeps all ``epoch_N``, the last three ``step_N``, and all ``step_N`` of earlier
+            releases, which deleted none.
     """
     complete = complete_directories(output_dir)
     if keep is None:
@@ -231,14 +232,14 @@ def prune(output_dir: Path, keep: int | None) -> None:
             )
         try:
             aside = path.with_name(f".removed_{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-            os.rename(path, aside)  # from here on it is not there, whatever happens to the rest
+            os.rename(path, aside)  # deleted, for everyone who looks, even if rmtree is interrupted
             shutil.rmtree(aside)
         except OSError as error:
             get_logger().warning(f"The old checkpoint {path} could not be removed ({error}): delete it yourself.")
 
 
 def _clear_leftovers(output_dir: Path) -> None:
-    """Remove what an interrupted save left behind; put back what it was about to replace."""
+    """Delete the leftovers of an interrupted save; restore the checkpoint that it was replacing."""
     for path in sorted(output_dir.iterdir()):
         match = _LEFTOVER.match(path.name)
         if match is None:
@@ -250,12 +251,12 @@ def _clear_leftovers(output_dir: Path) -> None:
 
 
 def resume_candidates(output_dir: Path) -> list[Path]:
-    """Complete checkpoints that a run may go on from, newest first; none if it starts from the beginning.
+    """Complete checkpoints, newest first; empty if the run starts from the beginning.
 
-    What an interrupted save left behind is removed.
+    Leftovers of an interrupted save are deleted.
 
     Raises:
-        CheckpointError: what there is was not written whole by this library.
+        CheckpointError: there are only incomplete or damaged checkpoints.
     """
     if output_dir.is_dir():
         _clear_leftovers(output_dir)
@@ -277,7 +278,7 @@ def resume_candidates(output_dir: Path) -> list[Path]:
 
 
 def resume_point(path: Path) -> ResumePoint:
-    """A complete checkpoint that is whole. Raises ``CheckpointError`` if its run is finished."""
+    """The resume point of an undamaged checkpoint. Raises ``CheckpointError`` if its run is finished."""
     if not _marker(path)["resumable"]:
         raise CheckpointError(
             f"output_dir: the run in {path.parent} is finished ({path.name}), there is nothing to resume: start "
@@ -287,10 +288,10 @@ def resume_point(path: Path) -> ResumePoint:
 
 
 def refuse_damaged(path: Path, faults: list[str], left: list[Path]) -> None:
-    """Say what is wrong with a checkpoint, and which one takes its place.
+    """Log what is damaged in a checkpoint, and which older one is tried instead.
 
     Raises:
-        CheckpointError: there is no other.
+        CheckpointError: there is no older one.
     """
     more = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
     what = f"output_dir: {faults[0]}{more}, although {path.name} was saved whole"
@@ -306,11 +307,11 @@ def refuse_damaged(path: Path, faults: list[str], left: list[Path]) -> None:
 
 
 def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: bool) -> None:
-    """Refuse an output folder that would overwrite something or cannot be written to.
+    """Check that the output folder is writable and that saving overwrites nothing.
 
     Raises:
-        CheckpointError: it is, or lies in, ``checkpoint_dir``; it holds a run that is not to be resumed; or the
-            operating system does not let it be written to.
+        CheckpointError: it is ``checkpoint_dir`` or inside it, it holds a run and ``resume`` is False, or it is not
+            writable.
     """
     if checkpoint_dir is not None:
         inside, outside = output_dir.resolve(), checkpoint_dir.resolve()
@@ -333,7 +334,7 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
             f"output_dir: {output_dir} already holds a run ({held[-1].name}): set resume_from_checkpoint=True to go on "
             "with it, or choose another output_dir."
         )
-    # found out now, not when the first checkpoint is due
+    # now, instead of at the first save
     existing = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(

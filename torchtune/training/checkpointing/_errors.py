@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint."""
+"""Errors of checkpoints."""
 
 from torchtune.utils import UserError
 

@@ -1,4 +1,4 @@
-"""Writing weights as folders that other tools load."""
+"""Exporting weights to folders that other libraries load."""
 
 import shutil
 from collections.abc import Iterable, Iterator
@@ -13,14 +13,14 @@ from torchtune.training.checkpointing._directories import MARKER
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import identity, read_json
-from torchtune.training.checkpointing._open_source import TextPart
-from torchtune.training.checkpointing._ranks import Ranks
-from torchtune.training.checkpointing._safetensors_file import Block, Part, TensorFile, num_bytes, write_file
+from torchtune.training.checkpointing._open_source import TextTower
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorFile, TensorSlice, num_bytes, write_file
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX
+from torchtune.training.parallel._ranks import Ranks
 from torchtune.utils import write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
-# Never carried from the source folder into what is saved: weights, and what is written anew.
+# Files that are not copied from the source folder: weights, and files that an export writes itself.
 _LEFT_BEHIND = (".pt", ".pth", ".bin", ".safetensors", ".gguf", ".ckpt", ".index.json", ".distcp", ".h5", ".tmp")
 _WRITTEN_ANEW = ("config.json", "torchtune_config.yaml")
 _OWN_FOLDERS = ("epoch_", "step_", "recipe_state")
@@ -37,20 +37,20 @@ _TOKENIZER_FILES = (
 _MAX_CARRIED_BYTES = 100 * 2**20
 
 
-def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextPart | None = None) -> list[Part]:
-    """The base weights under Hugging Face names, as parts of files.
+def model_entries(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextTower | None = None) -> list[Entry]:
+    """The base weights under Hugging Face names, as entries of files.
 
-    Making them needs no memory beyond one tensor. With ``merge`` and a sharded model all ranks make theirs together.
+    Making them needs memory for one tensor. To merge into a sharded model, all ranks make an entry together.
 
     Args:
-        model: its adapters are left out, or with ``merge`` added to the weights (in float32, then rounded).
-        ranks: each makes what it holds.
-        merge: see above.
-        whole: the checkpoint whose text decoder the model is: its names are used, its other parts are written as they
-            are.
+        model: without its adapters, unless ``merge``.
+        ranks: every rank makes its own shard.
+        merge: merge adapters into the weights, in float32, then round.
+        whole: the multimodal checkpoint that the model is the text decoder of: the export uses its names, and its
+            other towers are written unchanged.
 
     Raises:
-        CheckpointError: the model has parameters that its weight map does not know, or misses some.
+        CheckpointError: a parameter has no name in Hugging Face's format.
     """
     spec, description = identity(model)
     spec = spec if whole is None else spec.as_part(whole.prefixes)
@@ -60,65 +60,64 @@ def model_parts(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextPart 
         raise CheckpointError(
             f"The parameter '{min(unknown)}' has no name in Hugging Face's format: it cannot be saved."
         )
-    parts = [group_part(group, weights, ranks, turn, merge=merge) for turn, group in enumerate(groups)]
-    return parts if whole is None else [*parts, *whole.other_parts(ranks)]
+    entries = [group_entry(group, weights, ranks, turn, merge=merge) for turn, group in enumerate(groups)]
+    return entries if whole is None else [*entries, *whole.other_towers(ranks)]
 
 
-def group_part(group: Group, weights: FullWeights, ranks: Ranks, turn: int, *, merge: bool = False) -> Part:
+def group_entry(group: Group, weights: FullWeights, ranks: Ranks, turn: int, *, merge: bool = False) -> Entry:
     """The tensors of one group, under their external names.
 
     Args:
         group: of a weight map.
         weights: of the model.
-        ranks: each makes what it holds.
-        turn: which of them makes what several hold, see :class:`Held`.
+        ranks: every rank makes its own shard.
+        turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
         merge: merge adapters into the weights.
     """
-    meta = group.to_external([weights.outline(name) for name in group.tune])
-    outline = dict(zip(group.external, meta, strict=True))
-    shapes = [tensor.shape for tensor in outline.values()]
+    specs = dict(zip(group.external, group.to_external([weights.spec(name) for name in group.tune]), strict=True))
+    shapes = [spec.shape for spec in specs.values()]
 
-    def make() -> Iterator[Block]:
+    def make() -> Iterator[TensorSlice]:
         for name in group.tune:
-            held = (weights.merged if merge else weights.held)(name, ranks, turn)
-            for piece in group.pieces(name, held.box, shapes) if held.writes else ():
-                start = tuple(part.start for part in piece.box)
-                yield Block(group.external[piece.external], start, piece.of(held.data))
+            shard = (weights.merged_shard if merge else weights.shard)(name, ranks, turn)
+            for part in group.external_slices(name, shard.slices, shapes) if shard.is_writer else ():
+                start = [dim.start for dim in part.slices]
+                yield TensorSlice.of(group.external[part.external], part.of(shard.data), start)
 
-    return outline, make
+    return Entry(specs, make)
 
 
-def shards(parts: Iterable[Part], max_shard_bytes: int, folder: str = "") -> tuple[list[TensorFile], dict | None]:
+def shards(entries: Iterable[Entry], max_shard_bytes: int, folder: str = "") -> tuple[list[TensorFile], dict | None]:
     """``model.safetensors``, or shard files and the contents of their index.
 
     Args:
-        parts: the tensors. Larger dtypes come first, so that every tensor is aligned; the order is otherwise kept.
+        entries: the tensors. Larger dtypes come first, so that all are aligned; the order is otherwise kept.
         max_shard_bytes: larger models are split into several files.
         folder: subfolder of the checkpoint, with a slash at its end.
     """
-    parts = sorted(parts, key=lambda part: -max(tensor.element_size() for tensor in part[0].values()))
-    split: list[list[Part]] = [[]]
+    entries = sorted(entries, key=lambda entry: -entry.element_size)
+    split: list[list[Entry]] = [[]]
     size = 0
-    for part in parts:
-        part_size = sum(num_bytes(tensor) for tensor in part[0].values())
-        if split[-1] and size + part_size > max_shard_bytes:
+    for entry in entries:
+        entry_size = sum(map(num_bytes, entry.specs.values()))
+        if split[-1] and size + entry_size > max_shard_bytes:
             split.append([])
             size = 0
-        split[-1].append(part)
-        size += part_size
+        split[-1].append(entry)
+        size += entry_size
     if len(split) == 1:
-        return [TensorFile(f"{folder}model.safetensors", parts)], None
+        return [TensorFile(f"{folder}model.safetensors", entries)], None
     files = [
         TensorFile(f"{folder}model-{number:05d}-of-{len(split):05d}.safetensors", shard)
         for number, shard in enumerate(split, 1)
     ]
-    index = {name: file.path.removeprefix(folder) for file in files for name in file.outline}
+    index = {name: file.path.removeprefix(folder) for file in files for name in file.specs}
     return files, {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": index}
 
 
-def write_parts(parts: Iterable[Part], folder: Path, max_shard_bytes: int) -> None:
-    """Write tensors that are made one part at a time, all of them here."""
-    files, index = shards(parts, max_shard_bytes)
+def write_entries(entries: Iterable[Entry], folder: Path, max_shard_bytes: int) -> None:
+    """Write entries that are all made on this rank, one at a time."""
+    files, index = shards(entries, max_shard_bytes)
     for file in files:
         write_file(file, folder)
     if index is not None:
@@ -126,15 +125,15 @@ def write_parts(parts: Iterable[Part], folder: Path, max_shard_bytes: int) -> No
 
 
 def config_of_model(model: nn.Module, source_dir: Path | None, *, is_part: bool = False) -> dict:
-    """The contents of ``config.json``: the source's, with what the model has otherwise, or one made by the spec.
+    """Contents of ``config.json``: those of the source, updated with what differs in the model.
 
     Args:
-        model: its description, its dtype and the rows of its embedding are what the file will say.
-        source_dir: where the weights came from.
-        is_part: whether the model is the text decoder of the source, all of whose parts the file will describe.
+        model: decides the description, the dtype and the vocabulary size.
+        source_dir: folder of the source.
+        is_part: whether the model is the text decoder of a multimodal source, which the file describes too.
     """
     spec, description = identity(model)
-    embedding = FullWeights(model).outline("tok_embeddings.weight")
+    embedding = FullWeights(model).spec("tok_embeddings.weight")
     config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
     return with_text_config(read_json(source_dir / "config.json"), config) if is_part else config
 
@@ -142,17 +141,17 @@ def config_of_model(model: nn.Module, source_dir: Path | None, *, is_part: bool 
 def config_of(
     spec: ModelSpec, description: Description, vocab_size: int, dtype: torch.dtype, source_dir: Path | None
 ) -> dict:
-    """The contents of a ``config.json``; see :func:`config_of_model`."""
+    """Contents of a ``config.json``; see :func:`config_of_model`."""
     description = replace(description, vocab_size=vocab_size)
     source = None if source_dir is None else source_dir / "config.json"
     config = text_config(read_json(source)) if source is not None and source.is_file() else {}
     if not _says(config, spec, description):
-        # What is spelt in two ways must not contradict itself.
+        # Fields with two spellings must not contradict each other.
         config = {key: value for key, value in config.items() if key not in ("rope_parameters", "torch_dtype")}
         longest = config.get("max_position_embeddings")
         config |= spec.to_hf_config(description)
         config["max_position_embeddings"] = longest or config["max_position_embeddings"]
-    config.pop("quantization_config", None)  # what is written is not
+    config.pop("quantization_config", None)  # the export is not quantized
     config["vocab_size"] = vocab_size
     name = str(dtype).removeprefix("torch.")
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
@@ -162,7 +161,7 @@ def config_of(
 
 
 def _says(config: dict, spec: ModelSpec, description: Description) -> bool:
-    """Whether a config describes this model; how long its texts may be and dropout are no part of the weights."""
+    """Whether a config describes this model, apart from its context length and dropout."""
     if not config:
         return False
     try:
@@ -174,13 +173,12 @@ def _says(config: dict, spec: ModelSpec, description: Description) -> bool:
 
 
 def carry_files(source_dir: Path, folder: Path) -> None:
-    """Copy tokenizer, template, generation settings and other small files of the source; nothing is overwritten.
+    """Copy tokenizer, chat template, generation settings and other small files of the source; overwrite nothing.
 
-    A folder without ``config.json`` is no model's own (one GGUF file among downloads, say): of its files only those
-    are copied that make a tokenizer.
+    From a folder without ``config.json``, such as a folder of downloaded GGUF files, only tokenizer files are copied.
     """
     own = (source_dir / "config.json").is_file()
-    # A checkpoint may hold further models, each in a folder of its own; exports write these by themselves.
+    # Folders of the other models in a checkpoint.
     models = [path.parent.name for path in source_dir.glob("*/config.json")] if (source_dir / MARKER).exists() else []
     for path in sorted(source_dir.rglob("*") if own else source_dir.glob("*")):
         relative, target = path.relative_to(source_dir), folder / path.relative_to(source_dir)
@@ -197,7 +195,7 @@ def carry_files(source_dir: Path, folder: Path) -> None:
 
 
 def _stays_behind(relative: Path) -> bool:
-    """Whether a file of the source is hidden, holds weights, belongs to a run, or is written anew."""
+    """Whether a file of the source is hidden, holds weights, belongs to a run, or is written by the export."""
     name = relative.name
     return (
         any(part.startswith(".") for part in relative.parts)

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from torchtune.training.checkpointing._adapter import ADAPTER_CONFIG_FILE, ADAPTER_DIR, ADAPTER_FILE, adapter_parts
-from torchtune.training.checkpointing._export import config_of_model, model_parts, shards
+from torchtune.training.checkpointing._adapter import ADAPTER_CONFIG_FILE, ADAPTER_DIR, ADAPTER_FILE, adapter_entries
+from torchtune.training.checkpointing._export import config_of_model, model_entries, shards
 from torchtune.training.checkpointing._load import identity
 from torchtune.training.checkpointing._model_source import ModelSource
-from torchtune.training.checkpointing._ranks import Ranks
 from torchtune.training.checkpointing._safetensors_file import TensorFile, tensor_file
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX
+from torchtune.training.parallel._ranks import Ranks
 from torchtune.utils import write_json
 
 
@@ -65,12 +65,12 @@ def export_model(
     files, json_files = [], {}
     towers = source.towers if has_weights and not identity(model)[1].is_classifier else None
     if has_weights:
-        files, index = shards(model_parts(model, ranks, merge=merge, whole=towers), max_shard_bytes, prefix)
+        files, index = shards(model_entries(model, ranks, merge=merge, whole=towers), max_shard_bytes, prefix)
         json_files |= {} if index is None else {prefix + SAFETENSORS_INDEX: index}
     if "adapter" in contents:
-        parts, settings = adapter_parts(model, ranks, source.base_name())
+        entries, settings = adapter_entries(model, ranks, source.base_name())
         adapter_prefix = f"{prefix}{ADAPTER_DIR}/" if has_weights else prefix
-        files.append(tensor_file(adapter_prefix + ADAPTER_FILE, parts))
+        files.append(tensor_file(adapter_prefix + ADAPTER_FILE, entries))
         json_files[adapter_prefix + ADAPTER_CONFIG_FILE] = settings
     json_files[f"{prefix}config.json"] = config_of_model(model, source.checkpoint_dir, is_part=towers is not None)
     return Export(source, folder, contents, files, json_files)

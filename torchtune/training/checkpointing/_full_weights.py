@@ -1,4 +1,4 @@
-"""The weights of a model as checkpoints hold them, whatever form its conversions store them in."""
+"""The full weights of a model, as checkpoints hold them, however its conversions store them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,71 +7,65 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune.models import Box
+from torchtune.models import Slices
 from torchtune.modules.conversion import Conversion, ConversionError, StoredWeight, complete_conversions
 from torchtune.modules.peft import LoRALinear
 from torchtune.modules.peft._functional import start_from_weight
-from torchtune.training.checkpointing._ranks import Held, Ranks, full, local_part
+from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel._shards import LocalShard, full_slices, full_tensor, my_shard, spec_of
 
-# Fills a tensor with the part of a full weight that is in a box.
-Read = Callable[[Box, torch.Tensor], None]
-
-
-def parameter_at(model: nn.Module, name: str) -> nn.Parameter:
-    """A parameter by its full name."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
+# Fills a tensor with a slice of a full weight.
+Read = Callable[[Slices, torch.Tensor], None]
 
 
 def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Make a parameter of the meta device real, unfilled; a real one is returned as it is."""
-    parameter = parameter_at(model, name)
+    """Make a parameter on the meta device real, uninitialized; a real one is returned itself."""
+    parameter = model.get_parameter(name)
     if not parameter.is_meta:
         return parameter
     data = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device=device)
-    return set_parameter(model, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
+    return _set_parameter(model, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
 
 
-def set_parameter(model: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter:
-    """Register ``new`` under a full name, and return it."""
+def _set_parameter(model: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter:
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path).register_parameter(leaf, new)
     return new
 
 
 @contextmanager
-def whole_parameters(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A block in which the model has these tensors in the place of its parameters of these names."""
-    kept = {name: parameter_at(model, name) for name in whole}
-    for name, tensor in whole.items():
-        set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
+def replaced_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A block in which parameters of the model are replaced by these tensors."""
+    kept = {name: model.get_parameter(name) for name in tensors}
+    for name, tensor in tensors.items():
+        _set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
     try:
         yield
     finally:
         for name, parameter in kept.items():
-            set_parameter(model, name, parameter)
+            _set_parameter(model, name, parameter)
 
 
 def owned_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that conversions save apart from the base weights."""
+    """Names of the parameters that conversions save apart from the base weights, such as adapters."""
     return set().union(*(conversion.owned_parameters(model) for conversion in complete_conversions(model)))
 
 
 class FullWeights:
-    """Reads and writes the full weights of a model, one tensor at a time.
+    """Reads and writes the full weights of a model, one at a time.
 
-    A full weight has a name of the weight map. Most are a parameter of that name; conversions may store others in
-    another form (:meth:`torchtune.modules.conversion.Conversion.stored_weights`).
+    A full weight has a name of the weight map. Most are stored as a parameter of that name; a conversion may store a
+    weight in another form (:meth:`torchtune.modules.conversion.Conversion.stored_weights`).
 
     Args:
-        model: on the meta device or real, sharded or not. What is saved are the parameters that it has now: while it
-            is trained, FSDP replaces them for a time.
+        model: on the meta device or real, sharded or not. Its present parameters are read and written: during a
+            training step FSDP replaces them.
 
     Attributes:
-        owned: names of the parameters that conversions save apart.
-        base: names of all other weights, in their full form.
-        stored: names of those that are stored in another form.
-        starts: adapted layers by the names of weights of which :meth:`fill` makes the adapter.
+        owned: names of the parameters that conversions save apart from the base weights.
+        base: names of the base weights.
+        stored: names of the base weights that a conversion stores in another form.
+        starts: adapted layers, by name of the weight that :meth:`fill` splits into initial adapter and rest.
         inside: names of the parameters that store these.
     """
 
@@ -91,129 +85,132 @@ class FullWeights:
         """Names of the parameters that store a full weight."""
         return self._stored[name][1].names if name in self._stored else (name,)
 
-    def outline(self, name: str) -> torch.Tensor:
+    def spec(self, name: str) -> torch.Tensor:
         """A full weight on the meta device: its shape, and its dtype in files."""
         if name in self._stored:
             form = self._stored[name][1]
             return torch.empty(form.shape, dtype=form.dtype, device="meta")
-        parameter = self._parameters[name]
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return spec_of(self._parameters[name])
 
     def fill(self, name: str, read: Read, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Fill this rank's shard of a full weight, in whatever form it is stored.
+        """Fill this rank's shard of a full weight, in the form in which it is stored.
 
         Args:
             name: of the full weight.
-            read: is called once at most, for the part that this rank needs.
-            device: where parameters of the meta device become real.
-            dtype: of these, where a weight is stored as it is; theirs by default.
+            read: fills a tensor with a slice of the full weight; called at most once, for the slice of this rank.
+            device: where parameters on the meta device become real.
+            dtype: of these, if the weight is stored as it is; their own by default.
 
         Raises:
-            ConversionError: ``from_full`` returns other tensors than the parameters that it is to fill.
+            ConversionError: ``from_full`` returns tensors that do not fit the parameters.
         """
         if name in self.starts:
-            return self._fill_started(name, read, device, dtype)
-        if name not in self._stored:
-            box, local = local_part(self._materialize(name, device, dtype))
-            if local.numel():
-                read(box, local)
+            self._fill_started(name, read, device, dtype)
             return
+        if name in self._stored:
+            self._fill_stored(name, read, device)
+            return
+        self._parameters[name] = materialize(self._model, name, device, dtype)
+        slices, local = my_shard(self._parameters[name])
+        if local.numel():
+            read(slices, local)
+
+    def _fill_stored(self, name: str, read: Read, device: torch.device) -> None:
+        """Read the rows of a full weight that this rank needs, convert them, and keep this rank's shards."""
         form = self._stored[name][1]
-        shards = {part: local_part(self._materialize(part, device)) for part in form.names}
-        rows = _rows(form, [box for box, _ in shards.values()])
+        self._parameters |= {part: materialize(self._model, part, device) for part in form.names}
+        shards = {part: my_shard(self._parameters[part]) for part in form.names}
+        rows = _rows(form, [slices for slices, _ in shards.values()])
         if rows.start == rows.stop:
             return
-        box = (rows, *(slice(0, size) for size in form.shape[1:]))
-        value = torch.empty(_size(box), dtype=form.dtype, device=device)
-        read(box, value)
+        slices = (rows, *full_slices(form.shape[1:]))
+        value = torch.empty(_size(slices), dtype=form.dtype, device=device)
+        read(slices, value)
         for part, tensor in self._from_full(name, value).items():
             place, local = shards[part]
             local.copy_(tensor[_relative(place, rows) if form.by_rows else place])
 
     def _fill_started(self, name: str, read: Read, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Read a full weight; fill the adapter with what it starts with, and the weight with the rest."""
+        """Read a full weight; fill the adapter with its initial value, and the weight with the rest."""
         layer, path = self.starts.pop(name), name.rpartition(".")[0]
-        value = torch.empty_like(self.outline(name), dtype=dtype, device=device)
-        read(tuple(slice(0, size) for size in value.shape), value)
+        value = torch.empty_like(self.spec(name), dtype=dtype, device=device)
+        read(full_slices(value.shape), value)
         parts = start_from_weight(value.float(), layer.start, layer.rank, layer.scaling)
         for part, tensor in zip((name, f"{path}.lora_a.weight", f"{path}.lora_b.weight"), parts, strict=True):
-            self.fill(part, lambda box, target, tensor=tensor: target.copy_(tensor[box]), device, dtype)
+            self.fill(part, lambda slices, target, tensor=tensor: target.copy_(tensor[slices]), device, dtype)
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Fill this rank's shard of a real weight from the whole of it."""
-        self.fill(name, lambda box, target: target.copy_(value[box]), value.device)
+        """Copy this rank's shard of ``value``, a full weight, into a real model."""
+        self.fill(name, lambda slices, target: target.copy_(value[slices]), value.device)
 
     def equals(self, name: str, value: torch.Tensor) -> bool:
-        """Whether this rank's shard is that of ``value``, a full weight of the same shape, in the form of storage."""
+        """Whether this rank's shard equals that of ``value``, a full weight of the same shape, as it is stored."""
         tensors = {name: value}
         if name in self._stored:
-            tensors = self._from_full(name, value.to(self.outline(name).dtype))
-        shards = {part: local_part(self._parameters[part]) for part in tensors}
-        return all(torch.equal(tensors[part][box].to(local), local) for part, (box, local) in shards.items())
+            tensors = self._from_full(name, value.to(self.spec(name).dtype))
+        shards = {part: my_shard(self._parameters[part]) for part in tensors}
+        return all(torch.equal(tensors[part][slices].to(local), local) for part, (slices, local) in shards.items())
 
-    def held(self, name: str, ranks: Ranks, turn: int) -> Held:
-        """This rank's part of a full weight, to be saved; where a weight is stored across its rows, all ranks call it.
+    def shard(self, name: str, ranks: Ranks, turn: int) -> LocalShard:
+        """This rank's shard of a full weight, to be saved. All ranks call it: some conversions need an all-gather.
 
         Args:
             name: of the full weight.
-            ranks: all of them.
-            turn: which rank writes what several hold, see :class:`Held`.
+            ranks: all ranks.
+            turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
         """
         if name not in self._stored:
-            return Held.of(self._parameters[name], ranks, turn)
-        box, writes = self._place(name, ranks, turn)
-        if box is None:
-            return self._whole(name, self.full(name), ranks, turn)
-        tensors = {part: local_part(self._parameters[part])[1] for part in self.parameters(name)}
-        return Held(self.outline(name), box, self._to_full(name, tensors, _size(box)), writes)
+            return LocalShard.of(self._parameters[name], ranks, turn)
+        slices, is_writer = self._convertible_rows(name, ranks, turn)
+        if slices is None:
+            return self._replicated(name, self.full(name), ranks, turn)
+        tensors = {part: my_shard(self._parameters[part])[1] for part in self.parameters(name)}
+        return LocalShard(self.spec(name), slices, self._to_full(name, tensors, _size(slices)), is_writer)
 
-    def _place(self, name: str, ranks: Ranks, turn: int) -> tuple[Box | None, bool]:
-        """Which rows of a stored weight this rank can make alone, if it can, and whether it writes them."""
+    def _convertible_rows(self, name: str, ranks: Ranks, turn: int) -> tuple[Slices | None, bool]:
+        """Rows of a stored weight that this rank converts without other ranks, if any, and whether it writes them."""
         form = self._stored[name][1]
-        held = [Held.of(self._parameters[part], ranks, turn) for part in form.names]
-        whole = tuple(slice(0, size) for size in form.shape)
+        shards = [LocalShard.of(self._parameters[part], ranks, turn) for part in form.names]
         if not any(isinstance(self._parameters[part], DTensor) for part in form.names):
-            return whole, held[0].writes
-        if not form.by_rows or any(_is_cut(part) or part.box[0] != held[0].box[0] for part in held):
+            return full_slices(form.shape), shards[0].is_writer
+        rows = shards[0].slices[0]
+        if not form.by_rows or any(not _has_full_rows(shard) or shard.slices[0] != rows for shard in shards):
             return None, False
-        return (held[0].box[0], *whole[1:]), held[0].writes
+        return (rows, *full_slices(form.shape[1:])), shards[0].is_writer
 
-    def _whole(self, name: str, weight: torch.Tensor, ranks: Ranks, turn: int) -> Held:
-        """A weight that all ranks have whole."""
-        return Held(self.outline(name), tuple(slice(0, size) for size in weight.shape), weight, _is_turn(ranks, turn))
+    def _replicated(self, name: str, weight: torch.Tensor, ranks: Ranks, turn: int) -> LocalShard:
+        """A weight that all ranks hold in full; ``turn`` chooses the one that writes it."""
+        return LocalShard(self.spec(name), full_slices(weight.shape), weight, ranks.rank == turn % ranks.size)
 
     def full(self, name: str) -> torch.Tensor:
-        """The full weight, on every rank; all of them call it."""
+        """The full weight on every rank, by an all-gather; all ranks call it."""
         return self._full(name, {})
 
-    def _full(self, name: str, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The full weight; ``whole`` has parameters that need not be gathered any more."""
+    def _full(self, name: str, gathered: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The full weight; ``gathered`` holds full parameters that need no all-gather."""
         tensors = {
-            part: whole[part] if part in whole else full(self._parameters[part]) for part in self.parameters(name)
+            part: gathered[part] if part in gathered else full_tensor(self._parameters[part])
+            for part in self.parameters(name)
         }
-        return self._to_full(name, tensors, self.outline(name).shape) if name in self._stored else tensors[name]
+        return self._to_full(name, tensors, self.spec(name).shape) if name in self._stored else tensors[name]
 
-    def merged(self, name: str, ranks: Ranks, turn: int) -> Held:
-        """As :meth:`held`, with what conversions own merged in; the whole weight is made for that, by all ranks."""
+    def merged_shard(self, name: str, ranks: Ranks, turn: int) -> LocalShard:
+        """As :meth:`shard`, with the owned parameters of conversions merged in; this needs an all-gather."""
         path = name.rpartition(".")[0]
         inside = {f"{path}.{leaf}" for leaf, _ in self._model.get_submodule(path).named_parameters()}
         if not inside & self.owned:
-            return self.held(name, ranks, turn)
+            return self.shard(name, ranks, turn)
         sharded = [key for key in sorted(inside) if isinstance(self._parameters[key], DTensor)]
-        whole = {key: full(self._parameters[key]) for key in sharded}
-        with whole_parameters(self._model, whole):
-            weight = self._full(name, whole)
+        gathered = {key: full_tensor(self._parameters[key]) for key in sharded}
+        with replaced_parameters(self._model, gathered):
+            weight = self._full(name, gathered)
             for conversion in self._conversions:
                 weight = conversion.merged(name, weight, self._model)
         if name in self._stored:
-            return self._whole(name, weight, ranks, turn)
-        held = Held.of(self._parameters[name], ranks, turn)
-        weight = weight[held.box].clone() if sharded else weight[held.box]  # a view would keep the whole weight
-        return Held(held.outline, held.box, weight, held.writes)
-
-    def _materialize(self, name: str, device: torch.device, dtype: torch.dtype | None = None) -> nn.Parameter:
-        self._parameters[name] = materialize(self._model, name, device, dtype)
-        return self._parameters[name]
+            return self._replicated(name, weight, ranks, turn)
+        shard = LocalShard.of(self._parameters[name], ranks, turn)
+        weight = weight[shard.slices].clone() if sharded else weight[shard.slices]  # a view would keep the full weight
+        return LocalShard(shard.spec, shard.slices, weight, shard.is_writer)
 
     def _from_full(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         conversion, form = self._stored[name]
@@ -241,28 +238,24 @@ class FullWeights:
         return weight.to(form.dtype)
 
 
-def _is_turn(ranks: Ranks, turn: int) -> bool:
-    return ranks.rank == turn % ranks.size
+def _size(slices: Slices) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in slices)
 
 
-def _size(box: Box) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in box)
-
-
-def _rows(form: StoredWeight, boxes: Sequence[Box]) -> slice:
-    """The rows of a full weight that are needed to fill these boxes of its stored tensors."""
+def _rows(form: StoredWeight, shards: Sequence[Slices]) -> slice:
+    """The rows of a full weight that are needed to fill these shards of its stored tensors."""
     if not form.by_rows:
         return slice(0, form.shape[0])
-    return slice(min(box[0].start for box in boxes), max(box[0].stop for box in boxes))
+    return slice(min(slices[0].start for slices in shards), max(slices[0].stop for slices in shards))
 
 
-def _relative(box: Box, rows: slice) -> Box:
-    return slice(box[0].start - rows.start, box[0].stop - rows.start), *box[1:]
+def _relative(slices: Slices, rows: slice) -> Slices:
+    return slice(slices[0].start - rows.start, slices[0].stop - rows.start), *slices[1:]
 
 
-def _is_cut(held: Held) -> bool:
-    """Whether a rank lacks some of a parameter in another dimension than the first."""
-    return any(part != slice(0, size) for part, size in zip(held.box[1:], held.outline.shape[1:], strict=True))
+def _has_full_rows(shard: LocalShard) -> bool:
+    """Whether a tensor is sharded in no other dimension than the first."""
+    return shard.slices[1:] == full_slices(shard.spec.shape[1:])
 
 
 def _listed(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> str:

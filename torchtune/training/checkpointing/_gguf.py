@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from torchtune.models import Box, Description, Llama3RopeScaling, ModelError, ModelSpec, spec_for_architecture
+from torchtune.models import Description, Llama3RopeScaling, ModelError, ModelSpec, Slices, spec_for_architecture
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf_layout import check_gguf
 from torchtune.utils import require
 
 # general.architecture -> architecture in a Hugging Face config.json
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 class GGUFFile:
@@ -60,7 +60,7 @@ class GGUFFile:
         """Shape of a tensor, outermost dimension first."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """A tensor in float32, or a part of it.
 
         Raises:
@@ -74,7 +74,7 @@ class GGUFFile:
                 f"{self.path}: the tensor '{name}' is quantised as {tensor.tensor_type.name}, which cannot be read: "
                 "use a file quantised as Q8_0, Q4_0, Q4_1, a K-quant, F16, BF16 or F32."
             ) from error
-        return torch.from_numpy(values.astype("float32")).reshape(self.shape(name))[box or ...]
+        return torch.from_numpy(values.astype("float32")).reshape(self.shape(name))[slices or ...]
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata; ``{arch}`` in the key stands for the architecture."""
@@ -110,12 +110,12 @@ class GGUFFile:
     @cached_property
     def spec(self) -> ModelSpec:
         """The family of models that the file belongs to."""
-        if self.architecture not in _ARCHITECTURES:
+        if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"{self.path}: the architecture '{self.architecture}' cannot be read from GGUF, only "
-                f"{', '.join(_ARCHITECTURES)}."
+                f"{', '.join(ARCHITECTURES)}."
             )
-        return spec_for_architecture(_ARCHITECTURES[self.architecture])
+        return spec_for_architecture(ARCHITECTURES[self.architecture])
 
     @cached_property
     def description(self) -> Description:
@@ -178,7 +178,7 @@ class GGUFFile:
         scaling = Llama3RopeScaling(factor=round(float(divisors.max()), 4))
         head_dim = 2 * len(divisors)
         base = float(self.get("{arch}.rope.freq_base", 10_000.0))
-        expected = torch.tensor([_llama3_divisor(scaling, base ** (2 * i / head_dim)) for i in range(len(divisors))])
+        expected = torch.tensor([llama3_divisor(scaling, base ** (2 * i / head_dim)) for i in range(len(divisors))])
         if not torch.allclose(expected, divisors, rtol=1e-3):
             raise CheckpointError(
                 f"{self.path}: its rotary frequency factors are not Llama 3.1's: use the Hugging Face checkpoint."
@@ -186,7 +186,8 @@ class GGUFFile:
         return scaling
 
 
-def _llama3_divisor(scaling: Llama3RopeScaling, inverse_frequency: float) -> float:
+def llama3_divisor(scaling: Llama3RopeScaling, inverse_frequency: float) -> float:
+    """By what Llama 3.1 divides a rotary frequency, given as its inverse."""
     wavelength = 2 * math.pi * inverse_frequency
     ratio = scaling.original_max_seq_len / wavelength
     if ratio > scaling.high_freq_factor:

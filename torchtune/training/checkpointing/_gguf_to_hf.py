@@ -1,17 +1,16 @@
 """From one GGUF file to a standard Hugging Face folder."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from torchtune.models import WeightMapError, build
+from torchtune.models import Group, WeightMapError, build
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, config_of, write_parts
+from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, config_of, write_entries
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.training.checkpointing._load import check_shape
-from torchtune.training.checkpointing._safetensors_file import Part, whole_blocks
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
 from torchtune.utils import atomic_directory, write_json
 
 
@@ -33,21 +32,21 @@ def gguf_to_hf(gguf_file: str | Path, output_dir: str | Path, dtype: torch.dtype
         UserError: the ``gguf`` package is not installed, or the disk is full.
     """
     file = GGUFFile(gguf_file)
-    parts = _parts(file, dtype)
+    entries = _entries(file, dtype)
     with atomic_directory(output_dir) as folder:
         config = config_of(file.spec, file.description, file.description.vocab_size, dtype, None)
         write_json(folder / "config.json", {**config, **special_ids(file)})
         for name, content in tokenizer_files(file).items():
             write_json(folder / name, content)
-        write_parts(parts, folder, MAX_SHARD_BYTES)
+        write_entries(entries, folder, MAX_SHARD_BYTES)
     return Path(output_dir)
 
 
-def _parts(file: GGUFFile, dtype: torch.dtype) -> list[Part]:
-    """What ``model.safetensors`` will hold, and how each of its tensors is made from the file's."""
+def _entries(file: GGUFFile, dtype: torch.dtype) -> list[Entry]:
+    """The tensors of ``model.safetensors``, each made from the tensors of the GGUF file."""
     spec, description = file.spec, file.description
     with torch.device("meta"):
-        like = {name: p.detach().to(dtype) for name, p in build(description, spec).named_parameters()}
+        specs = {name: p.detach().to(dtype) for name, p in build(description, spec).named_parameters()}
     try:
         sources = {
             name: group for group in spec.weight_map("gguf").select(file.names(), description) for name in group.tune
@@ -55,8 +54,7 @@ def _parts(file: GGUFFile, dtype: torch.dtype) -> list[Part]:
     except WeightMapError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
     for group in set(sources.values()):
-        outline = group.to_external([like[name] for name in group.tune])
-        for name, wanted in zip(group.external, outline, strict=True):
+        for name, wanted in zip(group.external, group.to_external([specs[n] for n in group.tune]), strict=True):
             check_shape(file.path, name, torch.Size(file.shape(name)), wanted.shape)
 
     def ours(name: str) -> torch.Tensor:
@@ -64,12 +62,12 @@ def _parts(file: GGUFFile, dtype: torch.dtype) -> list[Part]:
         tensors = group.to_tune([file.read(external) for external in group.external])
         return tensors[group.tune.index(name)].to(dtype)
 
-    def part(group) -> Part:
-        outline: Mapping[str, torch.Tensor] = dict(
-            zip(group.external, group.to_external([like[name] for name in group.tune]), strict=True)
-        )
-        return outline, lambda: whole_blocks(
-            zip(outline, group.to_external([ours(name) for name in group.tune]), strict=True)
-        )
+    def entry(group: Group) -> Entry:
+        def make() -> list[TensorSlice]:
+            tensors = group.to_external([ours(name) for name in group.tune])
+            return [TensorSlice.of(name, tensor) for name, tensor in zip(group.external, tensors, strict=True)]
 
-    return [part(group) for group in spec.weight_map("hf").groups(description)]
+        external = group.to_external([specs[name] for name in group.tune])
+        return Entry(dict(zip(group.external, external, strict=True)), make)
+
+    return [entry(group) for group in spec.weight_map("hf").groups(description)]

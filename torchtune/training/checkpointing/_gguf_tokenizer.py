@@ -9,7 +9,7 @@ from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.utils import get_logger
 
 # tokenizer.ggml.token_type
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 # Name of a special token -> key of its id in the metadata.
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
@@ -22,8 +22,8 @@ _LLAMA3_SPLIT = _SPLIT.replace("DIGITS", "{1,3}")
 _QWEN2_SPLIT = _SPLIT.replace("DIGITS", "")
 
 
-def _pre_tokenizers() -> dict[str, Callable[[], Any]]:
-    """tokenizer.ggml.pre -> how text is cut before merging."""
+def pre_tokenizers() -> dict[str, Callable[[], Any]]:
+    """``tokenizer.ggml.pre`` -> how text is cut before merging."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -55,7 +55,7 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[tuple[str, str]], list[
     """
     tokens, merges = file.need("tokenizer.ggml.tokens"), file.need("tokenizer.ggml.merges")
     lists = isinstance(tokens, list) and isinstance(merges, list)
-    types = file.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens) if lists else None)
+    types = file.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens) if lists else None)
     pairs = [tuple(merge.split(" ")) for merge in merges if isinstance(merge, str)] if lists else []
     known = set(tokens) if lists and all(isinstance(token, str) for token in tokens) else set()
     if not (
@@ -91,7 +91,7 @@ def _build(file: GGUFFile) -> Any:
             f"{file.path}: its tokenizer is '{file.need('tokenizer.ggml.model')}', only byte-level BPE ('gpt2') can be "
             "read from GGUF: use the tokenizer files of the Hugging Face checkpoint."
         )
-    pre, known = file.get("tokenizer.ggml.pre"), _pre_tokenizers()
+    pre, known = file.get("tokenizer.ggml.pre"), pre_tokenizers()
     if pre is None:
         pre = "default"
         get_logger().warning(
@@ -111,10 +111,10 @@ def _build(file: GGUFFile) -> Any:
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     special = [
-        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL
+        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == CONTROL
     ]
     tokenizer.add_special_tokens(special)
-    own = [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
+    own = [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == USER_DEFINED]
     tokenizer.add_tokens(own)
     byte_level = processors.ByteLevel(trim_offsets=False)
     if _adds_bos(file):

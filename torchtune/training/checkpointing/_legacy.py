@@ -1,4 +1,4 @@
-"""What copied recipes call: checkpoints as dicts of tensors."""
+"""Checkpoints as full state dicts, for copied recipes."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,12 @@ from torchtune.training.checkpointing._adapter import (
 )
 from torchtune.training.checkpointing._directories import complete_directories, new_directory, prune
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._export import carry_files, write_parts
-from torchtune.training.checkpointing._load import read_json, recognise
+from torchtune.training.checkpointing._export import carry_files, write_entries
+from torchtune.training.checkpointing._load import detect_format, read_json
 from torchtune.training.checkpointing._model_source import ModelSource
 from torchtune.training.checkpointing._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, ModelType
 from torchtune.training.checkpointing._open_source import open_source
-from torchtune.training.checkpointing._safetensors_file import save_tensors, whole_part
+from torchtune.training.checkpointing._safetensors_file import Entry, save_tensors
 from torchtune.training.checkpointing._sources import resolve_files, safe_torch_load, stream
 from torchtune.training.checkpointing._state import STATE_DIR
 from torchtune.training.checkpointing._store import CheckpointStore
@@ -35,7 +35,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class LegacyInterface:
-    """``load_checkpoint`` and ``save_checkpoint``: the whole model passes through a dict.
+    """``load_checkpoint`` and ``save_checkpoint``: the model as a full state dict.
 
     Base class of the checkpointers, which have ``store`` and ``should_load_recipe_state``.
     """
@@ -43,20 +43,20 @@ class LegacyInterface:
     store: CheckpointStore
     should_load_recipe_state: bool
 
-    # Under whose names weights are written, and read where the folder has no config.json.
+    # Format of the weight names that are written, and read from a folder without config.json.
     _legacy_names = "hf"
 
     def load_checkpoint(self, weights_only: bool = True) -> dict[str, Any]:
-        """Read ``checkpoint_dir`` into ``{"model": {our names: tensor}}``.
+        """Read ``checkpoint_dir`` into ``{"model": {parameter name: tensor}}``.
 
         With ``should_load_recipe_state``, the newest checkpoint of ``output_dir``: also its adapter and whatever its
         ``recipe_state.pt`` holds.
 
         Args:
-            weights_only: accepted for older recipes; what a pickle may hold is never run.
+            weights_only: accepted for older recipes; pickled code is never run.
 
         Raises:
-            CheckpointError: files are missing or corrupt, or the folder does not say what the model is.
+            CheckpointError: files are missing or corrupt, or the folder does not describe the model.
         """
         if not self.should_load_recipe_state:
             return {MODEL_KEY: self._read_model(self._weight_files())}
@@ -87,7 +87,7 @@ class LegacyInterface:
                 converted.pop("output.weight", None)  # shared with the embedding
             return converted
         spec, description = self._identity()
-        kind = recognise(source, spec, description)
+        kind = detect_format(source, spec, description)
         if kind == "tune":
             return dict(stream(source))
         return dict(spec.weight_map(kind).to_tune(stream(source), description))
@@ -116,8 +116,8 @@ class LegacyInterface:
             dir_prefix: ``"epoch"`` or ``"step"``.
 
         Raises:
-            CheckpointError: ``adapter_only`` without an adapter, or the folder does not say what the model is.
-            UserError: the disk is full; what was saved before is untouched.
+            CheckpointError: ``adapter_only`` without an adapter, or the folder does not describe the model.
+            UserError: the disk is full; earlier checkpoints stay as they are.
         """
         if adapter_only and ADAPTER_KEY not in state_dict:
             raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
@@ -146,13 +146,13 @@ class LegacyInterface:
         else:
             spec, description = self._identity()
             tensors = spec.weight_map("hf").to_external(model.items(), description)
-            write_parts([whole_part(*item) for item in tensors], folder, limit)
+            write_entries([Entry.of(*item) for item in tensors], folder, limit)
 
     def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path, *, beside_model: bool) -> None:
-        """The adapter under our names, and, where the folder says what the model is, in PEFT's layout.
+        """Write the adapter with this library's names, and in PEFT's layout if the folder describes the model.
 
-        Beside a merged model PEFT's files go into ``adapter/``: where transformers finds them next to a model, it adds
-        the adapter to the weights that contain it already.
+        Beside a merged model, PEFT's files go into ``adapter/``: transformers would apply an adapter next to the
+        weights, which contain it already.
         """
         adapter = _on_cpu(state_dict[ADAPTER_KEY].items())
         _torch_save(adapter, folder / _ADAPTER_PT)
@@ -179,7 +179,7 @@ class LegacyInterface:
             write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self._source.base_name(), settings, modules))
 
     def _latest(self) -> Path:
-        """The newest directory to go on from; older checkpoints have no marker, there the largest number counts."""
+        """The newest checkpoint; without completion markers (earlier releases), the one with the largest number."""
         output_dir = self.store.require_output_dir()
         complete = complete_directories(output_dir)
         names = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]
@@ -200,7 +200,7 @@ class LegacyInterface:
         return inside if inside.is_file() else folder.parent / "recipe_state" / _RECIPE_STATE
 
     def _identity(self) -> tuple[ModelSpec, Description]:
-        """What the checkpoint's ``config.json`` says the model is; ``model_type`` chooses among its families."""
+        """Spec and description of the model by ``config.json``; ``model_type`` chooses its family."""
         path = self._source.checkpoint_dir / "config.json"
         if not path.is_file():
             raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
@@ -215,7 +215,7 @@ class LegacyInterface:
 
 
 def get_largest_iter_folder(dir: str | Path, pattern: str = r"^epoch_(\d+)") -> str | None:
-    """Name of the folder in ``dir`` whose number is largest; ``None`` if there is none.
+    """Name of the folder in ``dir`` with the largest number; ``None`` if there is none.
 
     Args:
         dir: where to look.

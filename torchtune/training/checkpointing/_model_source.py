@@ -19,7 +19,7 @@ from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.training.checkpointing._load import check_base, check_config, check_description, load_base, read_json
 from torchtune.training.checkpointing._model_type import ModelType
-from torchtune.training.checkpointing._open_source import TextPart, open_source
+from torchtune.training.checkpointing._open_source import TextTower, open_source
 from torchtune.training.checkpointing._peft_settings import startable, wanted_start
 from torchtune.training.checkpointing._sources import Source, resolve_files
 from torchtune.utils import refuse_foreign, write_json
@@ -76,13 +76,13 @@ class ModelSource:
         return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files))
 
     @cached_property
-    def towers(self) -> TextPart | None:
+    def towers(self) -> TextTower | None:
         """The multimodal checkpoint that the text decoder belongs to; ``None`` if the export is the decoder alone."""
         config = self.checkpoint_dir / "config.json"
         if self.text_only or not config.is_file() or "text_config" not in read_json(config):
             return None
         source = self.open()
-        return source if isinstance(source, TextPart) else None
+        return source if isinstance(source, TextTower) else None
 
     def read(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
         """Fill ``model`` from the files; parameters on the meta device become real on ``device``.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from torchtune.models import Box
+from torchtune.models import Slices
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._sources import SafetensorsFiles
 
@@ -73,11 +73,11 @@ class Mxfp4Files(SafetensorsFiles):
         *experts, out, groups, _ = super().shape(name + _BLOCKS)
         return (*experts, groups * _GROUP, out)
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """A tensor or a part of it; of packed ones the groups that the part needs are read, expert by expert."""
         if name not in self._packed:
-            return super().read(name, box)
-        experts, rows, columns = box or tuple(slice(0, size) for size in self.shape(name))
+            return super().read(name, slices)
+        experts, rows, columns = slices or tuple(slice(0, size) for size in self.shape(name))
         groups = slice(rows.start // _GROUP, math.ceil(rows.stop / _GROUP))
         inside = slice(rows.start - groups.start * _GROUP, rows.stop - groups.start * _GROUP)
         sizes = (part.stop - part.start for part in (experts, rows, columns))

@@ -1,25 +1,26 @@
-"""Opening the weight files of a checkpoint, whatever their format."""
+"""Opening the weight files of a checkpoint in any format."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from torchtune.models import Box, rename_prefix, text_prefixes
+from torchtune.models import Slices, rename_prefix, text_prefixes
+from torchtune.training.checkpointing._compressed_tensors import CompressedFiles, is_compressed
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._mxfp4 import Mxfp4Files, has_mxfp4
-from torchtune.training.checkpointing._ranks import Ranks
-from torchtune.training.checkpointing._safetensors_file import Block, Part
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
 from torchtune.training.checkpointing._sources import TORCH_SUFFIXES, SafetensorsFiles, Source, TorchFiles
+from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel._shards import spec_of
 
 
-class TextPart:
-    """The text decoder in a checkpoint of a model with several parts, under the names that it has alone.
+class TextTower:
+    """The text decoder of a multimodal checkpoint, under the names of a checkpoint of its own.
 
     Args:
-        source: the whole checkpoint.
+        source: the multimodal checkpoint.
         prefixes: from :func:`torchtune.models.text_prefixes`.
 
     Attributes:
@@ -48,28 +49,25 @@ class TextPart:
         """Shape of a tensor."""
         return self._source.shape(self._theirs[name])
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """A tensor or a slice of it, backed by the file: copy it before changing it."""
-        return self._source.read(self._theirs[name], box)
+        return self._source.read(self._theirs[name], slices)
 
-    def other_parts(self, ranks: Ranks) -> list[Part]:
-        """The tensors of all other parts of the model, to be written as they are; ranks take turns."""
+    def other_towers(self, ranks: Ranks) -> list[Entry]:
+        """The tensors of all other towers, to be written unchanged; ranks take turns."""
         text = set(self._theirs.values())
         others = [name for name in self._source.names() if name not in text]
-        return [self._copy(name, writes=ranks.rank == turn % ranks.size) for turn, name in enumerate(others)]
+        return [self._copy(name, is_writer=ranks.rank == turn % ranks.size) for turn, name in enumerate(others)]
 
-    def _copy(self, name: str, *, writes: bool) -> Part:
-        tensor = self._source.read(name)
-        outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return {name: outline}, partial(self._blocks, name) if writes else tuple
+    def _copy(self, name: str, *, is_writer: bool) -> Entry:
+        def read() -> list[TensorSlice]:
+            return [TensorSlice.of(name, self._source.read(name))]
 
-    def _blocks(self, name: str) -> Iterator[Block]:
-        tensor = self._source.read(name)
-        yield Block(name, (0,) * tensor.dim(), tensor)
+        return Entry({name: spec_of(self._source.read(name))}, read if is_writer else tuple)
 
 
 def open_source(paths: Sequence[Path]) -> Source:
-    """Open weight files, all of one format; of a model with several parts, its text decoder.
+    """Open weight files, all of one format; of a multimodal model, its text decoder.
 
     Raises:
         CheckpointError: formats are mixed or unknown, or see the sources.
@@ -77,7 +75,9 @@ def open_source(paths: Sequence[Path]) -> Source:
     suffixes = {path.suffix for path in paths}
     if suffixes == {".safetensors"}:
         files = SafetensorsFiles(paths)
-        return Mxfp4Files(paths) if has_mxfp4(files.names()) else _text_of(files)
+        if has_mxfp4(files.names()):
+            return Mxfp4Files(paths)
+        return _text_of(CompressedFiles(paths) if is_compressed(files.names()) else files)
     if suffixes == {".gguf"}:
         if len(paths) > 1:
             raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
@@ -92,4 +92,4 @@ def open_source(paths: Sequence[Path]) -> Source:
 
 def _text_of(source: Source) -> Source:
     prefixes = text_prefixes(source.names())
-    return TextPart(source, prefixes) if prefixes else source
+    return TextTower(source, prefixes) if prefixes else source

@@ -1,4 +1,4 @@
-"""What ``adapter_config.json`` says: which settings are understood, and those that change the base on load."""
+"""``adapter_config.json``: which settings are supported, and those that change the base weights on load."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import identity, read_json
 from torchtune.utils import get_logger
 
-# Settings that are compared with the model, or looked at by their readers.
+# Settings that are compared with the model, or handled elsewhere.
 _COMPARED = (
     *(
         "peft_type",
@@ -31,32 +31,32 @@ _COMPARED = (
     ),
     "trainable_token_indices",
 )
-# Settings that may have any value: where the adapter came from, how it was trained, options of a setting that is
-# looked at, and which layers it is of, which its tensors say.
+# Settings that may have any value: origin and training of the adapter, options of other settings, and its target
+# modules, which the tensors tell.
 _ANY = (
     *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode"),
     *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("megatron_core", "qalora_group_size"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
 )
-# Values of init_lora_weights after which the adapter's tensors are all there is to it, and those after which peft takes
-# the adapter's first value out of the base.
+# Values of init_lora_weights that leave the base weights as they are, and those with which peft subtracts the initial
+# adapter from them.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _INITS_FROM_BASE = ("pissa", "olora")
 
 
 def check_settings(model: nn.Module, path: Path, patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare the file of an adapter's settings with the model; return them.
+    """Compare an ``adapter_config.json`` with the model; return its settings.
 
-    Only known settings pass: another one may change what the same tensors compute, unless it is switched off.
+    Unknown settings raise unless they are switched off, since they may change what the same tensors compute.
 
     Args:
-        model: has its adapters.
-        path: the file; without it the model's settings are taken for granted, with a warning.
+        model: with adapters.
+        path: the file; if it is missing, the model's settings are assumed, with a warning.
         patterns: ``rank_pattern`` and ``alpha_pattern`` of this model.
 
     Raises:
-        CheckpointError: a setting is unknown, cannot be had here, or differs from the model's.
+        CheckpointError: a setting is unknown, not supported, or differs from the model's.
     """
     if not path.is_file():
         get_logger().warning(f"There is no {path}: that the adapter has the model's alpha is taken for granted.")
@@ -89,7 +89,7 @@ def check_settings(model: nn.Module, path: Path, patterns: Mapping[str, Any]) ->
 
 
 def peft_settings(model: nn.Module) -> dict[str, Any]:
-    """What the conversions of ``model`` say of its adapter."""
+    """``peft_config`` of all conversions of ``model``."""
     settings: dict[str, Any] = {}
     for conversion in complete_conversions(model):
         settings |= conversion.peft_config(model)
@@ -111,7 +111,7 @@ def token_indices(model: nn.Module) -> dict[str, list[int]] | None:
 
 
 def token_tensors(model: nn.Module) -> dict[str, str]:
-    """Name of the trained rows in an adapter's file -> name of the parameter."""
+    """Name of the trained rows in an adapter file -> name of the parameter."""
     rows = trained_rows(model)
     return {
         f"base_model.model.{_module(model, name)}.token_adapter.trainable_tokens_delta": parameter
@@ -120,14 +120,14 @@ def token_tensors(model: nn.Module) -> dict[str, str]:
 
 
 def _module(model: nn.Module, name: str) -> str:
-    """Path of the module in ``transformers`` that has the weight called ``name`` here."""
+    """Path in ``transformers`` of the module with the weight ``name``."""
     spec, description = identity(model)
     (group,) = [group for group in spec.weight_map("hf").groups(description) if name in group.tune]
     return group.external[0].removesuffix(".weight")
 
 
 def init_from_base(settings: Mapping[str, Any]) -> str | None:
-    """``"pissa"`` or ``"olora"`` if peft takes the adapter's first value out of the base, else None."""
+    """``"pissa"`` or ``"olora"`` if peft subtracts the initial adapter from the base weights, else None."""
     init = settings.get("init_lora_weights")
     name = init.lower() if isinstance(init, str) and init.lower() == "olora" else init
     return name if name in _INITS_FROM_BASE else None
@@ -135,18 +135,18 @@ def init_from_base(settings: Mapping[str, Any]) -> str | None:
 
 @torch.no_grad()
 def take_from_base(model: nn.Module, settings: Mapping[str, Any], path: Path) -> None:
-    """Change the base of adapters that started as a part of it: W becomes W - scale · B0 A0, as in peft.
+    """Subtract the initial adapter of PiSSA or OLoRA from the base weights: W becomes W - scale · B0 A0, as in peft.
 
-    A0 and B0 are computed from W again: PiSSA's are its first ``r`` singular vectors, OLoRA's those of its QR
-    decomposition. The model remembers that, so that a resume does it once and a save says it.
+    A0 and B0 are computed from W: for PiSSA its first ``r`` singular vectors, for OLoRA those of its QR decomposition.
+    ``model.adapter_init`` records it, so that a resume does it once and a save writes it.
 
     Args:
-        model: base weights loaded, whole or sharded.
+        model: with its base weights, sharded or not.
         settings: of the adapter.
         path: their file.
 
     Raises:
-        CheckpointError: the base was changed for an adapter of another kind, or a layer cannot be changed so.
+        CheckpointError: another initial adapter was subtracted before, or a layer does not support it.
     """
     init, done = init_from_base(settings), getattr(model, "adapter_init", None)
     if init == done:

@@ -1,4 +1,4 @@
-"""Which settings of a run may be others when it is resumed: the one place that decides it."""
+"""Which settings of a run may change when it is resumed; decided here only."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from torchtune.utils import get_logger, log_rank_zero
 
 
 class OnResume(Enum):
-    """What becomes of a setting that differs from the checkpoint's."""
+    """What happens with a setting that differs from the checkpoint's."""
 
     NEW = "the new value takes effect"
     KEPT = "the checkpoint's value goes on"
@@ -25,8 +25,8 @@ def _of(kind: OnResume, names: str) -> dict[str, OnResume]:
     return dict.fromkeys(names.split(), kind)
 
 
-# Every setting of the training recipes; a dotted name is more special than the setting that it is a part of. What the
-# data loader checks by itself, as the content of a dataset or the product of the batch sizes, is free here.
+# Every setting of the training recipes; a dotted name has precedence over the setting that contains it. Settings that
+# the data loader checks, such as the content of a dataset or the product of the batch sizes, may change here.
 ON_RESUME: dict[str, OnResume] = {
     **_of(OnResume.SILENT, "recipe resume_from_checkpoint"),
     **_of(OnResume.KEPT, "seed"),

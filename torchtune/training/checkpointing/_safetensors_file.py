@@ -1,10 +1,10 @@
-"""Writing a safetensors file from its first byte to its last, one tensor at a time.
+"""Writing safetensors files as a stream, one tensor at a time.
 
-``safetensors.torch.save_file`` wants every tensor of a file in host memory at once. The layout is simple enough to
-stream: eight bytes with the length of the header, the header (JSON: dtype, shape and offsets of every tensor), then
-the tensors' bytes in the order of the offsets, without holes. Where every byte goes follows from the header alone, so
-parts that other processes hold are put into their place in memory, and the file is written in order by one process:
-file systems over networks and object stores keep no promise about two that write to one file.
+``safetensors.torch.save_file`` needs every tensor of a file in host memory. The format can be streamed: eight bytes
+with the length of the header, the header (JSON: dtype, shape and offsets of every tensor), then the bytes of the
+tensors in the order of their offsets, without gaps. The header alone determines all offsets. One rank writes a file
+from start to end, and places the shards of other ranks in memory: network file systems and object stores do not
+guarantee anything about two processes that write to one file.
 """
 
 import json
@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
-# Spelling of the types in the header: https://github.com/huggingface/safetensors (README, "Format")
+from torchtune.training.parallel._shards import spec_of
+
+# Names of dtypes in the header: https://github.com/huggingface/safetensors (README, "Format")
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -43,118 +45,135 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Values of a part of a tensor.
+class TensorSlice:
+    """A slice of a tensor, to be written.
 
     Attributes:
         name: of the tensor.
-        start: where the part begins, one index for each dimension.
-        data: the values.
-    """
-
-    name: str
-    start: tuple[int, ...]
-    data: torch.Tensor
-
-
-# Name -> tensor on the meta device, and what makes the blocks of these that are to be written here.
-Part = tuple[Mapping[str, torch.Tensor], Callable[[], Iterable[Block]]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The bytes of a :class:`Block`, on the host.
-
-    Attributes:
-        name: of the tensor.
-        start: where the part begins, one index for each dimension.
-        shape: of the part.
-        values: its elements in order.
+        start: first index of the slice in each dimension.
+        shape: of the slice.
+        data: its values in order; their bytes (uint8) if another rank has sent them.
     """
 
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    values: memoryview
+    data: torch.Tensor
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor, start: Sequence[int] | None = None) -> "TensorSlice":
+        """A slice with the values ``tensor``; by default it is the full tensor."""
+        return TensorSlice(name, tuple(start or (0,) * tensor.dim()), tuple(tensor.shape), tensor)
+
+    def to_bytes(self) -> memoryview | bytes:
+        """The values as bytes on the host."""
+        data = self.data.detach().cpu().contiguous()
+        if not data.numel():  # memoryview cannot cast an empty array
+            return b""
+        return memoryview(data.reshape(-1).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tensors of a file that are made and written together.
+
+    Attributes:
+        specs: full tensors on the meta device, by name.
+        make: makes the slices of them that this rank writes.
+    """
+
+    specs: Mapping[str, torch.Tensor]
+    make: Callable[[], Iterable[TensorSlice]]
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> "Entry":
+        """A full tensor that exists already."""
+        return Entry({name: spec_of(tensor)}, lambda: [TensorSlice.of(name, tensor)])
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of an element, the largest of all tensors."""
+        return max(spec.element_size() for spec in self.specs.values())
 
 
 class TensorFile:
     """A safetensors file to be written.
 
     Args:
-        path: relative to the folder of the checkpoint.
-        parts: its tensors. Larger types should come first: what follows is then aligned.
-        metadata: text to be kept in the header, by name.
+        path: relative to the checkpoint folder.
+        entries: its tensors. Those with larger dtypes should come first, so that all are aligned.
+        metadata: text for the header, by name.
 
     Attributes:
         header: its first bytes.
         size: bytes of all tensors.
-        ranges: where each part begins and ends, counted from the end of the header.
+        ranges: start and end of each entry, counted from the end of the header.
 
     Raises:
-        ValueError: a tensor is of a dtype that the format lacks.
+        ValueError: safetensors has no such dtype.
     """
 
-    def __init__(self, path: str, parts: Iterable[Part], metadata: Mapping[str, str] | None = None) -> None:
-        self.path, self.parts = path, list(parts)
-        self.outline = {name: tensor for outline, _ in self.parts for name, tensor in outline.items()}
+    def __init__(self, path: str, entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> None:
+        self.path, self.entries = path, list(entries)
+        self.specs = {name: spec for entry in self.entries for name, spec in entry.specs.items()}
         header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         self._starts: dict[str, int] = {}
         self.size = 0
         self.ranges: list[tuple[int, int]] = []
-        for outline, _ in self.parts:
+        for entry in self.entries:
             first = self.size
-            for name, tensor in outline.items():
-                if tensor.dtype not in _DTYPES:
-                    raise ValueError(f"{path}: the tensor '{name}' is {tensor.dtype}, which safetensors cannot hold.")
-                self._starts[name], end = self.size, self.size + num_bytes(tensor)
+            for name, spec in entry.specs.items():
+                if spec.dtype not in _DTYPES:
+                    raise ValueError(f"{path}: the tensor '{name}' is {spec.dtype}, which safetensors cannot hold.")
+                self._starts[name], end = self.size, self.size + num_bytes(spec)
                 offsets = [self.size, end]
-                header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+                header[name] = {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
                 self.size = end
             self.ranges.append((first, self.size))
         encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         encoded += b" " * (-len(encoded) % 8)
         self.header = len(encoded).to_bytes(8, "little") + encoded
 
-    def piece(self, block: Block) -> Piece:
-        """The bytes of a block. Raises ``ValueError`` where it does not fit."""
-        whole, data = self.outline[block.name], block.data
-        fits = all(a + n <= size for a, n, size in zip(block.start, data.shape, whole.shape, strict=True))
-        if data.dtype != whole.dtype or not fits:
-            raise ValueError(f"{self.path}: got {data.dtype} {list(data.shape)} at {block.start} of '{block.name}'.")
-        return Piece(block.name, tuple(block.start), tuple(data.shape), memoryview(_bytes(data)))
+    def check(self, part: TensorSlice) -> TensorSlice:
+        """Return a slice. Raises ``ValueError`` if dtype or shape do not fit the tensor."""
+        spec = self.specs[part.name]
+        fits = all(a + n <= size for a, n, size in zip(part.start, part.shape, spec.shape, strict=True))
+        if part.data.dtype != spec.dtype or not fits:
+            got = f"{part.data.dtype} {list(part.shape)}"
+            raise ValueError(f"{self.path}: got {got} at {part.start} of '{part.name}'.")
+        return part
 
-    def places(self, piece: Piece) -> list[tuple[int, memoryview]]:
-        """The runs of bytes that a piece is made of, and where each begins, counted from the end of the header."""
-        whole, shape = self.outline[piece.name], piece.shape
-        # Dimensions from `last` on lie together in the file; those before are walked through.
+    def runs(self, part: TensorSlice) -> list[tuple[int, memoryview | bytes]]:
+        """The contiguous bytes of a slice, each with its offset, counted from the end of the header."""
+        spec, shape, values = self.specs[part.name], part.shape, part.to_bytes()
+        # Dimensions from `last` on are contiguous in the file; those before are iterated over.
         last = len(shape)
-        while last > 0 and shape[last - 1] == whole.shape[last - 1]:
+        while last > 0 and shape[last - 1] == spec.shape[last - 1]:
             last -= 1
         last = max(last - 1, 0)
-        ranges = [range(a, a + n) for a, n in zip(piece.start[:last], shape[:last], strict=True)]
-        step = len(piece.values) // max(torch.Size(shape[:last]).numel(), 1)
+        ranges = [range(a, a + n) for a, n in zip(part.start[:last], shape[:last], strict=True)]
+        step = len(values) // max(torch.Size(shape[:last]).numel(), 1)
         found = []
         for number, index in enumerate(product(*ranges)):
-            place = sum(i * stride for i, stride in zip((*index, *piece.start[last:]), whole.stride(), strict=True))
-            at = self._starts[piece.name] + place * whole.element_size()
-            found.append((at, piece.values[number * step : (number + 1) * step]))
+            place = sum(i * stride for i, stride in zip((*index, *part.start[last:]), spec.stride(), strict=True))
+            at = self._starts[part.name] + place * spec.element_size()
+            found.append((at, values[number * step : (number + 1) * step]))
         return found
 
 
 class FileWriter:
-    """Writes a file in order, and sums it up meanwhile.
+    """Writes a file from start to end and computes its checksum.
 
     Args:
-        file: what to write.
+        file: the file.
         folder: of the checkpoint.
 
     Attributes:
-        size: bytes that were written.
-        crc: CRC-32 of these.
+        size: bytes written.
+        crc: their CRC-32.
 
     Raises:
-        OSError: the disk is full, or may not be written to.
+        OSError: the disk is full or not writable.
     """
 
     def __init__(self, file: TensorFile, folder: Path) -> None:
@@ -175,77 +194,58 @@ class FileWriter:
         while values:  # the system may take less at a time
             values = values[os.write(self._descriptor, values) :]
 
-    def write(self, pieces: Sequence[Piece]) -> None:
-        """Write the next part of the file.
+    def write(self, parts: Sequence[TensorSlice]) -> None:
+        """Write the next entry of the file.
 
         Args:
-            pieces: all of it, in any order.
+            parts: slices that cover its tensors, in any order.
 
         Raises:
             OSError: the disk is full.
-            ValueError: something is missing.
+            ValueError: slices are missing.
         """
         start, end = self.file.ranges[self._next]
         self._next += 1
-        found = sum(len(piece.values) for piece in pieces)
+        runs = [run for part in parts for run in self.file.runs(part)]
+        found = sum(len(values) for _, values in runs)
         if found != end - start:
-            raise ValueError(f"{self.file.path}: {found:,} bytes of tensors came where {end - start:,} were announced.")
-        runs = [run for piece in pieces for run in self.file.places(piece)]
-        if len(runs) == len(pieces):
+            raise ValueError(f"{self.file.path}: got {found:,} bytes of tensors, expected {end - start:,}.")
+        if len(runs) == len(parts):
             for _, values in sorted(runs, key=lambda run: run[0]):
                 self._append(values)
             return
-        room = memoryview(bytearray(end - start))
+        buffer = memoryview(bytearray(end - start))
         for at, values in runs:
-            room[at - start : at - start + len(values)] = values
-        self._append(room)
+            buffer[at - start : at - start + len(values)] = values
+        self._append(buffer)
 
     def finish(self) -> None:
-        """Bring it to the disk; once is enough. Raises ``ValueError`` if parts are missing."""
+        """Flush the file to disk; further calls do nothing. Raises ``ValueError`` if entries are missing."""
         if self._descriptor < 0:
             return
-        if self._next != len(self.file.parts):
-            raise ValueError(f"{self.file.path}: {self._next} of {len(self.file.parts)} parts were written.")
+        if self._next != len(self.file.entries):
+            raise ValueError(f"{self.file.path}: {self._next} of {len(self.file.entries)} entries were written.")
         os.fsync(self._descriptor)
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview | bytes:
-    data = tensor.detach().cpu().contiguous()
-    if not data.numel():  # memoryview cannot cast an empty array
-        return b""
-    return memoryview(data.reshape(-1).view(torch.uint8).numpy())
-
-
-def whole_blocks(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Block]:
-    """Tensors that are all here."""
-    return [Block(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors]
-
-
-def whole_part(name: str, tensor: torch.Tensor) -> Part:
-    """A tensor that is all here."""
-    outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return {name: outline}, lambda: whole_blocks([(name, tensor)])
-
-
-def tensor_file(path: str, parts: Iterable[Part], metadata: Mapping[str, str] | None = None) -> TensorFile:
-    """One file of all tensors; those of larger types come first, so that everything is aligned."""
-    ordered = sorted(parts, key=lambda part: -max(tensor.element_size() for tensor in part[0].values()))
-    return TensorFile(path, ordered, metadata)
+def tensor_file(path: str, entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> TensorFile:
+    """A file of entries, those with larger dtypes first, so that all tensors are aligned."""
+    return TensorFile(path, sorted(entries, key=lambda entry: -entry.element_size), metadata)
 
 
 def write_file(file: TensorFile, folder: Path) -> None:
-    """Write a file of which everything is made here. That it appears whole or not at all is seen to by the caller."""
+    """Write a file whose slices are all made on this rank. The caller makes it atomic."""
     writer = FileWriter(file, folder)
     try:
-        for _, make in file.parts:
-            writer.write([file.piece(block) for block in make()])
+        for entry in file.entries:
+            writer.write([file.check(part) for part in entry.make()])
         writer.finish()
     finally:
         writer.close()
@@ -253,4 +253,4 @@ def write_file(file: TensorFile, folder: Path) -> None:
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors that exist already."""
-    write_file(tensor_file(path.name, [whole_part(*item) for item in tensors.items()]), path.parent)
+    write_file(tensor_file(path.name, [Entry.of(*item) for item in tensors.items()]), path.parent)

@@ -1,4 +1,4 @@
-"""Checkpoints written by all ranks at once, at once or behind the back of training."""
+"""Writing checkpoints on all ranks, in the foreground or in the background."""
 
 import json
 import logging
@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torchtune.training.checkpointing._directories import Sums, new_directory, prune
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._ranks import Ranks
-from torchtune.training.checkpointing._safetensors_file import Block, FileWriter, Part, Piece, TensorFile
+from torchtune.training.checkpointing._safetensors_file import Entry, FileWriter, TensorFile, TensorSlice
+from torchtune.training.parallel._ranks import Ranks
 from torchtune.utils import FolderLock, UserError, explain_os_error, get_logger
 
 
@@ -26,14 +26,14 @@ class Job:
     """A checkpoint to be written.
 
     Attributes:
-        output_dir: where.
-        name: of its directory.
-        files: of tensors, the same on every rank, each of which holds parts of them. One rank writes a file.
+        output_dir: folder of the checkpoints.
+        name: of this one.
+        files: files of tensors, the same on every rank. One rank writes a file, all ranks contribute their shards.
         own: file of this rank alone.
-        agreed: what besides the files all ranks must have the same.
-        small: writes everything else into the directory, on rank 0.
-        keep: how many checkpoints are kept; None for the default.
-        optional: that it fails is a warning, and the run goes on.
+        agreed: what must be equal on all ranks, besides the headers of the files.
+        write_small_files: writes everything else into the folder, on rank 0.
+        keep: number of checkpoints to keep; None for the default.
+        optional: on failure, log a warning and go on.
     """
 
     output_dir: Path
@@ -41,49 +41,49 @@ class Job:
     files: list[TensorFile]
     own: TensorFile | None
     agreed: bytes
-    small: Callable[[Path], None]
+    write_small_files: Callable[[Path], None]
     keep: int | None
     optional: bool
 
 
 @dataclass
 class _Item:
-    """A part of a file.
+    """An entry of a file.
 
     Attributes:
-        file: which.
-        writer: rank that writes it.
-        blocks: what this rank has of it; ``None`` if that could not be made.
-        shared: whether others have something of it.
+        file: of the entry.
+        writer: rank that writes the file.
+        slices: this rank's slices of the entry; ``None`` if making them failed.
+        shared: whether other ranks contribute slices.
     """
 
     file: TensorFile
     writer: int
-    blocks: list[Block] | None
+    slices: list[TensorSlice] | None
     shared: bool = True
 
 
-# What all ranks do together: of several files, each with another writer, one part.
-_Step = list[_Item]
+# One round of all ranks: an entry of each of several files with different writers.
+_Round = list[_Item]
 
 
 class Saver:
-    """Writes checkpoints, one after another.
+    """Writes checkpoints, one after another. All ranks call every method.
 
     Args:
-        ranks: all of them; every method is called by all.
-        lock: of the folder of checkpoints; rank 0's counts.
+        ranks: all ranks.
+        lock: of the output folder; rank 0 holds it.
     """
 
     def __init__(self, ranks: Ranks, lock: FolderLock) -> None:
         self._ranks, self._lock = ranks, lock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        # Old checkpoints are deleted while training goes on.
+        # Deletes old checkpoints in the background.
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="old checkpoints")
         self._cleaning: Future[None] | None = None
-        # The copy in the making, of which checkpoint it is, and the seconds that it has cost.
-        self._copying: tuple[Future[list[_Step]], str, float] | None = None
+        # The copy in progress, the name of its checkpoint, and the seconds for which it has blocked training.
+        self._copying: tuple[Future[list[_Round]], str, float] | None = None
         self._hooks: list[RemovableHandle] = []
         self._copies: list[torch.Tensor] = []
 
@@ -91,7 +91,7 @@ class Saver:
         """Wait until everything is written.
 
         Raises:
-            UserError: that failed.
+            UserError: writing failed.
         """
         self._hold()
         while self._hooks:
@@ -101,10 +101,10 @@ class Saver:
             pending.result()
 
     def close(self) -> None:
-        """Wait until everything is written, and what is to go is gone.
+        """Wait until everything is written and old checkpoints are deleted.
 
         Raises:
-            UserError: the writing failed.
+            UserError: writing failed.
         """
         try:
             self.wait()
@@ -116,47 +116,50 @@ class Saver:
         if cleaning is not None:
             cleaning.result()
 
-    def save(self, job: Job, *, behind: bool, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Write a checkpoint, when the one before is written.
+    def save(self, job: Job, *, in_background: bool, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Write a checkpoint, after the previous one is written.
 
         Args:
-            job: what to write.
-            behind: copy it in memory, and write while training goes on; what goes wrong is raised by the next call.
-            optimizers: if there are any, nothing of it changes before one of them takes its next step: the copy may
-                take until then.
+            job: the checkpoint.
+            in_background: copy the tensors to host memory, and write them in the background; the next call raises the
+                errors.
+            optimizers: if given, the tensors do not change before the next step of one of them, and are copied
+                until then.
 
         Raises:
-            UserError: the disk is full or may not be written to; what was saved before is untouched.
+            UserError: the disk is full or not writable; earlier checkpoints stay as they are.
         """
         self.wait()
         start = time.monotonic()
         agreed = zlib.crc32(b"".join([*(file.header for file in job.files), job.agreed]))
         if len(set(self._ranks.gather(agreed))) > 1:
-            raise CheckpointError(f"{job.name}: the ranks hold other tensors, so they cannot write one checkpoint.")
+            raise CheckpointError(
+                f"{job.name}: the tensors differ between ranks in name, shape or dtype: build the same model on all."
+            )
         failure: list[Exception] = []
-        steps = self._steps(job, failure)
-        if not behind:
-            self._write(job, lambda: steps, failure)
+        rounds = self._rounds(job, failure)
+        if not in_background:
+            self._write(job, lambda: rounds, failure)
             self._log(f"{job.name} was saved in {time.monotonic() - start:.1f} s.")
             return
-        copied: Future[list[_Step]] = Future()
+        copied: Future[list[_Round]] = Future()
         stream = None
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-            stream = torch.cuda.Stream()  # so that the copy does not wait for what training does next
+            stream = torch.cuda.Stream()  # the copy does not wait for the next kernels of training
         if optimizers:
-            copied = self._thread.submit(self._copy, steps, stream)
+            copied = self._thread.submit(self._copy, rounds, stream)
         else:
-            copied.set_result(self._copy(steps, stream))
+            copied.set_result(self._copy(rounds, stream))
         self._pending = self._thread.submit(self._write, job, copied.result, failure)
         self._copying = copied, job.name, time.monotonic() - start
-        # Their removal must wait: they are called from a loop over all of them.
+        # Removed later: the optimizer iterates over its hooks when it calls them.
         self._hooks = [optimizer.register_step_pre_hook(self._hold) for optimizer in optimizers]
         if not optimizers:
             self._hold()
 
     def _hold(self, *_: object) -> None:
-        """Hold up what would change the weights until they are copied."""
+        """Block the step of an optimizer until the tensors are copied."""
         if self._copying is None:
             return
         (copied, name, seconds), self._copying = self._copying, None
@@ -169,46 +172,46 @@ class Saver:
         if self._ranks.rank == 0:
             get_logger().log(level, text)
 
-    def _steps(self, job: Job, failure: list[Exception]) -> Iterator[_Step]:
-        """The whole checkpoint, in an order that is the same on all ranks; each step is made when it is asked for.
+    def _rounds(self, job: Job, failure: list[Exception]) -> Iterator[_Round]:
+        """The rounds that write the checkpoint, in the same order on all ranks; each is made when it is needed.
 
-        The files are dealt out to the ranks, so that as many are written at a time. What goes wrong is put into
-        ``failure``: the others count on this rank until the end.
+        The ranks write as many files at a time as there are ranks. An exception is put into ``failure`` and the rounds
+        go on, since the other ranks wait for this one in each of them.
         """
 
-        def make(part: Part) -> list[Block] | None:
+        def make(entry: Entry) -> list[TensorSlice] | None:
             if failure:
                 return None
             try:
-                return list(part[1]())
-            except Exception as error:  # noqa: BLE001 - raised when nobody waits for this rank any more
+                return list(entry.make())
+            except Exception as error:  # noqa: BLE001 - raised when no rank waits for this one any more
                 failure.append(error)
                 return None
 
         for first in range(0, len(job.files), self._ranks.size):
-            group = job.files[first : first + self._ranks.size]
-            for number in range(max(len(file.parts) for file in group)):
+            files = job.files[first : first + self._ranks.size]
+            for number in range(max(len(file.entries) for file in files)):
                 yield [
-                    _Item(file, writer, make(file.parts[number]))
-                    for writer, file in enumerate(group)
-                    if number < len(file.parts)
+                    _Item(file, writer, make(file.entries[number]))
+                    for writer, file in enumerate(files)
+                    if number < len(file.entries)
                 ]
-        for part in job.own.parts if job.own is not None else ():
-            yield [_Item(job.own, self._ranks.rank, make(part), shared=False)]
+        for entry in job.own.entries if job.own is not None else ():
+            yield [_Item(job.own, self._ranks.rank, make(entry), shared=False)]
 
-    def _copy(self, steps: Iterable[_Step], stream: torch.cuda.Stream | None) -> list[_Step]:
-        """Copies on the host, in memory that is used again by the next save."""
-        copied: list[_Step] = []
+    def _copy(self, rounds: Iterable[_Round], stream: torch.cuda.Stream | None) -> list[_Round]:
+        """Copies in host memory, in buffers that the next save reuses."""
+        copied: list[_Round] = []
         number = 0
         with torch.cuda.stream(stream):
-            for step in steps:
+            for items in rounds:
                 copied.append([])
-                for item in step:
-                    blocks = None if item.blocks is None else []
-                    for block in item.blocks or ():
-                        blocks.append(replace(block, data=self._copy_of(number, block.data)))
+                for item in items:
+                    slices = None if item.slices is None else []
+                    for part in item.slices or ():
+                        slices.append(replace(part, data=self._copy_of(number, part.data)))
                         number += 1
-                    copied[-1].append(replace(item, blocks=blocks))
+                    copied[-1].append(replace(item, slices=slices))
         if stream is not None:
             stream.synchronize()
         return copied
@@ -216,27 +219,27 @@ class Saver:
     def _copy_of(self, number: int, data: torch.Tensor) -> torch.Tensor:
         if number == len(self._copies):
             self._copies.append(torch.empty(0))
-        room = self._copies[number]
-        if room.shape != data.shape or room.dtype != data.dtype:
-            room = self._copies[number] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-        return room.copy_(data, non_blocking=data.is_cuda)
+        buffer = self._copies[number]
+        if buffer.shape != data.shape or buffer.dtype != data.dtype:
+            buffer = self._copies[number] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+        return buffer.copy_(data, non_blocking=data.is_cuda)
 
-    def _write(self, job: Job, steps: Callable[[], Iterable[_Step]], failure: list[Exception]) -> None:
-        self._ranks.first(self._lock.check)  # a run that has lost its folder to another must not go on
+    def _write(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
+        self._ranks.first(self._lock.check)  # a run that lost the lock must not go on
         try:
-            self._write_or_fail(job, steps, failure)
+            self._write_or_fail(job, rounds, failure)
         except (UserError, OSError) as error:
             if not job.optional:
                 raise
             self._log(f"{job.name} was not saved, training goes on: {error}", logging.WARNING)
 
-    def _write_or_fail(self, job: Job, steps: Callable[[], Iterable[_Step]], failure: list[Exception]) -> None:
+    def _write_or_fail(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
         ranks, path = self._ranks, job.output_dir / job.name
         sums: Sums = {}
         with ExitStack() as stack:
 
             def begin() -> Path:
-                self._wait_for_cleaning()  # there may be no room before
+                self._wait_for_cleaning()  # frees disk space
                 stack.enter_context(self._lock.held())
                 return stack.enter_context(new_directory(job.output_dir, job.name, sums))
 
@@ -249,91 +252,93 @@ class Saver:
             written: Sums = {}
             with ranks.together():
                 try:
-                    written = self._write_files(job, steps(), folder)
+                    written = self._write_files(job, rounds(), folder)
                     if failure:
                         raise failure[0]
                 except OSError as error:
                     raise explain_os_error(error, path) from error
             for theirs in ranks.gather(written):
                 sums.update(theirs)
-            ranks.first(stack.close)  # marked and renamed
+            ranks.first(stack.close)  # writes the marker and renames the folder
         if ranks.rank == 0:
             self._cleaning = self._cleaner.submit(prune, job.output_dir, job.keep)
 
-    def _write_files(self, job: Job, steps: Iterable[_Step], folder: Path) -> Sums:
-        """Write what is this rank's to write, down to the disk; returns the size and the checksum of each file."""
+    def _write_files(self, job: Job, rounds: Iterable[_Round], folder: Path) -> Sums:
+        """Write the files of this rank and flush them to disk; returns size and checksum of each."""
         writers: dict[str, FileWriter] = {}
         found: Sums = {}
-        broken: OSError | ValueError | None = None
-        torn = False
+        write_error: OSError | ValueError | None = None
+        is_incomplete = False
         try:
-            for step in steps:
-                file, pieces = self._exchange(step)
-                torn = torn or pieces is None
-                if broken is not None or torn or file is None:
-                    continue  # the others may still need what this rank has
+            for items in rounds:
+                file, slices = self._exchange(items)
+                is_incomplete = is_incomplete or slices is None
+                if write_error is not None or is_incomplete or file is None:
+                    continue  # other ranks may still need slices of this one
                 try:
                     if file.path not in writers:
                         for writer in writers.values():
                             writer.finish()
                         writers[file.path] = FileWriter(file, folder)
-                    writers[file.path].write(pieces)
+                    writers[file.path].write(slices)
                 except (OSError, ValueError) as error:
-                    broken = error.with_traceback(None)
-            if broken is not None:
-                raise broken
-            if torn:
-                return {}  # the rank where that happened says why
-            if job.own is not None and not job.own.parts:
+                    write_error = error.with_traceback(None)
+            if write_error is not None:
+                raise write_error
+            if is_incomplete:
+                return {}  # the rank that failed raises
+            if job.own is not None and not job.own.entries:
                 writers[job.own.path] = FileWriter(job.own, folder)
             if self._ranks.rank == 0:
-                job.small(folder)
+                job.write_small_files(folder)
             for writer in writers.values():
                 writer.finish()
                 found[writer.file.path] = writer.size, writer.crc
         finally:
             for writer in writers.values():
                 writer.close()
-            del broken
+            del write_error
         return found
 
-    def _exchange(self, step: _Step) -> tuple[TensorFile | None, list[Piece] | None]:
-        """Give the other writers what this rank has of their parts; returns the part that is its own to write.
+    def _exchange(self, items: _Round) -> tuple[TensorFile | None, list[TensorSlice] | None]:
+        """Send this rank's slices to the writers; return the file that this rank writes and all slices of its entry.
 
-        The file is ``None`` if there is none; the part, if a rank could not make what it has of it.
+        The file is ``None`` if this rank writes none; the slices are ``None`` if making them failed on a rank.
         """
-        rank, packets, mine, pieces = self._ranks.rank, {}, None, []
-        whole = True
-        for item in step:
-            made = None if item.blocks is None else [item.file.piece(block) for block in item.blocks]
+        rank, packets, mine, slices = self._ranks.rank, {}, None, []
+        is_complete = True
+        for item in items:
+            made = None if item.slices is None else [item.file.check(part) for part in item.slices]
             if item.writer == rank:
-                mine, pieces, whole = item.file, made or [], made is not None
+                mine, slices, is_complete = item.file, made or [], made is not None
             else:
                 packets[item.writer] = _pack(made)
-            item.blocks = None
-        if self._ranks.size > 1 and step[0].shared:
-            for packet in self._ranks.deliver(packets, expects=mine is not None):
-                theirs = _unpack(packet)
-                whole = whole and theirs is not None
-                pieces += theirs or []
-        return mine, pieces if whole else None
+            item.slices = None
+        if self._ranks.size > 1 and items[0].shared:
+            for packet in self._ranks.all_to_some(packets, receives=mine is not None):
+                received = _unpack(packet)
+                is_complete = is_complete and received is not None
+                slices += received or []
+        return mine, slices if is_complete else None
 
 
-def _pack(pieces: list[Piece] | None) -> bytearray:
-    """Pieces as bytes: length of the description, description, values. Nothing at all if they could not be made."""
-    if pieces is None:
+def _pack(slices: list[TensorSlice] | None) -> bytearray:
+    """Slices as bytes: length of the header, header (JSON), values. Empty if making them failed."""
+    if slices is None:
         return bytearray()
-    described = [[piece.name, piece.start, piece.shape, len(piece.values)] for piece in pieces]
-    head = json.dumps(described).encode()
-    return bytearray(b"").join([len(head).to_bytes(8, "little"), head, *(piece.values for piece in pieces)])
+    values = [part.to_bytes() for part in slices]
+    described = [[p.name, p.start, p.shape, len(v)] for p, v in zip(slices, values, strict=True)]
+    header = json.dumps(described).encode()
+    return bytearray(b"").join([len(header).to_bytes(8, "little"), header, *values])
 
 
-def _unpack(packet: memoryview) -> list[Piece] | None:
+def _unpack(packet: memoryview) -> list[TensorSlice] | None:
     if not packet:
         return None
     at = 8 + int.from_bytes(packet[:8], "little")
-    pieces = []
+    slices = []
     for name, start, shape, size in json.loads(bytes(packet[8:at])):
-        pieces.append(Piece(name, tuple(start), tuple(shape), packet[at : at + size]))
+        values = torch.frombuffer(packet, dtype=torch.uint8, count=size, offset=at) if size else torch.empty(0)
+        slices.append(TensorSlice(name, tuple(start), tuple(shape), values))
         at += size
-    return pieces
+    return slices

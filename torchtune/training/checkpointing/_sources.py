@@ -1,4 +1,4 @@
-"""Files of weights, opened for reading one tensor at a time."""
+"""Weight files, opened for reading one tensor at a time."""
 
 import math
 import pickle
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from torchtune.models import Box
+from torchtune.models import Slices
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.utils import read_json
 
@@ -19,7 +19,7 @@ SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 _REOPEN_BYTES = 16 * 2**20
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# What a folder without an index may hold, the first that is there.
+# Patterns of weight files in a folder without an index; the first that matches counts.
 _WEIGHT_FILES = (
     "model*.safetensors",
     "*.safetensors",
@@ -35,7 +35,7 @@ class Source(Protocol):
     """Named tensors in files.
 
     Attributes:
-        kind: whose names they bear: ``"gguf"``, or ``None`` where the names must tell.
+        kind: format of the names: ``"gguf"``, or ``None`` to detect it from the names.
     """
 
     kind: str | None
@@ -52,13 +52,13 @@ class Source(Protocol):
         """Shape of a tensor."""
         ...
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor or a part of it, on CPU, perhaps backed by the file."""
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """A tensor or a slice of it, on the CPU, perhaps backed by the file."""
         ...
 
 
 class _Shards(ABC):
-    """Files of which one at a time is open: read in the order of :meth:`names`, memory holds one shard.
+    """Shard files, one open at a time: read in the order of :meth:`names`, host memory holds one shard file.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or two hold the same tensor.
@@ -88,7 +88,7 @@ class _Shards(ABC):
 
     def _file(self, path: Path) -> Any:
         if self._open is None or self._open[0] != path:
-            self._open = None  # closed before the next one is opened
+            self._open = None  # close it before opening the next one
             self._open = (path, self._load(path))
         return self._open[1]
 
@@ -105,15 +105,15 @@ class _Shards(ABC):
         """Shape of a tensor."""
 
     @abstractmethod
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor or a part of it, backed by the file: copy it before changing it."""
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """A tensor or a slice of it, backed by the file: copy it before changing it."""
 
 
 class SafetensorsFiles(_Shards):
     """Safetensors files, memory mapped.
 
-    Pages of a mapping that were read count as memory of the process until it is closed: it is opened anew now and
-    then, so that a model in one large file does not lie in memory twice.
+    Pages of a memory-mapped file that were read count as memory of the process until the file is closed. It is
+    reopened regularly, so that host memory never holds a large file.
     """
 
     _read_bytes = 0
@@ -135,20 +135,22 @@ class SafetensorsFiles(_Shards):
         """Shape of a tensor."""
         return tuple(self._file(self._paths[name]).get_slice(name).get_shape())
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor or a part of it, backed by the file: copy it before changing it."""
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """A tensor or a slice of it, backed by the file: copy it before changing it."""
         if self._read_bytes > _REOPEN_BYTES:
             self._open, self._read_bytes = None, 0
-        file = self._file(self._paths[name])
-        tensor = file.get_slice(name)[box] if box else file.get_tensor(name)
-        # Of the columns of a part, the pages that hold them are read, and their neighbours with them.
-        whole = len(box) > 1 and math.prod(self.shape(name)[1:]) * (box[0].stop - box[0].start) if box else 0
-        self._read_bytes += max(whole, tensor.numel()) * tensor.element_size()
+        stored = self._file(self._paths[name]).get_slice(name)
+        tensor = stored[slices or ...]
+        # A slice of columns reads the memory pages of all columns of its rows.
+        elements = tensor.numel()
+        if slices is not None and len(slices) > 1:
+            elements = max(elements, math.prod(stored.get_shape()[1:]) * (slices[0].stop - slices[0].start))
+        self._read_bytes += elements * tensor.element_size()
         return tensor
 
 
 class TorchFiles(_Shards):
-    """Files written by ``torch.save``, memory mapped, read without running what a pickle may hold."""
+    """Files written by ``torch.save``, memory mapped, loaded with ``weights_only=True``."""
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         return safe_torch_load(path)
@@ -167,9 +169,9 @@ class TorchFiles(_Shards):
         """Shape of a tensor."""
         return tuple(self._file(self._paths[name])[name].shape)
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor or a part of it, backed by the file: copy it before changing it."""
-        return self._file(self._paths[name])[name][box or ...]
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """A tensor or a slice of it, backed by the file: copy it before changing it."""
+        return self._file(self._paths[name])[name][slices or ...]
 
 
 class FormattedCheckpointFiles:
@@ -255,14 +257,14 @@ def _shards_of(index: Path) -> list[str]:
     if not names or not all(isinstance(name, str) and name for name in names):
         raise CheckpointError(f"{index} is not a valid index of shards (weight_map): download it again.")
     for name in names:
-        # Files of a folder may be links that lead out of it, as in the cache of huggingface_hub; names may not.
+        # Files may be links to other folders, as in the cache of huggingface_hub; names may not leave the folder.
         if "\0" in name or len(name) > 255 or Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{index} lists {name[:255]!r}, which is no file of this folder: download it again.")
     return sorted(set(names))
 
 
 def find_files(checkpoint_dir: Path) -> list[Path]:
-    """The files of weights of a folder: what an index lists, or the only kind of file that is there.
+    """The weight files of a folder: those in its index, or the first pattern of files that matches.
 
     Raises:
         CheckpointError: the folder is missing, holds no weights, or an index names a file that is not there.
@@ -302,7 +304,7 @@ def find_files(checkpoint_dir: Path) -> list[Path]:
 
 
 def resolve_files(checkpoint_dir: Path, checkpoint_files: Sequence[str] | Mapping[str, str] | None) -> list[Path]:
-    """Paths of the files of weights that were asked for, or found."""
+    """Paths of the weight files that are named, or found."""
     if checkpoint_files is None:
         return find_files(checkpoint_dir)
     if isinstance(checkpoint_files, Mapping):

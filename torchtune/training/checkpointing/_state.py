@@ -1,18 +1,16 @@
-"""What a run needs besides the weights to continue bit for bit, in files that hold no code.
+"""Training state: everything besides the weights that an exact resume needs, without pickled objects.
 
-Every rank writes a file of its own, ``rank_N.safetensors``, with what it holds: its parts of sharded tensors, and its
-random generators. ``state.json`` is the index: the structure around the tensors, with the shape and type of each.
-Where in the whole a part lies stands in the header of its file, so that nothing must be gathered to write it. A rank
-that goes on with the same share finds it in its own file; any other number of ranks looks into those of others.
-A directory that was shared by somebody else can be resumed without unpickling anything. Checkpoints of earlier
-releases, which have one ``state.safetensors`` of whole tensors, are read too.
+Every rank writes ``rank_N.safetensors`` with its shards and its random number generators. ``state.json`` is the index:
+the structure of the state, with shape and dtype of each tensor. The header of a rank's file says where its shards
+start, so that writing needs no all-gather. On resume, a rank with the same shards reads its own file; with another
+number of ranks or another mesh it reads slices from the files of several ranks. Checkpoints of earlier releases, with
+one ``state.safetensors`` of full tensors, are read too.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,85 +20,41 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune.models import Box
+from torchtune.models import Slices
 from torchtune.training._rng import RNGState
 from torchtune.training.checkpointing._errors import CheckpointError
-from torchtune.training.checkpointing._ranks import Held, Ranks, own_row, read_like, whole_where_partial
-from torchtune.training.checkpointing._safetensors_file import Block, TensorFile, num_bytes, tensor_file
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorFile, num_bytes, tensor_file
 from torchtune.training.checkpointing._sources import SafetensorsFiles
+from torchtune.training.checkpointing._state_json import NodeTensors, decode, encode
 from torchtune.training.optim._low_precision_optimizer import OptimizerStateError, check_state_format
-from torchtune.training.parallel._shards import ShardGrid
+from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel._shards import LocalShard, ShardGrid, full_slices, read_shard, reduce_partial
 
 STATE_DIR = "state"
 STRUCTURE = "state.json"
 # Which models the run trains and which are frozen, if there is any beside the policy.
 MODELS = "models.json"
-# Of earlier releases, with all tensors.
+# File of earlier releases, with full tensors.
 _TENSORS = "state.safetensors"
-# Key of the structure under which the names of the optimizers' parameters stand, beside the values of the run.
+# Key of the structure: names of the parameters of the optimizers.
 _NAMES = "parameter names"
-# Key of the structure under which the number of files stands, one of each rank.
+# Key of the structure: number of files, one for each rank.
 _FILES = "files of ranks"
-# Kind of a node whose value is in the header of each rank's file.
+# Kind of a node with its value in the header of each rank's file.
 _OWN = "own"
-# Keys of such a header: the values, and where the parts of tensors begin.
+# Keys of such a header: the values, and the first indices of shards.
 _VALUES, _STARTS = "values", "starts"
-# Key under which earlier releases put the states of the random generators of all ranks.
+# Key of earlier releases: the states of the random number generators of all ranks.
 _RANKS = "ranks"
-# What is not sharded and smaller is rank 0's; larger ones are dealt out.
+# Rank 0 writes replicated tensors up to this size; ranks take turns with larger ones.
 _SMALL = 2**16
-# Files that are kept open.
+# Number of files to keep open.
 _OPEN = 16
 _MOST_RANKS = 10**6
 
-_Tensors = dict[str, tuple[str, torch.Tensor, dict[str, Any]]]
-
-
-def _encode(value: Any, path: str, tensors: _Tensors) -> Any:
-    """JSON of ``value``; its tensors go, with their path and node, into ``tensors`` under a name made from it."""
-    if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter, DTensor) or value.is_sparse or value.is_quantized:
-            raise CheckpointError(
-                f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved: use an optimizer "
-                "whose state is plain tensors."
-            )
-        name = path if path not in tensors else f"{path} {len(tensors)}"  # 1 and "1" may both be keys of a dict
-        node = {"tensor": name}
-        tensors[name] = path, value.detach(), node
-        return node
-    if isinstance(value, Mapping):
-        return {"dict": [[_key(key, path), _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
-    if isinstance(value, list | tuple):
-        items = [_encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": items}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"value": value}
-    raise CheckpointError(f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved.")
-
-
-def _key(key: Any, path: str) -> Any:
-    if key is None or isinstance(key, bool | int | float | str):
-        return key
-    raise CheckpointError(f"The training state '{path}' has a key {key!r}, which cannot be saved: use text or numbers.")
-
-
-def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, dict[str, Any]], Any]) -> Any:
-    """The value of a node; ``tensor`` gives those in it from their path and node."""
-    if "tensor" in node:
-        return tensor(path, node)
-    ((kind, content),) = node.items()
-    if kind == "dict":
-        return {key: _decode(item, f"{path}/{key}", tensor) for key, item in content}
-    if kind in ("list", "tuple"):
-        items = [_decode(item, f"{path}/{index}", tensor) for index, item in enumerate(content)]
-        return items if kind == "list" else tuple(items)
-    if kind != "value" or isinstance(content, list | dict):
-        raise ValueError(f"'{path}' is of the unknown kind '{kind}'")
-    return content
-
 
 def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers of a value of the state: itself, or those of a wrapper that keeps one per parameter."""
+    """The optimizers in a value of the state: itself, or those of a wrapper with one optimizer per parameter."""
     if isinstance(value, Optimizer):
         yield key, value
     for name, optimizer in getattr(value, "optim_map", {}).items():
@@ -140,13 +94,13 @@ def _parameters(state: Mapping[str, Any], named: Mapping[str, nn.Parameter]) -> 
 
 
 @dataclass(frozen=True)
-class SavedState:
-    """What a rank writes of the state.
+class LocalState:
+    """The training state on this rank.
 
     Attributes:
-        file: this rank's.
-        structure: the index, on every rank the same but for values that differ; rank 0 writes it.
-        agreed: what must be the same on all ranks.
+        file: file of this rank.
+        structure: the index; rank 0 writes it.
+        agreed: names, shapes and dtypes, which must be equal on all ranks.
     """
 
     file: TensorFile
@@ -154,85 +108,78 @@ class SavedState:
     agreed: bytes
 
 
-def state_parts(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ranks: Ranks) -> SavedState:
-    """The state of every value, its ``state_dict()`` or a plain dict as it is: the tensors, and the rest as JSON.
+def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ranks: Ranks) -> LocalState:
+    """The training state on this rank: tensors as a file, everything else as JSON.
 
-    What is not sharded is rank 0's, but for the random generators: each rank has its own.
+    Values that are not sharded are taken from rank 0, except random number generators: each rank has its own.
 
     Args:
-        state: see above.
-        named: the parameters of the models; names those of the optimizers.
-        ranks: each makes what it holds.
+        state: objects with ``state_dict()``, or dicts, by name.
+        named: parameters of the models by name.
+        ranks: all ranks.
 
     Raises:
-        CheckpointError: a value holds anything but tensors, dicts, lists, numbers and text.
+        CheckpointError: a value holds anything but tensors, dicts, lists, numbers and text, or an optimizer has a
+            parameter of another model.
     """
-    tensors: _Tensors = {}
-    own_tensors: _Tensors = {}
+    tensors: NodeTensors = {}
+    own_tensors: NodeTensors = {}
     structure, values, parameters = {}, {}, _parameters(state, named)
     with ranks.together():
         for key, value in state.items():
             plain = value.state_dict() if hasattr(value, "state_dict") else value
             if isinstance(value, RNGState):
-                structure[key], values[key] = {_OWN: key}, _encode(plain, key, own_tensors)
+                structure[key], values[key] = {_OWN: key}, encode(plain, key, own_tensors)
             else:
-                structure[key] = _encode(plain, key, tensors)
+                structure[key] = encode(plain, key, tensors)
     structure |= {_NAMES: _parameter_names(state, named), _FILES: ranks.size}
-    parts, starts = [], {}
+    entries, starts = [], {}
     for turn, (name, (path, tensor, node)) in enumerate(tensors.items()):
-        like = parameters.get(path.rpartition("/")[0])
-        # An optimizer changes its own at its next step; who knows when others do that, so these are copied now.
-        tensor = tensor.clone() if like is None else whole_where_partial(tensor)
-        held = Held.of(tensor, ranks, 0 if like is None or num_bytes(tensor) <= _SMALL else turn, like)
-        node |= {"shape": list(held.outline.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        if isinstance(like, DTensor) and isinstance(tensor, DTensor) and tensor.shape != like.shape:
-            node["shards"] = list(ShardGrid.of(like).sizes)  # one row a shard: of no use to other shards
-        if held.data.shape == held.outline.shape:
-            node["rank"] = 0 if like is None or num_bytes(tensor) <= _SMALL else turn % ranks.size
-        if held.writes and held.data.numel():
-            starts[name] = [part.start for part in held.box]
-            parts.append(_part(name, held.data))
-    parts += [_part(name, tensor.clone()) for name, (_, tensor, _) in own_tensors.items()]
+        parameter = parameters.get(path.rpartition("/")[0])
+        # An optimizer changes its state at its next step; other objects may at any time, so theirs is copied now.
+        tensor = tensor.clone() if parameter is None else reduce_partial(tensor)
+        turn = 0 if parameter is None or num_bytes(tensor) <= _SMALL else turn
+        shard = LocalShard.of(tensor, ranks, turn, parameter)
+        node |= {"shape": list(shard.spec.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        if isinstance(parameter, DTensor) and isinstance(tensor, DTensor) and tensor.shape != parameter.shape:
+            node["shards"] = list(ShardGrid.of(parameter).sizes)  # a row per shard: no other shard can use it
+        if shard.data.shape == shard.spec.shape:
+            node["rank"] = turn % ranks.size
+        if shard.is_writer and shard.data.numel():
+            starts[name] = [part.start for part in shard.slices]
+            entries.append(Entry.of(name, shard.data))
+    entries += [Entry.of(name, tensor.clone()) for name, (_, tensor, _) in own_tensors.items()]
     metadata = {_VALUES: json.dumps(values), _STARTS: json.dumps(starts)}
     agreed = json.dumps([[name, node.get("shape"), node.get("dtype")] for name, (_, _, node) in tensors.items()])
-    return SavedState(tensor_file(_of_rank(ranks.rank), parts, metadata), structure, agreed.encode())
+    return LocalState(tensor_file(_of_rank(ranks.rank), entries, metadata), structure, agreed.encode())
 
 
 def _of_rank(rank: int) -> str:
     return f"{STATE_DIR}/rank_{rank}.safetensors"
 
 
-def _part(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Callable[[], list[Block]]]:
-    outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return {name: outline}, partial(_blocks, name, tensor)
-
-
-def _blocks(name: str, tensor: torch.Tensor) -> list[Block]:
-    return [Block(name, (0,) * tensor.dim(), tensor)]
-
-
 class _WholeFile:
-    """State of an earlier release: whole tensors in one file."""
+    """State of an earlier release: full tensors in one file."""
 
     def __init__(self, folder: Path) -> None:
         self._source = SafetensorsFiles([folder / STATE_DIR / _TENSORS])
 
     def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Shape of the full tensor."""
         return self._source.shape(node["tensor"])
 
     def dtype(self, node: dict[str, Any]) -> torch.dtype:
-        """Type of its elements."""
+        """Its dtype."""
         first = tuple(slice(0, 1) for _ in self.shape(node))
         return self._source.read(node["tensor"], first or None).dtype
 
-    def read(self, node: dict[str, Any], box: Box) -> torch.Tensor:
-        """A part of a tensor."""
-        return self._source.read(node["tensor"], box or None).clone()  # the directory may be pruned meanwhile
+    def read(self, node: dict[str, Any], slices: Slices) -> torch.Tensor:
+        """A slice of a tensor."""
+        return self._source.read(node["tensor"], slices or None).clone()  # the folder may be deleted meanwhile
 
 
 class _RankFiles:
-    """State in files of ranks; of each no more than the header is read before something in it is needed."""
+    """State in one file per rank; headers and tensors are read when they are needed."""
 
     def __init__(self, folder: Path, count: int, rank: int) -> None:
         self._folder = folder
@@ -241,18 +188,18 @@ class _RankFiles:
         self._open: dict[int, SafetensorsFiles] = {}
 
     def shape(self, node: dict[str, Any]) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Shape of the full tensor."""
         return tuple(int(size) for size in node["shape"])
 
     def dtype(self, node: dict[str, Any]) -> torch.dtype:
-        """Type of its elements."""
+        """Its dtype."""
         dtype = getattr(torch, node["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"'{node['dtype']}' is no dtype")
         return dtype
 
     def header(self, rank: int) -> dict[str, Any]:
-        """The values in the header of a rank's file, and where its parts of tensors begin."""
+        """The header of a rank's file: values, first indices and shapes of its shards."""
         if rank not in self._headers:
             path = self._folder / _of_rank(rank)
             try:
@@ -278,10 +225,10 @@ class _RankFiles:
             self._open[rank] = SafetensorsFiles([self._folder / _of_rank(rank)])
         return self._open[rank]
 
-    def read(self, node: dict[str, Any], box: Box) -> torch.Tensor:
-        """A part of a tensor, put together from the files that have something of it."""
+    def read(self, node: dict[str, Any], slices: Slices) -> torch.Tensor:
+        """A slice of a tensor, assembled from the shards in all files that overlap it."""
         name = node["tensor"]
-        new = torch.empty([part.stop - part.start for part in box], dtype=self.dtype(node))
+        new = torch.empty([part.stop - part.start for part in slices], dtype=self.dtype(node))
         missing = new.numel()
         ranks = [node["rank"], *self._order] if "rank" in node else self._order
         for rank in dict.fromkeys(ranks):
@@ -291,27 +238,27 @@ class _RankFiles:
             if start is None:
                 continue
             shape = self.header(rank)["shapes"][name]
-            low = [max(a, part.start) for a, part in zip(start, box, strict=True)]
-            high = [min(a + n, part.stop) for a, n, part in zip(start, shape, box, strict=True)]
+            low = [max(a, part.start) for a, part in zip(start, slices, strict=True)]
+            high = [min(a + n, part.stop) for a, n, part in zip(start, shape, slices, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
             theirs = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-            ours = tuple(slice(a - p.start, b - p.start) for a, b, p in zip(low, high, box, strict=True))
+            ours = tuple(slice(a - p.start, b - p.start) for a, b, p in zip(low, high, slices, strict=True))
             new[ours] = self.file(rank).read(name, theirs or None)
             missing -= math.prod(b - a for a, b in zip(low, high, strict=True))
-            self._order.remove(rank)  # the next is likely to be there, too
+            self._order.remove(rank)  # the next slice is likely in the same file
             self._order.insert(0, rank)
         if missing:
-            raise KeyError(f"'{name}' is not whole in the files of the ranks")
+            raise KeyError(f"'{name}' is incomplete in the files of the ranks")
         return new
 
 
-# What comes of values of another kind than they should be.
+# Exceptions that values of a wrong type cause.
 _WRONG = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError)
 
 
 class _Progress(dict[str, Any]):
-    """Plain values; that one is missing is said as what it is."""
+    """Plain values; a missing one raises ``CheckpointError``."""
 
     path: Path
 
@@ -331,9 +278,9 @@ def _structure(folder: Path) -> dict[str, Any]:
 
 
 def _decoded(structure: dict[str, Any], key: str, tensor: Callable[[str, dict[str, Any]], Any], folder: Path) -> Any:
-    """The value of ``key``. Raises ``CheckpointError`` if the structure is not one that :func:`state_parts` made."""
+    """The value of ``key``. Raises ``CheckpointError`` if the structure is not one that :func:`local_state` made."""
     try:
-        return _decode(structure[key], key, tensor)
+        return decode(structure[key], key, tensor)
     except CheckpointError:
         raise
     except (*_WRONG, RecursionError, SafetensorError) as error:
@@ -368,13 +315,19 @@ def _check_number(value: Any, what: str, path: Path, most: int = 2**63 - 1) -> N
 
 
 def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], folder: Path, rank: int) -> None:
-    """Put a saved state into the values of ``state``: ``load_state_dict``, or an update in place of plain dicts.
+    """Load a saved state into the values of ``state``: by ``load_state_dict``, or by updating dicts in place.
 
-    Of what belongs to sharded parameters only this rank's part is read. A rank that the saved run had not gets
-    random generators of its own, derived from rank 0's.
+    Only this rank's shards are read. A rank that the saved run did not have derives its random number generators from
+    those of rank 0.
+
+    Args:
+        state: the same as in :func:`local_state`.
+        named: parameters of the models by name.
+        folder: of the checkpoint.
+        rank: of this process.
 
     Raises:
-        CheckpointError: the state is corrupt, or is that of another kind of run.
+        CheckpointError: the state is corrupt, or belongs to another kind of run.
     """
     structure = _structure(folder)
     saved_names = structure.pop(_NAMES, {})
@@ -391,12 +344,12 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     source = _WholeFile(folder) if count is None else _RankFiles(folder, max(count, 1), rank)
 
     def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
-        like, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
+        parameter, shape = parameters.get(path.rpartition("/")[0]), source.shape(node)
         if "shards" in node or path.endswith(" codes"):
-            return own_row(like, node, shape, source, folder)
-        if not isinstance(like, DTensor) or not shape:
-            return source.read(node, tuple(slice(0, size) for size in shape))
-        return read_like(like, shape, source.dtype(node), lambda box: source.read(node, box))
+            return source.read(node, _own_row(parameter, node, shape, folder))
+        if not isinstance(parameter, DTensor) or not shape:
+            return source.read(node, full_slices(shape))
+        return read_shard(parameter, shape, source.dtype(node), lambda slices: source.read(node, slices))
 
     for key, value in state.items():
         if isinstance(value, RNGState):
@@ -421,6 +374,17 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
             ) from error
 
 
+def _own_row(parameter: torch.Tensor, node: dict[str, Any], shape: tuple[int, ...], folder: Path) -> Slices:
+    """The row of this rank's shard in stacked states, such as those of low-bit optimizers."""
+    grid, saved = ShardGrid.of(parameter), tuple(node.get("shards", ()))
+    if grid.sizes != saved:
+        raise CheckpointError(
+            f"{folder}: its optimizer has low-bit states of {math.prod(saved)} shards and this run has "
+            f"{math.prod(grid.sizes)}: resume with as many, or from the weights alone."
+        )
+    return (*(slice(place, place + 1) for place in grid.place), *full_slices(shape[len(saved) :]))
+
+
 def _told(error: Exception) -> str:
     text = " ".join(str(error).split()).rstrip(".")
     return text if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
@@ -429,7 +393,7 @@ def _told(error: Exception) -> str:
 def _load_generators(
     key: str, generators: RNGState, structure: dict[str, Any], source: _WholeFile | _RankFiles, folder: Path, rank: int
 ) -> None:
-    """Those of this rank; one that the saved run had not gets its own, derived from rank 0's."""
+    """Load the random number generators of this rank; a new rank derives its own from those of rank 0."""
     if isinstance(source, _RankFiles):
         count = len(source._order)
         theirs = rank if rank < count else 0
@@ -454,7 +418,7 @@ def _load_generators(
 
 
 def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
-    """Refuse the state of another kind of optimizer: torch takes it, and fails or goes wrong at the first step."""
+    """Raise on the state of another kind of optimizer: torch accepts it, and fails or diverges at the first step."""
     if not isinstance(value, Optimizer) or not isinstance(saved, dict):
         return
     groups = saved.get("param_groups", ())
@@ -469,7 +433,7 @@ def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
     except OptimizerStateError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     for ours, theirs in zip(value.param_groups, groups, strict=False):
-        # A setting that only one side has is a newer release's; where both have their own, it is another optimizer.
+        # Settings on one side only are those of a newer release; on both sides, it is another optimizer.
         lacking, left = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys() - {"initial_lr"})
         if lacking and left:
             raise CheckpointError(
@@ -479,7 +443,7 @@ def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
 
 
 def _check_names(saved: dict[str, list[list[str]]], ours: dict[str, list[list[str]]], folder: Path) -> None:
-    """Refuse optimizers over other parameters: by number alone their states would be mixed up."""
+    """Raise on optimizers of other parameters: their state dicts have only numbers, which would be mixed up."""
     if saved == ours:
         return
     try:

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from torchtune.models import build
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.checkpointing._adapter import ADAPTER_DIR, ADAPTER_FILE, load_adapter
 from torchtune.training.checkpointing._contents import Contents, check_contents, contents_of
@@ -27,16 +28,21 @@ from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import MAX_SHARD_BYTES
 from torchtune.training.checkpointing._export_model import export_model
 from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
-from torchtune.training.checkpointing._load import initialize_rest, load_base
+from torchtune.training.checkpointing._load import identity, initialize_rest, load_base
 from torchtune.training.checkpointing._model_source import ModelSource
 from torchtune.training.checkpointing._models_of_run import ModelsOfRun
 from torchtune.training.checkpointing._open_source import open_source
-from torchtune.training.checkpointing._ranks import Ranks, reshard
+from torchtune.training.checkpointing._quantize import write_compressed
 from torchtune.training.checkpointing._resumed_settings import check_resumed_settings
 from torchtune.training.checkpointing._saving import Job, Saver
 from torchtune.training.checkpointing._sources import find_files
-from torchtune.training.checkpointing._state import STATE_DIR, STRUCTURE, load_state, optimizers_of, state_parts
+from torchtune.training.checkpointing._state import STATE_DIR, STRUCTURE, load_state, local_state, optimizers_of
+from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel._shards import reshard
 from torchtune.utils import FolderLock, UserError, doing, get_logger
+
+if TYPE_CHECKING:
+    from torchtune.training.quantization import Quantizer
 
 POLICY = "policy"
 # Names of folders and prefixes in a checkpoint, which no model may have.
@@ -86,7 +92,7 @@ class CheckpointStore:
 
     @cached_property
     def _ranks(self) -> Ranks:
-        return Ranks()
+        return Ranks(CheckpointError)
 
     @cached_property
     def lock(self) -> FolderLock:
@@ -337,13 +343,9 @@ class CheckpointStore:
             check_contents(model, chosen, resumable=state is not None)
             source, folder = self.source(model_name), _folder(model_name)
             exports.append(export_model(model, source, chosen, self._ranks, max_shard_bytes, folder))
-        saved = None if state is None else state_parts(state, _parameters(models), self._ranks)
-        adapted = (
-            []
-            if state is None
-            else [n for n, export in zip(models, exports, strict=True) if "adapter" in export.contents]
-        )
-        record = ModelsOfRun.of(models, self.sources, adapted)
+        saved = None if state is None else local_state(state, _parameters(models), self._ranks)
+        adapted = [n for n, export in zip(models, exports, strict=True) if "adapter" in export.contents]
+        record = ModelsOfRun.of(models, self.sources, adapted if state is not None else ())
 
         def write_small_files(folder: Path) -> None:
             for export in exports:
@@ -366,8 +368,36 @@ class CheckpointStore:
             FullWeights(model).stored for model in models.values()
         )
         optimizers = [] if together else [found for item in (state or {}).items() for _, found in optimizers_of(*item)]
-        self._saver.save(job, behind=async_save, optimizers=optimizers)
+        self._saver.save(job, in_background=async_save, optimizers=optimizers)
         return output_dir / name
+
+    def save_quantized(self, name: str, model: nn.Module, quantizer: "Quantizer") -> Path:
+        """Quantise the saved checkpoint ``name`` into ``output_dir/quantized``, one tensor at a time on rank 0.
+
+        Args:
+            name: of a checkpoint that holds whole weights, merged if the model has adapters.
+            model: what was saved.
+            quantizer: decides values and layout.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UserError: see :func:`torchtune.training.quantize_checkpoint`; the checkpoint stays as it is.
+        """
+        self._saver.wait()
+        spec, description = identity(model)
+        output_dir = self.require_output_dir()
+        folder = output_dir / "quantized"
+
+        def write() -> None:
+            with torch.device("meta"):
+                plain = build(description, spec)
+            write_compressed(ModelSource(output_dir / name), plain, quantizer, folder)
+            get_logger().info(f"{folder} holds {name} quantised ({quantizer.mode}).")
+
+        self._ranks.first(write)
+        return folder
 
     def close(self) -> None:
         """Wait until everything is written, and release the output folder.

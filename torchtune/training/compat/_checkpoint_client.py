@@ -30,9 +30,9 @@ from torchtune.training.checkpointing import (
     CheckpointError,
 )
 from torchtune.training.checkpointing._directories import complete_directories
-from torchtune.training.checkpointing._ranks import Ranks
 from torchtune.training.compat._optimizer_in_backward import OptimizerInBackwardWrapper
 from torchtune.training.compat._state_dicts import gather_cpu_state_dict, get_full_optimizer_state_dict
+from torchtune.training.parallel._ranks import Ranks
 from torchtune.utils import get_device, get_world_size_and_rank
 
 _TOTAL_STEPS_KEY = "total_training_steps"
@@ -210,7 +210,7 @@ class CheckpointClient:
 
     def _on_rank_zero(self, write: Callable[[], None]) -> None:
         """Call ``write`` on rank 0 and wait for it; its failure is raised on all ranks."""
-        self._ranks = self._ranks or Ranks()
+        self._ranks = self._ranks or Ranks(CheckpointError)
         self._ranks.first(write)
 
     def load_distributed_checkpoint(

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training.checkpointing import CheckpointError
-from torchtune.training.checkpointing._load import parameter_at, put
-from torchtune.training.checkpointing._ranks import full, read_like, reshard
+from torchtune.training.checkpointing._load import load_tensor
+from torchtune.training.parallel._shards import full_tensor, read_shard, reshard
 
 # What error messages name in place of a file.
 _DICT = Path("state dict")
@@ -64,7 +64,7 @@ def load_from_full_model_state_dict(
     target = torch.device("cpu") if cpu_offload else torch.device(device)
     for name in names:
         if name in full_sd:
-            put(model, name, full_sd[name], _DICT, target)
+            load_tensor(model, name, full_sd[name], _DICT, target)
             if release_sd:
                 full_sd[name] = None
     return _IncompatibleKeys(missing, unexpected)
@@ -100,7 +100,7 @@ def _gather(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """The full tensor, by an all-gather if it is sharded."""
     if isinstance(tensor, DTensor) and device is not None and tensor.device.type != torch.device(device).type:
         tensor = tensor.to(device)
-    return full(tensor)
+    return full_tensor(tensor)
 
 
 @torch.no_grad()
@@ -158,7 +158,7 @@ def load_from_full_optimizer_state_dict(
         )
     number = {name: index for index, name in enumerate(ours)}
     state = {
-        number[name]: {key: _shard(value, parameter_at(model, name)) for key, value in values.items()}
+        number[name]: {key: _shard(value, model.get_parameter(name)) for key, value in values.items()}
         for name, values in full_sd["state"].items()
     }
     saved = {name: group for group in full_sd["param_groups"] for name in group["params"]}
@@ -174,7 +174,7 @@ def load_from_full_optimizer_state_dict(
 def _shard(value: Any, parameter: nn.Parameter) -> Any:
     """This rank's shard of a full tensor that is as large as a sharded parameter; anything else as it is."""
     if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        return read_like(parameter, tuple(value.shape), value.dtype, lambda box: value[box])
+        return read_shard(parameter, tuple(value.shape), value.dtype, lambda slices: value[slices])
     return value
 
 

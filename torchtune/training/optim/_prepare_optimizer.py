@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchtune.modules._torchao import StateFormat, low_bit_format
@@ -13,6 +12,7 @@ from torchtune.modules.optim import OptimizerInBackward, OptimizerMap
 from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
 from torchtune.training.optim._low_precision_optimizer import looks_at_matrices
 from torchtune.training.optim._precisions import MasterWeightsOptimizer, StochasticRoundingOptimizer
+from torchtune.training.parallel._ranks import broadcast_object
 from torchtune.utils import UserError
 
 OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]
@@ -99,15 +99,13 @@ def _without_torchao(optimizer: Optimizer) -> tuple[Optimizer, StateFormat | Non
     if found is None:
         return optimizer, None
     low_bit, cls = found
-    return cls([{**group, "lr": float(group["lr"])} for group in optimizer.param_groups]), low_bit
+    # torchao keeps the learning rate as a float32 tensor: seven digits of what was written
+    return cls([{**group, "lr": float(f"{float(group['lr']):.7g}")} for group in optimizer.param_groups]), low_bit
 
 
 def _shared_seed() -> int:
     """torch's seed on rank 0: ranks that hold the same weights must round them alike."""
-    seed = [torch.initial_seed()]
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(seed, src=0)
-    return seed[0]
+    return broadcast_object(torch.initial_seed())
 
 
 def setup_optimizer(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchtune.data import Batch
 from torchtune.training._distributed import get_distributed_backend, is_distributed, join_process_group
+from torchtune.training.parallel._ranks import all_gather_object
 from torchtune.utils import UserError, flatten_mesh
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
@@ -291,11 +292,7 @@ class ParallelDims:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes by rank; all of them call it, seldom: the values are pickled."""
-        if self.world_size == 1:
-            return [value]
-        values = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather_object(value) if self.world_size > 1 else [value]
 
     def close(self) -> None:
         """Leave the process group, after everything is done."""

@@ -41,6 +41,7 @@ class Simulation:
         length: tokens of a row.
         length_is_assumed: whether the settings do not say it.
         parameters: (all, trained).
+        layers: of the model as described.
     """
 
     observer: Observer
@@ -49,6 +50,7 @@ class Simulation:
     length: int
     length_is_assumed: bool
     parameters: tuple[int, int]
+    layers: int
 
 
 def simulate(
@@ -58,6 +60,7 @@ def simulate(
     *,
     per_machine: int = 8,
     observer: Observer | None = None,
+    layers: int | None = None,
 ) -> Simulation:
     """Run ``main`` for two steps and count what they take. No file is read but a ``config.json``, and none written.
 
@@ -68,6 +71,7 @@ def simulate(
         per_machine: of them on a machine.
         observer: counts; one that is not ``fake`` lets the recipe compute with real tensors, on as many real processes,
             which the caller has started.
+        layers: to leave of the model, from the first; all by default.
 
     Raises:
         ParallelDimsError, RecipeSettingsError: the mesh does not fit the processes.
@@ -101,7 +105,7 @@ def simulate(
 
         stack.enter_context(_set(_stand_ins.before_load, begin))
         stack.enter_context(_set(_stand_ins.on_load, loaded))
-        main(_replaced(settings, cfg, folder, rows, length))
+        main(_replaced(settings, cfg, folder, rows, length, layers))
     if not models:
         raise SimulationError(
             f"{main.__module__}: the recipe loads no model by checkpointer.load_model(model), so there is nothing to "
@@ -110,7 +114,9 @@ def simulate(
     parameters = [parameter for model in models for parameter in model.parameters()]
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in parameters)
-    return Simulation(observer, cfg, dims, length, is_assumed, (total, trained))
+    described = getattr(models[0], "description", None)
+    depth = getattr(described, "num_layers", 0)
+    return Simulation(observer, cfg, dims, length, is_assumed, (total, trained), depth)
 
 
 def row_length(cfg: RecipeSettings) -> tuple[int, bool]:
@@ -121,7 +127,7 @@ def row_length(cfg: RecipeSettings) -> tuple[int, bool]:
     return (min(known), False) if known else (ASSUMED_LENGTH, True)
 
 
-def _replaced(settings: Any, cfg: RecipeSettings, folder: str, rows: int, length: int) -> Any:
+def _replaced(settings: Any, cfg: RecipeSettings, folder: str, rows: int, length: int, layers: int | None) -> Any:
     """The settings with stand-ins for files, and two steps to do."""
     pairs = "preference" in str(cfg.collate_fn) or "dpo" in str(cfg.collate_fn)
     data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "pairs": pairs}
@@ -141,6 +147,8 @@ def _replaced(settings: Any, cfg: RecipeSettings, folder: str, rows: int, length
         "hang_timeout_minutes": None,
         "log_level": "ERROR",
     }
+    if layers is not None:
+        changes["model"] = {"_component_": f"{_HERE}.shallow", "model": cfg.model, "layers": layers}
     for key, value in _items(settings):
         if isinstance(value, Mapping) and "Checkpointer" in str(value.get("_component_")):
             changes[key] = {"_component_": f"{_HERE}.StandInCheckpointer"}

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtune import config
+from torchtune.modules.transformer import text_decoder
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import initialize_rest
 from torchtune.training.checkpointing._store import CheckpointStore
@@ -16,6 +18,13 @@ from torchtune.training.checkpointing._store import CheckpointStore
 on_load: ContextVar[Callable[[nn.Module], None]] = ContextVar("on_load")
 # Called before the first model gets its weights: from here on tensors are fake.
 before_load: ContextVar[Callable[[], None]] = ContextVar("before_load")
+
+
+def shallow(model: Any, layers: int) -> nn.Module:
+    """The first layers of a model (or of the one that a node describes), with what is before and after them."""
+    model = model if isinstance(model, nn.Module) else config.instantiate(model)
+    del text_decoder(model).layers[layers:]
+    return model
 
 
 class StandInCheckpointer(CheckpointStore):

@@ -13,7 +13,7 @@ from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
-from torchtune.training.checkpointing._ranks import local_part
+from torchtune.training.parallel._shards import my_shard
 
 
 def status(field: str) -> float:
@@ -37,7 +37,7 @@ def main(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, size
     gc.collect()
     found = {"before": max(status("VmRSS"), status("VmHWM"))}
     store.load_model(model)
-    held = [local_part(parameter)[1] for parameter in model.parameters()]
+    held = [my_shard(parameter)[1] for parameter in model.parameters()]
     found["model"] = sum(p.numel() * p.element_size() for p in held) / 2**20
     found["loaded"] = status("VmHWM")
     model.requires_grad_(False)  # the base alone would lose a trained adapter, and is refused

@@ -11,8 +11,8 @@ import torch
 
 from tests.torchtune.training.checkpointing.small import SIZES
 from torchtune.models import build, spec_for_architecture
-from torchtune.training.checkpointing._export import write_parts
-from torchtune.training.checkpointing._safetensors_file import whole_blocks
+from torchtune.training.checkpointing._export import write_entries
+from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
 
 ROOT = Path(__file__).parents[4]
 MIB = 2**20
@@ -47,12 +47,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def part(group):
         meta = group.to_external([shapes[name] for name in group.tune])
-        outline = dict(zip(group.external, meta, strict=True))
-        return outline, lambda: whole_blocks(
-            (name, filling.reshape(-1)[: t.numel()].reshape(t.shape)) for name, t in outline.items()
+        specs = dict(zip(group.external, meta, strict=True))
+        return Entry(
+            specs,
+            lambda: [
+                TensorSlice.of(name, filling.reshape(-1)[: t.numel()].reshape(t.shape)) for name, t in specs.items()
+            ],
         )
 
-    write_parts([part(group) for group in spec.weight_map("hf").groups(description)], folder, SHARD)
+    write_entries([part(group) for group in spec.weight_map("hf").groups(description)], folder, SHARD)
     assert len(list(folder.glob("model-*.safetensors"))) >= 5
     return folder
 

@@ -53,6 +53,7 @@ def test_states_of_few_bits_are_those_of_torchao(kind, base, monkeypatch):
         moved = (reference - before).abs().mean()
         assert moved > 1e-3
         assert (mine - reference).abs().mean() < 1e-4 * moved
+    assert optimizer.param_groups[0]["lr"] == 1e-2
     states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
     assert all(type(value) is torch.Tensor for value in states)
     kept = {name: state for name, state in optimizer.state_dict()["state"].items() if "exp_avg codes" in state}

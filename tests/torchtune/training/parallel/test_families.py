@@ -35,9 +35,16 @@ SPLIT: dict[str, dict[str, Any]] = {
     "SmolLM3": {"no_rope_layers": [1, 0]},
 }
 WITH_EXPERTS = {
+    "Glm4Moe": {"n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 0},
     "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1},
     "Mixtral": {"num_local_experts": 2},
     "Qwen3Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+}
+WITH_MIXERS = {
+    "Lfm2": {"layer_types": ["conv"]},
+    "Qwen3Next": {"layer_types": ["linear_attention"], "mlp_only_layers": [0]},
+    "Qwen3_5": {"layer_types": ["linear_attention"]},
+    "Qwen3_5Moe": {"layer_types": ["full_attention"], "num_experts": 2, "num_experts_per_tok": 1},
 }
 WAYS = {"full": {}, "lora": {"adapter": "lora"}}
 
@@ -76,13 +83,20 @@ def test_experts_are_refused(tmp_path: Path, name: str) -> None:
         model.spec.parallel_plan(model)
 
 
+@pytest.mark.parametrize("name", WITH_MIXERS)
+def test_mixers_are_refused(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path, (name, WITH_MIXERS[name]), num_hidden_layers=1)
+    with torch.device("meta"):
+        model = from_hf_config(tmp_path)
+    with pytest.raises(ParallelError, match=r"tensor_parallel_dim: a model with (linear attention|experts)"):
+        model.spec.parallel_plan(model)
+
+
 def test_the_guide_says_of_every_architecture_what_is_tested() -> None:
     known = {name.removesuffix("ForCausalLM") for spec in map(get_spec, list_specs()) for name in spec.architectures}
-    assert {*SPLIT, *WITH_EXPERTS} == known - {"Gemma3Text"}
-    rows = "".join(
-        f"   * - ``{name}ForCausalLM``\n     - {'yes' if name in SPLIT else 'no: experts'}\n"
-        f"     - {'yes' if name in SPLIT else 'no: experts'}\n"
-        for name in sorted({*SPLIT, *WITH_EXPERTS})
-    )
+    assert {*SPLIT, *WITH_EXPERTS, *WITH_MIXERS} == known - {"Gemma3Text"}
+    said = dict.fromkeys(SPLIT, "yes") | dict.fromkeys(WITH_EXPERTS, "no: experts")
+    said |= dict.fromkeys(WITH_MIXERS, "no: layers without attention")
+    rows = "".join(f"   * - ``{name}ForCausalLM``\n     - {said[name]}\n     - {said[name]}\n" for name in sorted(said))
     guide = (ROOT / "docs" / "distributed.rst").read_text()
     assert rows in guide, f"docs/distributed.rst lacks these rows:\n{rows}"

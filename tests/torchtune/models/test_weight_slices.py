@@ -38,12 +38,12 @@ def test_any_part(op: Op, external: list[torch.Tensor]) -> None:
     shapes = [tensor.shape for tensor in external]
     for which, ours in enumerate(op.to_tune(external, DESCRIPTION)):
         for _ in range(100):
-            box = tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in ours.shape)
-            wanted = ours[box]
+            slices = tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in ours.shape)
+            wanted = ours[slices]
             read, written = torch.full_like(wanted, -1), [torch.full_like(tensor, -1) for tensor in external]
-            for piece in op.pieces(which, box, shapes, DESCRIPTION):
-                piece.fill(read, external[piece.external][piece.box])
-                written[piece.external][piece.box] = piece.of(wanted)
+            for part in op.external_slices(which, slices, shapes, DESCRIPTION):
+                part.fill(read, external[part.external][part.slices])
+                written[part.external][part.slices] = part.of(wanted)
             assert torch.equal(read, wanted)
             assert sum(int((tensor >= 0).sum()) for tensor in written) == wanted.numel()
             assert all(bool(((w == e) | (w < 0)).all()) for w, e in zip(written, external, strict=True))
@@ -59,13 +59,13 @@ def test_any_part_of_a_fused_adapter() -> None:
     written = [torch.full_like(tensor, -1) for tensor in external]
     for which, tensor in enumerate(ours):
         for _ in range(50):
-            box = tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in tensor.shape)
-            read = torch.full_like(tensor[box], -1)
-            for piece in op.pieces(which, box, shapes, DESCRIPTION):
-                piece.fill(read, external[piece.external][piece.box])
-            assert torch.equal(read, tensor[box])
+            slices = tuple(slice(*sorted(rng.choices(range(size + 1), k=2))) for size in tensor.shape)
+            read = torch.full_like(tensor[slices], -1)
+            for part in op.external_slices(which, slices, shapes, DESCRIPTION):
+                part.fill(read, external[part.external][part.slices])
+            assert torch.equal(read, tensor[slices])
         for rows in (slice(0, 1), slice(1, tensor.shape[0])):
-            box = (rows, slice(0, tensor.shape[1]))
-            for piece in op.pieces(which, box, shapes, DESCRIPTION):
-                written[piece.external][piece.box] = piece.of(tensor[box])
+            slices = (rows, slice(0, tensor.shape[1]))
+            for part in op.external_slices(which, slices, shapes, DESCRIPTION):
+                written[part.external][part.slices] = part.of(tensor[slices])
     assert all(map(torch.equal, written, external))

@@ -1,0 +1,88 @@
+"""Quantise a checkpoint: a folder in, a folder with fewer bits a weight out, ready for vLLM, transformers or llama.cpp.
+
+One tensor is held at a time. Embeddings, norms and the output projection keep their precision; tokenizer, chat template
+and generation settings are carried along.
+
+    tune run quantize --config quantization checkpointer.checkpoint_dir=/tmp/torchtune/my_run/epoch_0
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from torchtune import config, training, utils
+from torchtune.config import Component
+from torchtune.models import from_hf_config
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Settings of quantisation."""
+
+    # Where the quantised model is written; a folder that is not there yet.
+    output_dir: str
+    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b; null reads the checkpoint's config.json.
+    model: Component | None = None
+    # Where weights come from.
+    checkpointer: Component
+    # How weights are quantised, for example torchtune.training.quantization.Int4WeightOnlyQuantizer.
+    quantizer: Component
+
+    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    device: str | None = None
+    # Data type of weights and activations.
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    # Level of the messages on the terminal.
+    log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
+
+    retired: ClassVar[dict[str, str]] = {
+        "seed": "nothing here is random",
+        "cudnn_deterministic_mode": "nothing here is random",
+    }
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        if self.model is None and "checkpoint_dir" not in self.checkpointer:
+            yield "model", "is not given, and checkpointer has no checkpoint_dir to take it from: give one of them"
+
+
+class QuantizationRecipe:
+    """Quantises the weights of one checkpoint."""
+
+    def __init__(self, cfg: Settings) -> None:
+        self.cfg = cfg
+        self.log = utils.get_logger(cfg.log_level)
+        self.device = utils.get_device(cfg.device)
+        self.dtype = training.get_dtype(cfg.dtype, device=self.device)
+
+    def setup(self, cfg: Settings) -> None:
+        """Describe the model; its weights are never loaded together."""
+        self.quantizer = config.instantiate(cfg.quantizer)
+        self.checkpointer = config.instantiate(cfg.checkpointer)
+        with training.set_default_dtype(self.dtype), torch.device("meta"):
+            folder = cfg.checkpointer.get("checkpoint_dir")
+            self.model = from_hf_config(folder) if cfg.model is None else config.instantiate(cfg.model)
+
+    def quantize(self, cfg: Settings) -> None:
+        """Write the quantised checkpoint."""
+        source = self.checkpointer.store.source()
+        training.quantize_checkpoint(
+            source, self.model, self.quantizer, cfg.output_dir, device=self.device, dtype=self.dtype
+        )
+        mode = training.get_quantizer_mode(self.quantizer)
+        self.log.info(f"{cfg.output_dir} holds the model of {source.checkpoint_dir} quantised ({mode}).")
+
+
+@config.parse
+def recipe_main(cfg: Settings) -> Any:
+    """Run the recipe with checked settings."""
+    recipe = QuantizationRecipe(cfg)
+    recipe.setup(cfg)
+    recipe.quantize(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

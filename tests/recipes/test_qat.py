@@ -1,0 +1,84 @@
+"""What recipes of quantisation-aware training promise besides the contract of those that they were copied from."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recipes import checks
+from tests.recipes.runs import QAT, start
+from torchtune.models import from_hf_config
+from torchtune.modules.conversion import ConversionError
+from torchtune.training import FullModelHFCheckpointer
+from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
+from torchtune.utils import UserError
+
+ALONE = [name for name in QAT if name.endswith("single_device")]
+TOKENS = torch.arange(3, 40)[None]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_exported_quantised_model_computes_what_was_trained(name: str, tmp_path: Path) -> None:
+    """``transformers`` runs the quantised export, int8 inputs and all."""
+    from transformers import AutoModelForCausalLM
+
+    run = start(name, tmp_path, max_steps_per_epoch=3)
+    run.recipe.model.eval()
+    theirs = AutoModelForCausalLM.from_pretrained(run.output_dir / "quantized", dtype=torch.float32)
+    with torch.no_grad():
+        ours = run.recipe.model(TOKENS)
+        assert torch.allclose(theirs(TOKENS).logits, ours, atol=1e-4)
+    (saved,) = run.output_dir.glob("epoch_*")
+    with torch.device("meta"):
+        whole = from_hf_config(saved)
+    FullModelHFCheckpointer(str(saved)).load_model(whole)
+    with torch.no_grad():
+        assert not torch.allclose(whole(TOKENS), ours, atol=1e-2), "it was trained for the quantised model"
+        converted = Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(whole)
+        assert torch.equal(converted(TOKENS), ours), "the plain export is what is quantised"
+    assert (run.output_dir / "quantized" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_delayed_fake_quantisation_survives_a_resume(name: str, tmp_path: Path) -> None:
+    """Bit for bit the recipe without it, until it begins; resumed before and after that, bit for bit the same."""
+    plain = start(name.replace("qat_lora", "lora").replace("qat_single", "full_finetune_single"), tmp_path)
+    settings = {"fake_quant_after_n_steps": 5, "save_every_n_steps": 4}
+    later = start(name, tmp_path, **settings)
+    losses = [plain.losses[step] == later.losses[step] for step in plain.losses]
+    assert losses[:5] == [True] * 5
+    assert not any(losses[5:])
+    for step in (4, 8):
+        output_dir = tmp_path / f"resumed_{step}"
+        shutil.copytree(later.output_dir / f"step_{step}", output_dir / f"step_{step}")
+        (output_dir / "logs").mkdir()
+        resumed = start(name, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
+        assert resumed.losses == {s: loss for s, loss in later.losses.items() if s > step}
+        assert all(torch.equal(value, later.trained[key]) for key, value in resumed.trained.items())
+
+
+def test_splitting_the_work_changes_nothing(tmp_path: Path) -> None:
+    whole = start("qat_single_device", tmp_path, **checks.GRADIENT, batch_size=4)
+    for settings in (
+        {"batch_size": 2, "gradient_accumulation_steps": 2},
+        {"batch_size": 4, "enable_activation_checkpointing": True, "optimizer_in_bwd": True},
+    ):
+        checks.same(whole, start("qat_single_device", tmp_path, **checks.GRADIENT, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "said"),
+    [
+        ({"fake_quant_after_n_steps": 12}, ConversionError, "is 12, but the run ends after 12 steps"),
+        ({"quantizer__groupsize": 24}, ConversionError, "groupsize 24 does not divide the 32 inputs of 'layers.0"),
+        (
+            {"quantizer": {"_component_": "torchtune.training.quantization.Int8WeightOnlyQuantizer"}},
+            UserError,
+            "Int8WeightOnlyQuantizer cannot be simulated in training: choose",
+        ),
+    ],
+)
+def test_what_would_train_nothing_is_refused(settings: dict, kind: type, said: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=said):
+        start("qat_single_device", tmp_path, **settings)

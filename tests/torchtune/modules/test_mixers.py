@@ -1,0 +1,115 @@
+"""Mixers against the recurrences that they are, position by position in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtune.modules.mixers import GatedDeltaNet, ShortConv
+from torchtune.modules.mixers._causal_conv import causal_conv
+from torchtune.modules.mixers._delta_rule import gated_delta_rule
+
+
+def _inputs(rows: int, positions: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    q, k = (torch.randn(rows, positions, 2, 6) for _ in range(2))
+    v, beta = torch.randn(rows, positions, 4, 5), torch.rand(rows, positions, 4)
+    return [q, k, v, -torch.rand(rows, positions, 4), beta]
+
+
+def _position_by_position(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> Tensor:
+    """The definition: decay, correct, read."""
+    q, k = (F.normalize(t, dim=-1).repeat_interleave(2, dim=2) for t in (q, k))
+    state, out = torch.zeros(q.shape[0], 4, 6, 5, dtype=q.dtype), []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp()[..., None, None] * ~resets[:, t, None, None, None]
+        error = v[:, t] - torch.einsum("nhkv,nhk->nhv", state, k[:, t])
+        state = state + torch.einsum("nhk,nhv->nhkv", k[:, t], error * beta[:, t, :, None])
+        out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]) * 6**-0.5)
+    return torch.stack(out, dim=1)
+
+
+def _resets(positions: int) -> Tensor:
+    """Documents that begin within chunks of 64, at their first and at their last position, and one after another."""
+    resets = torch.zeros(2, positions, dtype=torch.bool)
+    resets[:, 0] = True
+    resets[0, [20, 21, 63, 100]] = True
+    resets[1, [64, 127, 128]] = True
+    return resets
+
+
+def test_delta_rule_and_its_gradients() -> None:
+    inputs, resets, weight = _inputs(2, 150), _resets(150), torch.randn(2, 150, 4, 5)
+    ours = [t.clone().requires_grad_() for t in inputs]
+    out, _ = gated_delta_rule(*ours, resets)
+    exact = [t.double().requires_grad_() for t in inputs]
+    expected = _position_by_position(*exact, resets)
+    assert (out - expected).abs().max() < 2e-6
+    found = torch.autograd.grad((out * weight).sum(), ours)
+    wanted = torch.autograd.grad((expected * weight).sum(), exact)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).abs().max() < 1e-5 * other.abs().max()
+
+
+def test_decoding_goes_on_from_a_state() -> None:
+    inputs, resets = _inputs(2, 90), _resets(150)[:, :90]
+    whole, last = gated_delta_rule(*inputs, resets)
+    with torch.no_grad():
+        parts = []
+        first, state = gated_delta_rule(*(t[:, :70] for t in inputs), resets[:, :70])
+        for t in range(70, 90):
+            out, state = gated_delta_rule(*(x[:, t : t + 1] for x in inputs), resets[:, t : t + 1], state)
+            parts.append(out)
+    assert (torch.cat([first, *parts], dim=1) - whole).abs().max() < 2e-6
+    assert (state - last).abs().max() < 2e-6
+
+
+def test_strong_decay_loses_no_digits() -> None:
+    """A sum of decays over a chunk is large, and the difference of two neighbours is not."""
+    q, k, v, g, beta = _inputs(1, 64)
+    g = g * torch.where(torch.arange(64) % 3 == 0, 300.0, 0.1)[None, :, None]
+    resets = torch.zeros(1, 64, dtype=torch.bool)
+    out, _ = gated_delta_rule(q, k, v, g, beta, resets)
+    expected = _position_by_position(*(t.double() for t in (q, k, v, g, beta)), resets)
+    assert (out - expected).abs().max() < 2e-6
+
+
+def test_little_is_kept_for_the_backward_pass() -> None:
+    """The inputs and one state for each chunk; not the matrices between positions of a chunk."""
+    kept: list[Tensor] = []
+    inputs = [t.requires_grad_() for t in _inputs(1, 256)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        gated_delta_rule(*inputs, torch.zeros(1, 256, dtype=torch.bool))
+    states = (256 // 64 + 1) * 4 * 6 * 5
+    assert sum(t.numel() for t in kept) <= sum(t.numel() for t in inputs) + 256 + states
+
+
+def test_convolution_stops_at_documents() -> None:
+    torch.manual_seed(0)
+    lengths = (5, 1, 2, 9)
+    x, weight = torch.randn(1, 17, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    reach = torch.cat([torch.arange(length) for length in lengths])[None]
+    alone = [
+        F.conv1d(F.pad(part.mT, (3, 0)), weight[:, None], groups=3).mT.contiguous() for part in x.split(lengths, dim=1)
+    ]
+    assert (causal_conv(x, weight, reach) - torch.cat(alone, dim=1)).abs().max() < 1e-14
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *a: causal_conv(*a, reach), inputs)
+
+
+@pytest.mark.parametrize("kind", ["delta", "fused", "conv"])
+def test_a_cache_continues_padded_prompts(kind: str) -> None:
+    torch.manual_seed(0)
+    numbers = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 6, "value_dim": 5, "conv_taps": 4, "norm_eps": 1e-6}
+    mixer = ShortConv(embed_dim=8, conv_taps=3)
+    if kind != "conv":
+        mixer = GatedDeltaNet(embed_dim=8, fused=kind == "fused", **numbers)
+    x = torch.randn(2, 12, 8)
+    positions = torch.stack([torch.arange(12), (torch.arange(12) - 3).clamp(min=0)])  # the second row has 3 of padding
+    with torch.no_grad():
+        whole = mixer(x, input_pos=positions)
+        assert (whole[1, 3:] - mixer(x[1:, 3:])[0]).abs().max() < 1e-6
+        mixer.setup_cache(2, torch.float32, max_seq_len=12)
+        steps = [mixer(x[:, :7], input_pos=positions[:, :7])]
+        steps += [mixer(x[:, t : t + 1], input_pos=positions[:, t : t + 1]) for t in range(7, 12)]
+    assert (torch.cat(steps, dim=1) - whole).abs().max() < 1e-6

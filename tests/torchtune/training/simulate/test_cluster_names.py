@@ -1,0 +1,71 @@
+"""Devices by name, mistakes as one sentence, and what the ledger makes of allocations."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torchtune._cli._simulate import simulate_run
+from torchtune._cli._target import recipe_named_by, resolve_config
+from torchtune.training.simulate._devices import parse_cluster, parse_memory
+from torchtune.training.simulate._fit import candidates
+from torchtune.training.simulate._ledger import Ledger
+from torchtune.utils import UserError
+
+
+def test_a_cluster_by_name() -> None:
+    number, device = parse_cluster("64xH100")
+    assert (number, device.name, device.bf16) == (64, "H100", 989.4e12)
+    assert parse_cluster("rtx-4090")[1] is parse_cluster("4090")[1]
+    assert parse_memory("80GiB") == 80 * 2**30
+    assert parse_memory("24GB") == 24e9
+
+
+@pytest.mark.parametrize(
+    ("config", "cluster", "overrides", "said"),
+    [
+        ("llama3_1/8B_full", "8xH10", [], "did you mean H100"),
+        ("llama3_1/8B_full", "0xH100", [], "give a number"),
+        ("llama3_1/8B_full_single_device", "64xH100", [], "runs on one device"),
+        ("llama3_1/8B_full", "6xH100", ["tensor_parallel_dim=4"], "6 processes cannot be divided"),
+    ],
+)
+def test_a_mistake_is_one_sentence(config: str, cluster: str, overrides: list[str], said: str) -> None:
+    path = resolve_config(config)
+    with pytest.raises(UserError, match=said):
+        simulate_run(recipe_named_by(path), path, overrides, cluster, None)
+
+
+def test_a_peak_has_what_lives_then() -> None:
+    ledger = Ledger()
+    kept = torch.empty(1024)  # 4 KiB
+    ledger.add(kept.untyped_storage(), "parameters", "kept", "here")
+    ledger.enter("forward")
+    gone = torch.empty(2048)
+    ledger.add(gone.untyped_storage(), "activations", "gone", "here")
+    del gone
+    late = torch.empty(1)
+    ledger.add(late.untyped_storage(), "activations", "late", "here")
+    peaks = ledger.peaks()
+    assert peaks["set-up"].total == 4096
+    assert peaks["forward"].total == 4096 + 8192
+    assert peaks["forward"].components["activations"] == 8192
+    assert peaks["forward"].block.what == "gone"
+    phase, first = ledger.first_over(5000)
+    assert (phase, first.block.what) == ("forward", "gone")
+    assert ledger.first_over(20000) is None
+
+
+def test_candidates_keep_the_rows_of_a_step() -> None:
+    found = candidates({"batch_size": 4, "gradient_accumulation_steps": 2}, 1)
+    assert found[0] == ("batch_size=8", "gradient_accumulation_steps=1")
+    assert () in found
+    rows = [dict(text.split("=") for text in overrides) for overrides in found]
+    products = {int(row.get("batch_size", 4)) * int(row.get("gradient_accumulation_steps", 2)) for row in rows}
+    assert products == {8}
+
+
+def test_help_is_light() -> None:
+    code = "import sys, torchtune._cli.estimate; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,123 @@
+"""Datasets of single answers that are labelled good or bad."""
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from torchtune.data import DataError, Message, Transform
+from torchtune.data._messages import mask_messages
+from torchtune.data._to_messages import as_turn, check_column_map, column, resolve_masking, whole_conversation
+from torchtune.datasets._load import Source
+from torchtune.datasets._preference import PreferenceDataset, tokenize_answer
+from torchtune.modules.transforms.tokenizers import ModelTokenizer
+
+
+class LabelledAnswerToMessages(Transform):
+    """A row with a prompt, an answer and whether it is good, to messages.
+
+    Args:
+        column_map: the columns of ``prompt``, ``completion`` and ``label``; by default those names. Where the
+            completion is a whole conversation, the prompt is not read.
+        masking_strategy: see :func:`torchtune.data.mask_messages`.
+
+    Raises:
+        DataError: the map lacks a key; when called, a column is missing or holds something else.
+    """
+
+    def __init__(
+        self, column_map: Mapping[str, str] | None = None, masking_strategy: str | None = "train_on_assistant"
+    ) -> None:
+        names = {name: name for name in ("prompt", "completion", "label")}
+        self.column_map = check_column_map(column_map, names, ("completion", "label"))
+        self.masking_strategy = resolve_masking(None, masking_strategy)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``messages``, and ``is_chosen``: whether the answer is good."""
+        label = column(sample, self.column_map["label"])
+        if label not in (True, False):  # 1 and 0 are
+            raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
+        answer = column(sample, self.column_map["completion"])
+        turns = whole_conversation(answer, sample, self.column_map.get("prompt", "prompt"))
+        messages = [Message.from_dict({key: turn[key] for key in turn}) for turn in map(as_turn, turns)]
+        mask_messages(messages, self.masking_strategy)
+        return {"messages": messages, "is_chosen": bool(label)}
+
+
+class KTODataset(PreferenceDataset):
+    """Answers that are labelled good or bad, tokenized when the dataset is made; see :class:`PreferenceDataset`."""
+
+    _sides: ClassVar[tuple[str, ...]] = ("answers",)
+    _good = ""
+
+    def _note(self, samples: Mapping[str, Any]) -> None:
+        self._good += "01"[samples["answers"]["is_chosen"]]
+
+    def _notes(self) -> dict[str, Any]:
+        return {"good": self._good}
+
+    def _read(self, info: Mapping[str, Any]) -> None:
+        self._is_good = np.frombuffer(info["good"].encode(), dtype=np.uint8) == ord("1")
+        for kind, there in (("good", self._is_good.any()), ("bad", not self._is_good.all())):
+            if len(self._is_good) and not there:
+                raise DataError(f"{self.source} has no answer that is labelled {kind}: both kinds are needed.")
+
+    @staticmethod
+    def _tokenize(row: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, Any]]:
+        if missing := {"messages", "is_chosen"} - row.keys():
+            raise DataError(
+                f"message_transform gives no '{min(missing)}' among {', '.join(map(repr, row)) or 'nothing'}"
+            )
+        sample = tokenize_answer(row["messages"], tokenizer, limit, "the answer")
+        return {"answers": {**sample, "is_chosen": row["is_chosen"]}}
+
+    def __len__(self) -> int:
+        return len(self.stores["answers"])
+
+    @property
+    def fingerprint(self) -> tuple[int, ...]:
+        """Changes when any token or label does."""
+        return (*super().fingerprint, zlib.crc32(self._is_good.tobytes()))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``tokens``, pre-shifted ``labels``, and ``is_chosen``."""
+        tokens, labels = self.stores["answers"].arrays(index)
+        return {"tokens": tokens.tolist(), "labels": labels.tolist(), "is_chosen": bool(self._is_good[index])}
+
+
+def kto_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: Source,
+    column_map: Mapping[str, str] | None = None,
+    masking_strategy: str | None = "train_on_assistant",
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    drop_bad_rows: bool = False,
+    **load_dataset_kwargs: Any,
+) -> KTODataset:
+    """Rows with a prompt, an answer and a label, true for a good answer.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``parquet`` …), or rows in memory.
+        column_map: the columns of ``prompt``, ``completion`` and ``label``; by default those names.
+        masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
+        filter_fn: rows for which it is false are left out.
+        split: split of the dataset.
+        drop_bad_rows: leave out rows that cannot be trained on, and say which.
+        **load_dataset_kwargs: arguments of ``datasets.load_dataset``, for example ``data_files``.
+
+    Raises:
+        DataError: see :class:`PreferenceDataset`; all answers are good, or all are bad.
+    """
+    return KTODataset(
+        source=source,
+        message_transform=LabelledAnswerToMessages(column_map, masking_strategy),
+        tokenizer=tokenizer,
+        filter_fn=filter_fn,
+        split=split,
+        drop_bad_rows=drop_bad_rows,
+        **load_dataset_kwargs,
+    )

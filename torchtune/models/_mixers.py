@@ -1,0 +1,99 @@
+"""The numbers of mixers that replace attention in some layers, and the names of their weights."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+# Of every parameter: Hugging Face's name within a layer, ours within ``attn``, and how its rows are reordered, if so.
+Names = tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetMixer:
+    """Numbers of :class:`torchtune.modules.mixers.GatedDeltaNet`.
+
+    Attributes:
+        num_key_heads: heads of queries and keys.
+        num_value_heads: heads of values, a multiple of ``num_key_heads``.
+        key_dim: size of a query or key head.
+        value_dim: size of a value head.
+        conv_taps: kernel size of the convolution.
+        fused: queries, keys, values and gates are one projection, and so are the two of decay and correction.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_taps: int = 4
+    fused: bool = False
+    names: ClassVar[Names] = (
+        ("linear_attn.in_proj_qkv.weight", "qkv_proj.weight"),
+        ("linear_attn.in_proj_z.weight", "z_proj.weight"),
+        ("linear_attn.in_proj_b.weight", "b_proj.weight"),
+        ("linear_attn.in_proj_a.weight", "a_proj.weight"),
+        ("linear_attn.conv1d.weight", "conv.weight"),
+        ("linear_attn.A_log", "a_log"),
+        ("linear_attn.dt_bias", "dt_bias"),
+        ("linear_attn.norm.weight", "norm.scale"),
+        ("linear_attn.out_proj.weight", "output_proj.weight"),
+    )
+
+    def problem(self) -> str | None:
+        """What is wrong with the numbers, in words of this library's fields."""
+        if (
+            min(vars(self)[name] for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_taps"))
+            < 1
+        ):
+            return f"the sizes of linear attention must be at least 1, got {self}"
+        if self.num_value_heads % self.num_key_heads:
+            return (
+                f"num_value_heads ({self.num_value_heads}) must be a multiple of num_key_heads ({self.num_key_heads})"
+            )
+        return None
+
+    @property
+    def group_dim(self) -> int:
+        """Width of the value heads that share a key head."""
+        return self.group_heads * self.value_dim
+
+    @property
+    def group_heads(self) -> int:
+        """Value heads that share a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
+        """The module of one layer."""
+        from torchtune.modules.mixers import GatedDeltaNet
+
+        return GatedDeltaNet(embed_dim=embed_dim, norm_eps=norm_eps, **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvMixer:
+    """Numbers of :class:`torchtune.modules.mixers.ShortConv`.
+
+    Attributes:
+        conv_taps: kernel size of the convolution.
+    """
+
+    conv_taps: int = 3
+    names: ClassVar[Names] = (
+        ("conv.in_proj.weight", "in_proj.weight"),
+        ("conv.conv.weight", "conv.weight"),
+        ("conv.out_proj.weight", "output_proj.weight"),
+    )
+
+    def problem(self) -> str | None:
+        """What is wrong with the numbers, in words of this library's fields."""
+        return f"conv_taps must be at least 1, got {self.conv_taps}" if self.conv_taps < 1 else None
+
+    def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
+        """The module of one layer."""
+        from torchtune.modules.mixers import ShortConv
+
+        return ShortConv(embed_dim=embed_dim, conv_taps=self.conv_taps)
+
+
+Mixer = DeltaNetMixer | ShortConvMixer

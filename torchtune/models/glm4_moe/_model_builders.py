@@ -1,0 +1,118 @@
+"""GLM-4.5, 4.6 and 4.7: sigmoid routers with a bias, a shared expert, dense first layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_HALF, experts, shared_expert
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    layers = fields.take("num_hidden_layers")
+    number = fields.take("num_local_experts", 128)
+    fields.take("num_nextn_predict_layers", fields.take("num_mtp_layers", 1))  # more weights, which are not trained
+    return {
+        "num_experts": fields.take("n_routed_experts", number),
+        "expertless_layers": tuple(range(min(fields.take("first_k_dense_replace", 1), layers))),
+        "shared_expert_dim": fields.take("n_shared_experts", 1) * fields.take("moe_intermediate_size", 1408),
+        "qk_norm": "before_rope" if fields.take("use_qk_norm", False) else "none",
+        "expert_dim": fields.take("moe_intermediate_size", 1408),
+    }
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {
+        "n_routed_experts": d.num_experts,
+        "first_k_dense_replace": len(d.expertless_layers),
+        "n_shared_experts": d.shared_expert_dim // d.expert_dim,
+        "moe_intermediate_size": d.expert_dim,
+        "use_qk_norm": d.has_qk_norm,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+_FORMAT = HFFormat(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    "half",
+    biases="attention_bias",
+    output_bias=False,
+    ropes=("partial",),
+    fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
+    own=(
+        ("num_experts_per_tok", "experts_per_token", 8),
+        ("norm_topk_prob", "router_normalize", True),
+        ("routed_scaling_factor", "router_scale", 1.0),
+        ("n_group", "router_groups", 1),
+        ("topk_group", "router_top_groups", 1),
+    ),
+    read_more=_read,
+    write_more=_write,
+    defaults=(
+        ("num_key_value_heads", 8),
+        ("max_position_embeddings", 131_072),
+        ("rms_norm_eps", 1e-5),
+        ("partial_rotary_factor", 0.5),
+    ),
+)
+_EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")
+_BIAS = Row(
+    "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    "layers.{layer}.mlp.router.selection_bias",
+    when="expert_layers",
+)
+SPEC = ModelSpec(
+    name="glm4_moe",
+    architectures=("Glm4MoeForCausalLM",),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+    weight_maps={"hf": shared_expert(replace(_EXPERTS, rows=(*_EXPERTS.rows, _BIAS)), "mlp.shared_experts")},
+)
+
+_AIR = Description(
+    vocab_size=151_552,
+    num_layers=46,
+    embed_dim=4096,
+    intermediate_dim=10_944,
+    max_seq_len=131_072,
+    num_heads=96,
+    num_kv_heads=8,
+    head_dim=128,
+    q_bias=True,
+    k_bias=True,
+    v_bias=True,
+    rope_base=1_000_000.0,
+    rope_layout="half",
+    rope_dim=64,
+    num_experts=128,
+    experts_per_token=8,
+    expert_dim=1408,
+    expertless_layers=(0,),
+    router_scores="sigmoid",
+    router_normalize=True,
+    router_selection_bias=True,
+    shared_expert_dim=1408,
+    norm_eps=1e-5,
+)
+SIZES = {
+    "glm4_5_air": _AIR,
+    "glm4_5": replace(
+        _AIR,
+        num_layers=92,
+        embed_dim=5120,
+        intermediate_dim=12_288,
+        qk_norm="before_rope",
+        num_experts=160,
+        expert_dim=1536,
+        expertless_layers=(0, 1, 2),
+        router_scale=2.5,
+        shared_expert_dim=1536,
+    ),
+}
+BUILDERS = model_builders(__name__, "GLM", SPEC, SIZES)
+globals().update(BUILDERS)

@@ -1,0 +1,110 @@
+"""LFM2: gated short convolutions in most layers, attention in the others."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._mixers import ShortConvMixer
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import HF_HALF, mixers, renamed
+
+_RENAMED = {
+    "model.norm.": "model.embedding_norm.",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+}
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    layers = fields.take("num_hidden_layers")
+    kinds, attended = fields.list_of("layer_types", layers, str), fields.list_of("full_attn_idxs", layers, int)
+    if kinds is not None:
+        convolved = tuple(i for i, kind in enumerate(kinds[:layers]) if kind == "conv")
+    else:
+        convolved = tuple(i for i in range(layers) if attended is not None and i not in attended)
+    taps = fields.take("conv_L_cache", 3)
+    if fields.take("conv_bias", False):
+        raise fields.refusal("conv_bias", True)
+    return {
+        "mixer": ShortConvMixer(conv_taps=taps) if convolved else None,
+        "mixer_layers": convolved,
+        "intermediate_dim": _width(fields),
+        "tie_word_embeddings": bool(fields.take("tie_embedding", fields.take("tie_word_embeddings", True))),
+    }
+
+
+def _width(fields: Fields) -> int:
+    width = fields.take("block_ff_dim", fields.take("intermediate_size", 12_288))
+    factor, step = fields.take("block_ffn_dim_multiplier", 1.0), fields.take("block_multiple_of", 256)
+    if not fields.take("block_auto_adjust_ff_dim", True):
+        return width
+    return -(-int(factor * int(2 * width / 3)) // step) * step
+
+
+def _write(d: Description) -> dict[str, Any]:
+    kinds = ("full_attention", "conv")
+    return {
+        "layer_types": [kinds[layer in d.mixer_layers] for layer in range(d.num_layers)],
+        "conv_L_cache": d.mixer.conv_taps if d.mixer else 3,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+_FORMAT = HFFormat(
+    "Lfm2ForCausalLM",
+    "lfm2",
+    "half",
+    qk_norm="before_rope",
+    mixer_kind="conv",
+    eps_field="norm_eps",
+    read_more=_read,
+    write_more=_write,
+    defaults=(
+        ("intermediate_size", 12_288),
+        ("num_key_value_heads", 8),
+        ("max_position_embeddings", 128_000),
+        ("norm_eps", 1e-5),
+        ("rope_theta", 1_000_000.0),
+    ),
+)
+SPEC = ModelSpec(
+    name="lfm2",
+    architectures=("Lfm2ForCausalLM",),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+    weight_maps={"hf": mixers(renamed(HF_HALF, _RENAMED), ShortConvMixer.names)},
+)
+
+_CONVOLVED = tuple(i for i in range(16) if i not in (2, 5, 8, 10, 12, 14))
+_1_2B = Description(
+    vocab_size=65_536,
+    num_layers=16,
+    embed_dim=2048,
+    intermediate_dim=8192,
+    max_seq_len=128_000,
+    num_heads=32,
+    num_kv_heads=8,
+    qk_norm="before_rope",
+    mixer=ShortConvMixer(),
+    mixer_layers=_CONVOLVED,
+    rope_base=1_000_000.0,
+    rope_layout="half",
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+SIZES = {
+    "lfm2_350m": replace(_1_2B, embed_dim=1024, intermediate_dim=4608, num_heads=16, head_dim=64),
+    "lfm2_700m": replace(_1_2B, embed_dim=1536, intermediate_dim=6912, num_heads=24, head_dim=64),
+    "lfm2_1_2b": _1_2B,
+}
+BUILDERS = model_builders(__name__, "LFM2", SPEC, SIZES)
+globals().update(BUILDERS)

@@ -1,0 +1,79 @@
+"""Qwen 3.5's mixtures of experts: its dense layers, with experts and a gated shared one as the feed-forward."""
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_mixers import linear_layers, read_delta_net, write_delta_net
+from torchtune.models._mixers import DeltaNetMixer
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expert
+
+_FORMAT = HFFormat(
+    "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe_text",
+    "half",
+    biases="attention_bias",
+    qk_norm="before_rope",
+    mixer_kind="linear_attention",
+    ropes=("partial", "sections"),
+    fixed=(
+        ("attn_gate", True),
+        ("norm_unit_offset", True),
+        ("shared_expert_gate", True),
+        ("router_normalize", True),
+    ),
+    own=(
+        ("num_experts", "num_experts", 256),
+        ("num_experts_per_tok", "experts_per_token", 8),
+        ("moe_intermediate_size", "expert_dim", 512),
+        ("shared_expert_intermediate_size", "shared_expert_dim", 512),
+        ("router_aux_loss_coef", "router_balance", 0.001),
+    ),
+    read_more=read_delta_net,
+    write_more=write_delta_net,
+    defaults=(
+        ("intermediate_size", 1),  # no layer is dense, and the file does not say it
+        ("num_key_value_heads", 2),
+        ("head_dim", 256),
+        ("max_position_embeddings", 32_768),
+        ("partial_rotary_factor", 0.25),
+    ),
+)
+_NAMES = experts(mixers(HF_HALF, DeltaNetMixer.names), "mlp", "gate_proj", "up_proj", "down_proj")
+SPEC = ModelSpec(
+    name="qwen3_5_moe",
+    architectures=("Qwen3_5MoeForCausalLM",),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+    weight_maps={"hf": shared_expert(_NAMES, "mlp.shared_expert", "mlp.shared_expert_gate")},
+)
+SIZES = {
+    "qwen3_5_35b_a3b": Description(
+        vocab_size=248_320,
+        num_layers=40,
+        embed_dim=2048,
+        intermediate_dim=1,
+        max_seq_len=262_144,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        qk_norm="before_rope",
+        attn_gate=True,
+        mixer=DeltaNetMixer(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
+        mixer_layers=linear_layers(40),
+        rope_base=10_000_000.0,
+        rope_layout="half",
+        rope_dim=64,
+        num_experts=256,
+        experts_per_token=8,
+        expert_dim=512,
+        router_normalize=True,
+        shared_expert_dim=512,
+        shared_expert_gate=True,
+        router_balance=0.001,
+        norm_eps=1e-6,
+        norm_unit_offset=True,
+    )
+}
+BUILDERS = model_builders(__name__, "Qwen3.5 MoE", SPEC, SIZES)
+globals().update(BUILDERS)

@@ -1,0 +1,89 @@
+"""Qwen3-Next: linear attention in three of four layers, and in every layer 512 experts and a gated shared one."""
+
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_mixers import FUSED_DELTA_NET, linear_layers, read_delta_net, write_delta_net
+from torchtune.models._mixers import DeltaNetMixer
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expert
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    layers, every = fields.take("num_hidden_layers"), max(fields.take("decoder_sparse_step", 1), 1)
+    dense = {*(fields.list_of("mlp_only_layers", layers, int) or ()), *(i for i in range(layers) if (i + 1) % every)}
+    expertless = tuple(i for i in range(layers) if i in dense)
+    return {"expertless_layers": expertless, **read_delta_net(fields, fused=True)}
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {"mlp_only_layers": list(d.expertless_layers), "decoder_sparse_step": 1, **write_delta_net(d)}
+
+
+_FORMAT = HFFormat(
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    "half",
+    biases="attention_bias",
+    qk_norm="before_rope",
+    mixer_kind="linear_attention",
+    ropes=("partial",),
+    fixed=(("attn_gate", True), ("norm_unit_offset", True), ("shared_expert_gate", True)),
+    own=(
+        ("num_experts", "num_experts", 512),
+        ("num_experts_per_tok", "experts_per_token", 10),
+        ("moe_intermediate_size", "expert_dim", 512),
+        ("shared_expert_intermediate_size", "shared_expert_dim", 512),
+        ("norm_topk_prob", "router_normalize", True),
+        ("router_aux_loss_coef", "router_balance", 0.001),
+    ),
+    read_more=_read,
+    write_more=_write,
+    defaults=(
+        ("num_key_value_heads", 2),
+        ("head_dim", 256),
+        ("max_position_embeddings", 32_768),
+        ("partial_rotary_factor", 0.25),
+    ),
+)
+_NAMES = experts(mixers(HF_HALF, FUSED_DELTA_NET), "mlp", "gate_proj", "up_proj", "down_proj")
+SPEC = ModelSpec(
+    name="qwen3_next",
+    architectures=("Qwen3NextForCausalLM",),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+    weight_maps={"hf": shared_expert(_NAMES, "mlp.shared_expert", "mlp.shared_expert_gate")},
+)
+SIZES = {
+    "qwen3_next_80b_a3b": Description(
+        vocab_size=151_936,
+        num_layers=48,
+        embed_dim=2048,
+        intermediate_dim=5120,
+        max_seq_len=262_144,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        qk_norm="before_rope",
+        attn_gate=True,
+        mixer=DeltaNetMixer(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, fused=True),
+        mixer_layers=linear_layers(48),
+        rope_base=10_000_000.0,
+        rope_layout="half",
+        rope_dim=64,
+        num_experts=512,
+        experts_per_token=10,
+        expert_dim=512,
+        router_normalize=True,
+        shared_expert_dim=512,
+        shared_expert_gate=True,
+        router_balance=0.001,
+        norm_eps=1e-6,
+        norm_unit_offset=True,
+    )
+}
+BUILDERS = model_builders(__name__, "Qwen3-Next", SPEC, SIZES)
+globals().update(BUILDERS)

@@ -1,0 +1,42 @@
+"""A short causal convolution per channel that does not look into the document before."""
+
+import torch
+from torch import Tensor
+
+
+class _CausalConv(torch.autograd.Function):
+    """Keeps its arguments alone for the backward pass, where one shifted copy per tap would be."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, reach)
+        out = x * weight[:, -1]
+        for shift in range(1, min(weight.shape[1], x.shape[1])):
+            taken = x[:, :-shift] * weight[:, -1 - shift]
+            out[:, shift:] += taken.masked_fill_((reach[:, shift:] < shift)[..., None], 0)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, reach = ctx.saved_tensors
+        d_x, d_weight = grad * weight[:, -1], torch.zeros_like(weight, dtype=torch.float32)
+        d_weight[:, -1] = (grad * x).sum((0, 1), dtype=torch.float32)
+        for shift in range(1, min(weight.shape[1], x.shape[1])):
+            taken = grad[:, shift:].masked_fill((reach[:, shift:] < shift)[..., None], 0)
+            d_weight[:, -1 - shift] = (taken * x[:, :-shift]).sum((0, 1), dtype=torch.float32)
+            d_x[:, :-shift] += taken.mul_(weight[:, -1 - shift])
+        return d_x, d_weight.to(weight.dtype), None
+
+
+def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
+    """``out[t, c] = sum_j weight[c, K - 1 - j] * x[t - j, c]`` over the j up to ``reach[t]``.
+
+    Args:
+        x: ``[b, s, c]``.
+        weight: ``[c, K]``; the last column is that of the position itself.
+        reach: ``[b, s]`` or ``[1, s]``, how many earlier positions the document of each position has.
+
+    Returns:
+        Tensor ``[b, s, c]``.
+    """
+    return _CausalConv.apply(x, weight, reach.expand(x.shape[0], -1))

@@ -1,0 +1,145 @@
+"""Gated DeltaNet: the linear attention of Qwen 3.5 and Qwen3-Next."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.modules.mixers._delta_rule import gated_delta_rule
+from torchtune.modules.mixers._mixer import RecurrentMixer, cached_conv
+from torchtune.modules.mixers._state_cache import StateCache
+
+
+class DepthwiseWeight(nn.Module):
+    """The weight of a convolution per channel, ``weight`` ``[c, 1, K]``, as checkpoints hold it.
+
+    Args:
+        channels: c.
+        taps: K, positions that the convolution sees, itself the last.
+    """
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight, as ``nn.Conv1d`` does."""
+        bound = self.weight.shape[-1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+        """``[b, s, c]`` to ``[b, s, c]``; see :func:`causal_conv`."""
+        return cached_conv(x, self.weight[:, 0], reach, cache)
+
+
+class GatedRMSNorm(nn.Module):
+    """``scale * x / rms(x) * silu(gate)`` over the last dimension.
+
+    Args:
+        dim: its size.
+        eps: added to the mean of squares.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def reset_parameters(self) -> None:
+        """Set the scale to 1."""
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Both ``[..., dim]``; computed in float32, returned in the dtype of ``x``."""
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.scale
+        return (normed.float() * F.silu(gate.float())).to(x.dtype)
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """A short convolution of queries, keys and values, the gated delta rule, a gated norm per head, a projection.
+
+    Args:
+        embed_dim: d.
+        num_key_heads: n_k.
+        num_value_heads: n_v, a multiple of n_k.
+        key_dim: h_k, size of a query or key head.
+        value_dim: h_v, size of a value head.
+        conv_taps: positions that the convolution sees.
+        norm_eps: of the norm.
+        fused: one projection ``qkvz_proj`` in the place of ``qkv_proj`` and ``z_proj``, and ``ba_proj`` likewise.
+
+    Raises:
+        ValueError: ``num_value_heads`` is no multiple of ``num_key_heads``.
+    """
+
+    def __init__(
+        self,
+        *,
+        embed_dim: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_taps: int,
+        norm_eps: float,
+        fused: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_value_heads % num_key_heads:
+            raise ValueError(
+                f"num_value_heads ({num_value_heads}) must be a multiple of num_key_heads ({num_key_heads})."
+            )
+        self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.widths = (num_key_heads * key_dim, num_key_heads * key_dim, num_value_heads * value_dim)
+        self.fused = fused
+        if fused:
+            self.qkvz_proj = nn.Linear(embed_dim, sum(self.widths) + self.widths[2], bias=False)
+            self.ba_proj = nn.Linear(embed_dim, 2 * num_value_heads, bias=False)
+        else:
+            self.qkv_proj = nn.Linear(embed_dim, sum(self.widths), bias=False)
+            self.z_proj = nn.Linear(embed_dim, self.widths[2], bias=False)
+            self.b_proj = nn.Linear(embed_dim, num_value_heads, bias=False)
+            self.a_proj = nn.Linear(embed_dim, num_value_heads, bias=False)
+        self.conv = DepthwiseWeight(sum(self.widths), conv_taps)
+        self.a_log = nn.Parameter(torch.empty(num_value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
+        self.norm = GatedRMSNorm(value_dim, norm_eps)
+        self.output_proj = nn.Linear(self.widths[2], embed_dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the decay: exp(a_log) uniform in [0.01, 16], ``dt_bias`` 1."""
+        with torch.no_grad():
+            self.a_log.uniform_(0.01, 16.0).log_()
+            self.dt_bias.fill_(1.0)
+
+    def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
+        shared = self.num_value_heads // self.num_key_heads
+        state = (batch_size, self.num_key_heads, shared, self.key_dim, self.value_dim)
+        return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
+
+    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+        qkv, z, b, a = self._projected(x)
+        mixed = F.silu(self.conv(qkv, reach, cache))
+        q, k, v = (
+            t.unflatten(-1, (-1, size)) for t, size in zip(mixed.split(self.widths, -1), self._sizes, strict=True)
+        )
+        decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        state = None if cache is None else cache.state[: x.shape[0]]
+        out, state = gated_delta_rule(q, k, v, decay, b.sigmoid(), reach == 0, state)
+        if cache is not None:
+            cache.state[: x.shape[0]] = state
+        gate = z.unflatten(-1, (-1, self.value_dim))
+        return self.output_proj(self.norm(out, gate).flatten(-2))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values together, gates, corrections and decays."""
+        if not self.fused:
+            return self.qkv_proj(x), self.z_proj(x), self.b_proj(x), self.a_proj(x)
+        qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
+        return qkv, z, *self.ba_proj(x).chunk(2, dim=-1)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.key_dim, self.key_dim, self.value_dim

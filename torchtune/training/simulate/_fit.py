@@ -1,0 +1,208 @@
+"""The fastest settings with which a run fits: levers that trade time for memory, tried in the order of what they cost.
+
+A candidate is simulated with few layers, at two depths: memory and time grow by the same amount with every layer of a
+decoder. What seems to fit is simulated whole before it is shown.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training.simulate._devices import Accelerator
+from torchtune.training.simulate._report import peak_bytes, tokens_per_step
+from torchtune.training.simulate._roofline import step_time
+from torchtune.training.simulate._simulate import Simulation
+from torchtune.utils import UserError
+
+DEPTHS = (2, 4)
+# Candidates that are tried at most, and that must fit before the fastest of them is taken.
+MOST, ENOUGH = 40, 4
+
+# Overrides, and how much longer a step takes with them, roughly: it decides the order, not the answer.
+Option = tuple[tuple[str, ...], float]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings, and what they take.
+
+    Attributes:
+        overrides: as on the command line.
+        peak: bytes of a device.
+        seconds: of a step, for each million tokens of it.
+    """
+
+    overrides: tuple[str, ...]
+    peak: float
+    seconds: float
+
+
+def _batches(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+    """The same rows a step and rank, more or fewer of them at a time."""
+    rows = cfg.batch_size * cfg.gradient_accumulation_steps
+    for size in (size for size in range(rows, 0, -1) if rows % size == 0 and (size & (size - 1) == 0 or size == rows)):
+        slower = 1.02 ** math.log2(rows / size)
+        yield (f"batch_size={size}", f"gradient_accumulation_steps={rows // size}"), slower
+
+
+def _switch(key: str, slower: float, *more: str) -> Callable[[RecipeSettings, int], Iterator[Option]]:
+    def options(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+        yield (f"{key}=False",), 1.0
+        yield (f"{key}=True", *more), slower
+
+    return options
+
+
+def _splits(key: str, slower: float) -> Callable[[RecipeSettings, int], Iterator[Option]]:
+    """More ranks for each layer or sequence, in powers of two within a machine."""
+
+    def options(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+        given = getattr(cfg, key)
+        for size in sorted({given, 2 * given, 4 * given, 8 * given}):
+            if size <= min(8, processes) and processes % size == 0:
+                yield (f"{key}={size}", "data_parallel_shard_dim=-1"), slower ** math.log2(size / given)
+
+    return options
+
+
+def _shards(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+    yield (f"data_parallel_replicate_dim={cfg.data_parallel_replicate_dim}",), 1.0
+    if cfg.data_parallel_replicate_dim > 1:
+        yield ("data_parallel_replicate_dim=1", "data_parallel_shard_dim=-1"), 1.1
+
+
+def _optimizers(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+    """States of 8 bits instead of 16 or 32."""
+    given = str(cfg.optimizer.get("_component_"))
+    yield (f"optimizer._component_={given}",), 1.0
+    if given == "torch.optim.AdamW":
+        yield ("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"), 1.05
+
+
+def _bases(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+    """Frozen weights of 4 bits."""
+    given = str(cfg.model.get("_component_"))
+    yield (f"model._component_={given}",), 1.0
+    package, _, name = given.rpartition(".")
+    if name.startswith("lora_"):
+        yield (f"model._component_={package}.q{name}",), 1.35
+
+
+# What a recipe must declare for a lever -> its options. A setting that the recipe lacks leaves its lever out.
+LEVERS: tuple[tuple[str, Callable[[RecipeSettings, int], Iterator[Option]]], ...] = (
+    ("gradient_accumulation_steps", _batches),
+    ("enable_activation_checkpointing", _switch("enable_activation_checkpointing", 1.3)),
+    ("enable_activation_offloading", _switch("enable_activation_offloading", 1.25)),
+    ("optimizer_in_bwd", _switch("optimizer_in_bwd", 1.02, "clip_grad_norm=null")),
+    ("optimizer", _optimizers),
+    ("model", _bases),
+    ("data_parallel_replicate_dim", _shards),
+    ("tensor_parallel_dim", _splits("tensor_parallel_dim", 1.2)),
+    ("context_parallel_dim", _splits("context_parallel_dim", 1.15)),
+    ("fsdp_cpu_offload", _switch("fsdp_cpu_offload", 3.0)),
+)
+_ON_MANY = ("data_parallel_replicate_dim", "tensor_parallel_dim", "context_parallel_dim", "fsdp_cpu_offload")
+
+
+def candidates(settings: Any, processes: int) -> list[tuple[str, ...]]:
+    """Overrides of every combination of levers, those that cost least time first; what is as given is left out."""
+    cfg = RecipeSettings.of(settings)
+    options = [
+        list(make(cfg, processes))
+        for key, make in LEVERS
+        if cfg.can_set(key) and (processes > 1 or key not in _ON_MANY)
+    ]
+    found: dict[tuple[str, ...], float] = {}
+    for chosen in itertools.product(*options):
+        overrides = tuple(dict.fromkeys(text for texts, _ in chosen for text in texts))
+        changed = tuple(text for text in overrides if not _is_given(cfg, text))
+        slower = math.prod(factor for _, factor in chosen)
+        found[changed] = min(slower, found.get(changed, math.inf))
+    return sorted(found, key=lambda overrides: (found[overrides], len(overrides)))
+
+
+def _is_given(cfg: RecipeSettings, text: str) -> bool:
+    """Whether the settings say so already."""
+    key, _, value = text.partition("=")
+    section, _, leaf = key.lstrip("~").partition(".")
+    given = getattr(cfg, section, None)
+    if leaf:
+        given = None if given is None else given.get(leaf)
+    return given is None if key.startswith("~") else str(given) == value.replace("null", "None")
+
+
+def find_fastest(
+    settings: Any,
+    processes: int,
+    device: Accelerator,
+    limit: float,
+    load: Callable[[Sequence[str]], Any],
+    run: Callable[[Any, int | None], Simulation],
+    say: Callable[[str], None],
+) -> tuple[Candidate, Simulation]:
+    """Search the fastest settings with which a device needs at most ``limit`` bytes.
+
+    Args:
+        settings: to start from.
+        processes: of the run.
+        device: predicts the time.
+        limit: bytes.
+        load: checks the settings with overrides; raises where they do not go together.
+        run: simulates settings, with so many layers or (None) all of them.
+        say: is told of every candidate.
+
+    Raises:
+        UserError: none was found.
+    """
+    fitting: list[Candidate] = []
+    smallest: Candidate | None = None
+    tried = 0
+    for overrides in candidates(settings, processes):
+        if tried == MOST or len(fitting) == ENOUGH:
+            break
+        try:
+            changed = load(overrides)
+            shallow = [run(changed, layers) for layers in DEPTHS]
+        except UserError:
+            continue  # a combination that the recipe, its model or its mesh refuses
+        tried, depth = tried + 1, shallow[0].layers
+        candidate = _extrapolate(overrides, shallow, depth, device)
+        smallest = candidate if smallest is None or candidate.peak < smallest.peak else smallest
+        say(describe(candidate, limit))
+        if candidate.peak <= limit:
+            fitting.append(candidate)
+    for candidate in sorted(fitting, key=lambda candidate: candidate.seconds):
+        whole = run(load(candidate.overrides), None)
+        if peak_bytes(whole) <= limit:
+            return _of(candidate.overrides, whole, device), whole
+    least = "" if smallest is None else f"; the smallest of {tried} tried needs {smallest.peak / 2**30:.1f} GiB"
+    raise UserError(
+        f"--fit: nothing that was tried fits into {limit / 2**30:.1f} GiB{least}: take more or larger devices, shorter "
+        "rows (tokenizer.max_seq_len) or adapters."
+    )
+
+
+def _of(overrides: tuple[str, ...], simulation: Simulation, device: Accelerator) -> Candidate:
+    seconds = step_time(simulation.observer, device).total / tokens_per_step(simulation) * 1e6
+    return Candidate(overrides, peak_bytes(simulation), seconds)
+
+
+def _extrapolate(
+    overrides: tuple[str, ...], shallow: Sequence[Simulation], depth: int, device: Accelerator
+) -> Candidate:
+    """Continue the line through two depths."""
+    (low, high), (first, second) = DEPTHS, (_of(overrides, one, device) for one in shallow)
+    factor = (depth - high) / (high - low)
+    before, after = (one.observer.ledger.peaks() for one in shallow)
+    peak = max(after[phase].total + factor * (after[phase].total - before[phase].total) for phase in after)
+    return Candidate(overrides, peak, second.seconds + factor * (second.seconds - first.seconds))
+
+
+def describe(candidate: Candidate, limit: float) -> str:
+    """A line of the search."""
+    fits = "fits" if candidate.peak <= limit else "too large"
+    what = " ".join(candidate.overrides) or "as configured"
+    return f"{candidate.peak / 2**30:7.1f} GiB {candidate.seconds:7.2f} s a million tokens  {fits:<10}{what}"
