@@ -26,6 +26,9 @@ WEIGHTS = [name for name in TRAINING if name in recipes_in("weights")]
 ADAPTERS = recipes_in("training", "supervised", "adapters")
 PREFERENCE = recipes_in("training", "preference")
 ROLLOUTS = recipes_in("training", "rollouts")
+DISTILLATION = recipes_in("training", "distillation")
+# More than the tokenizer has: embeddings are padded.
+TEACHER_VOCABULARY = 384
 # The last line of a step before it validates and saves; what is put after it is done after each step.
 ADVANCE = "                progress.advance(self.global_step)\n"
 _count = itertools.count()
@@ -126,6 +129,12 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         cfg["sampler"] = {"_component_": "torchtune.rlhf.LocalSampler", "max_new_tokens": 8}
         reward = {"_component_": "torchtune.rlhf.reward_functions.LengthReward", "target": 0, "limit": 40}
         cfg |= {"rewards": [reward], "num_samples": 4}
+    if name in DISTILLATION:
+        if not (teacher := folder / "teacher").exists():
+            write_checkpoint(teacher, seed=1, width=48, vocab_size=TEACHER_VOCABULARY, tied=False)
+        cfg["teacher_model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": str(teacher)}
+        cfg["teacher_checkpointer"] = {**cfg["checkpointer"], "checkpoint_dir": str(teacher)}
+        cfg["kd_loss"] = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"}
     if name in recipes_in("adapters"):
         cfg["model_converters"] = [
             {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "apply_to_mlp": True}

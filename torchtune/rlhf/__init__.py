@@ -25,6 +25,7 @@ from torchtune.rlhf._rollouts import (
     rollout_batches,
     texts_of,
 )
+from torchtune.rlhf._teacher import Teacher, setup_kd_loss, setup_teacher
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
 from torchtune.rlhf.reward_functions import RewardSum
@@ -60,6 +61,7 @@ __all__ = [
     "RolloutRecord",
     "Sampler",
     "ScoredRollouts",
+    "Teacher",
     "Trajectory",
     "batched_logits_to_logprobs",
     "check_prompts",
@@ -83,8 +85,10 @@ __all__ = [
     "reward_functions",
     "rollout_batches",
     "score_rollouts",
+    "setup_kd_loss",
     "setup_policy_loss",
     "setup_reference",
+    "setup_teacher",
     "texts_of",
     "truncate_sequence_at_first_stop_token",
     "truncate_sequence_for_logprobs",
