@@ -12,7 +12,7 @@ from torch import nn
 from torchtune.data import Batch
 from torchtune.modules.loss import LossError, TeacherOutputs, TeacherStates
 from torchtune.training import compile_loss, compile_model, fit_vocabulary
-from torchtune.training.checkpointing._ranks import reshard
+from torchtune.training.parallel._shards import reshard
 from torchtune.utils import UserError, get_logger, log_rank_zero
 
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "original/tokenizer.model")
