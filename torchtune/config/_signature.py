@@ -120,16 +120,15 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
     function, owner = _implementation(target)
     function = inspect.unwrap(function)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        uses, imports = _read_source(function, catch_all)
     except (OSError, TypeError, SyntaxError, IndexError):
         found.open = True
         return
-    uses = _Uses(tree, catch_all)
-    if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)) or uses.unknown:
+    if uses.unknown:
         found.open = True
         return
     subject = target if inspect.isclass(target) else getattr(target, "__self__", None)
-    scope = _Scope(function, owner, subject, tree)
+    scope = _Scope(function, owner, subject, imports)
     for call in uses.calls:
         try:
             callee, skipped = scope.callee(call)
@@ -146,6 +145,27 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
         for name, argument in inner.named.items():
             found.named.setdefault(name, Argument(argument.annotation, argument.required and alone))
     found.named |= dict.fromkeys(uses.names - set(found.named), Argument())
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_source(function: Any, catch_all: str) -> tuple["_Uses", dict[str, str]]:
+    """What ``function`` does with its ``**catch_all``, and what names its body imports; read once."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        raise TypeError(f"the source of {function} is no function")
+    return _Uses(tree, catch_all), _imports(tree)
+
+
+def _imports(tree: ast.AST) -> dict[str, str]:
+    """Name -> what it is imported from, below ``tree``."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
+                      for a in node.names}  # fmt: skip
+    return found
 
 
 class _Uses:
@@ -197,15 +217,8 @@ class _Uses:
 class _Scope:
     """Names as the body of a function sees them."""
 
-    def __init__(self, function: Any, owner: type | None, subject: Any, tree: ast.AST) -> None:
-        self.function, self.owner, self.subject = function, owner, subject
-        self.imports: dict[str, str] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                self.imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-            elif isinstance(node, ast.Import):
-                self.imports |= {a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
-                                 for a in node.names}  # fmt: skip
+    def __init__(self, function: Any, owner: type | None, subject: Any, imports: dict[str, str]) -> None:
+        self.function, self.owner, self.subject, self.imports = function, owner, subject, imports
 
     def callee(self, call: ast.Call) -> tuple[Any, int]:
         """The object that ``call`` calls, and how many of its positional arguments are not the callee's own."""

@@ -71,10 +71,9 @@ def _pieces(cu_seqlens: Tensor, *tensors: Tensor) -> Iterator[tuple[int, int, tu
 
 def _in_blocks(q: Tensor, length: int, window: int, softcap: float, sinks: Tensor | None) -> bool:
     """Whether a document of ``length`` runs in blocks: no other kernel supports it, or blocks are faster."""
-    if window or softcap:
+    if window or softcap or q.device.type != "cpu":
         return True
-    on_cpu = q.device.type == "cpu"
-    return suits_blocks(length, q.dtype) if on_cpu else sinks is not None
+    return suits_blocks(length, q.dtype)
 
 
 @torch.library.custom_op("torchtune::document_attention", mutates_args=())
@@ -94,8 +93,6 @@ def _forward(
         here = window if window < length else 0
         if _in_blocks(q, length, here, softcap, sinks):
             block_attention(*rows, out_run.unflatten(0, (count, length)), here, softcap, sinks)
-        elif q.device.type != "cpu":
-            out_run.copy_(_run_attention(length, count, q_run, k_run, v_run))
         else:
             heads = (t.transpose(1, 2) for t in rows)
             attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
@@ -130,16 +127,11 @@ def _backward(
             more = {} if sinks is None else {"sinks": sinks, "grad_sinks": grad_sinks}
             block_attention_backward(*rows[:4], *outputs, here, softcap, **more)
             continue
-        if q.device.type != "cpu":
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_() for t in inputs[1:4]]
-                found = torch.autograd.grad(_run_attention(length, count, *leaves), leaves, inputs[0])
-        else:
-            heads = [t.transpose(1, 2) for t in rows]
-            if sinks is not None:
-                grad_sinks += sinks_gradient(heads[0], heads[4], heads[5], sinks)
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
-            found = [t.transpose(1, 2).flatten(0, 1) for t in found]
+        heads = [t.transpose(1, 2) for t in rows]
+        if sinks is not None:
+            grad_sinks += sinks_gradient(heads[0], heads[4], heads[5], sinks)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
+        found = [t.transpose(1, 2).flatten(0, 1) for t in found]
         for result, value in zip(results, found, strict=True):
             result.copy_(value)
     return *grads, grad_sinks

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchtune.data import Documents
 from torchtune.modules import MultiHeadAttention, RMSNorm, attention, create_block_causal_mask
+from torchtune.modules import _document_attention as document_attention_module
 from torchtune.modules.attention_utils import attention_backend, packed_block_causal_mask
 
 # The last one has lengths for both ways in which the CPU computes, and runs of equal length.
@@ -223,3 +224,10 @@ def test_keys_and_values_from_elsewhere() -> None:
     x, y = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
     assert layer(x, y).shape == (2, 3, 16)
     assert torch.equal(layer(x, x), layer(x))
+
+
+def test_other_devices_attend_in_blocks_where_they_have_no_kernel() -> None:
+    """The other branch calls a kernel for CPUs; inside of an operator, autograd cannot differentiate in its place."""
+    q = torch.empty(8, 2, 4, device="meta")
+    assert document_attention_module._in_blocks(q, 8, 0, 0.0, None)
+    assert not document_attention_module._in_blocks(q.new_empty(8, 2, 4, device="cpu"), 8, 0, 0.0, None)

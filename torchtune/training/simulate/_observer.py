@@ -357,10 +357,19 @@ def _backward_flops(
     return _attention_flops(5, q, cu, window)
 
 
+def _delta_rule_flops(of_state: int, of_value: int, of_key: int, of_shared: int, k: Any, v: Any) -> int:
+    """Products of one position and head with the state, and with the 64 positions of its chunk."""
+    (heads, value), (shared, key) = v.shape[2:], k.shape[2:]
+    chunk = heads * (of_value * value + of_key * key) + of_shared * shared * key
+    return v.shape[0] * v.shape[1] * (of_state * heads * key * value + 64 * chunk)
+
+
 # Of the library's own operators, by name: scores and values forward; scores again and four gradients backward.
 _OWN_FLOPS: dict[str, Callable[..., int]] = {
     "torchtune.document_attention": _forward_flops,
     "torchtune.document_attention_backward": _backward_flops,
+    "torchtune.gated_delta_rule": lambda q, k, v, *_: _delta_rule_flops(6, 3, 0, 4, k, v),
+    "torchtune.gated_delta_rule_backward": lambda grad, q, k, v, *_: _delta_rule_flops(18, 8, 6, 6, k, v),
     "torchtune.grouped_rows": lambda x, weight, counts: 2 * x.shape[0] * weight.shape[1] * weight.shape[2],
     "torchtune.grouped_weights": lambda x, grad, counts: 2 * x.shape[0] * x.shape[1] * grad.shape[1],
 }
