@@ -138,7 +138,7 @@ def test_advantages_follow_the_formula() -> None:
     assert abs(plain.nansum(1)).max() < 1e-12, "centred: the mean is not added back"
 
 
-ORDER = {"answer": '{"name":"Nora","count":77,"city":null}', "question": "2 + 2"}
+ORDER = {"answer": '{"name":"Nora","count":77,"city":null}', "question": "2 + 2", "steps": "2 * 3\n#### -1,200.5"}
 
 
 def one_more(rows: list, texts: list) -> list:
@@ -161,6 +161,8 @@ def nan_on_b(rows: list, texts: list) -> list:
         (rewards.ExactMatch("question", pattern=r"<a>(.*?)</a>"), "<a>1</a> no: <a>2 + 2</a>", 1.0),
         (rewards.ExactMatch("question", pattern=r"<a>(.*?)</a>"), "2 + 2", 0.0),
         (rewards.ExactMatch("question", ignore_case=True), "2 + 2", 1.0),
+        (rewards.NumberMatch("steps"), "So 1,200 and 3: it is -1200.50.", 1.0),
+        (rewards.NumberMatch("steps"), "-1200.50 or 3", 0.0),
         (rewards.RegexMatch(r"\d"), "in 3\nlines", 1.0),
         (rewards.RegexMatch(r"<think>.*</think>.+", whole=True), "<think>a\nb</think> 4", 1.0),
         (rewards.RegexMatch(r"<think>.*</think>.+", whole=True), "so <think>a</think> 4", 0.0),
@@ -261,7 +263,7 @@ def test_draws_follow_the_distribution(tiny: tuple) -> None:
 def test_batches_hold_every_rollout_once_within_their_tokens() -> None:
     rollouts = [Rollout(torch.arange(n + 2), 2, torch.full((n,), -1.0), True) for n in (3, 9, 2, 2, 30, 1)]
     values = [float(i) for i in range(len(rollouts))]
-    options = {"dims": ParallelDims(), "blank": rollouts[0], "count_documents": True}
+    options = {"dims": ParallelDims(), "blank": [1], "count_documents": True}
     batches, terms, labels = rlhf.rollout_batches(rollouts, values, tokens_per_batch=14, **options)
     assert (terms, labels) == (6, 47)
     assert [batch.num_documents for batch in batches] == [2, 2, 1, 1]
