@@ -147,6 +147,12 @@ def _groups(
         if compare_tied:
             _check_tied(model, weight_map, description, source)
         names, lacks_head = source.names(), _lacks_head(weight_map, description, source)
+        if lacks_head and not model.get_parameter(_HEAD).requires_grad:
+            raise CheckpointError(
+                f"{_folder(source)} is of a language model: the classifier's output layer would be new and, under an "
+                "adapter, never trained: train all weights (full_dpo_single_device, full_dpo_distributed), or start "
+                "from a classifier's checkpoint."
+            )
         if lacks_head:  # a classifier has no place for the projection to the vocabulary
             names = [name for name in names if name not in _head(weight_map, replace(description, num_classes=0))]
         try:
