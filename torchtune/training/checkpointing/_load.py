@@ -25,6 +25,7 @@ from torchtune.models import (
 from torchtune.modules.peft import LoRALinear
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights, materialize, replaced_parameters
+from torchtune.training.checkpointing._open_source import without_untrained
 from torchtune.training.checkpointing._sources import Source
 from torchtune.training.parallel._shards import full_tensor, my_shard
 from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
@@ -99,6 +100,7 @@ def load_base(
     Raises:
         CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
     """
+    source = without_untrained(source, *identity(model))
     weights, filled = FullWeights(model), set()
     weights.starts = dict(starts or {})
     for group, shapes in _groups(model, weights, source, compare_tied=True):
@@ -123,6 +125,7 @@ def check_base(model: nn.Module, source: Source) -> None:
     Raises:
         CheckpointError: see :func:`load_base`.
     """
+    source = without_untrained(source, *identity(model))
     for _ in _groups(model, FullWeights(model), source, compare_tied=False):
         pass
 
