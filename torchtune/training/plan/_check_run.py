@@ -18,11 +18,13 @@ from torchtune.modules.peft import require_adapters
 from torchtune.training._distributed import is_distributed, is_restart
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training._vocabulary import fit_vocabulary
+from torchtune.training.optim._prepare_optimizer import require_trained
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.parallel._parallelize import check_split
 from torchtune.training.plan._plan import arrange, build_on_meta, optimizer_bytes_per_element
 from torchtune.training.plan._plan_data import nodes_of
 from torchtune.training.precision import get_dtype
+from torchtune.training.quantization import check_quantizer
 from torchtune.utils import UserError, is_simulated
 from torchtune.utils._device import find_device
 
@@ -89,12 +91,15 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         attempt(lambda: get_dtype(cfg.dtype, device=device))
     checkpointer = attempt(lambda: config.instantiate(cfg.checkpointer)) if has("checkpointer") else None
     resume = cfg.resume_from_checkpoint or is_restart()
-    if has("output_dir") and hasattr(checkpointer, "check_output_dir"):
+    if has("output_dir", "optimizer") and hasattr(checkpointer, "check_output_dir"):
         attempt(lambda: checkpointer.check_output_dir(resume=resume))
     if thorough and resume and hasattr(checkpointer, "check_resume"):
         attempt(lambda: checkpointer.check_resume(cfg.source))
     dims = attempt(lambda: arrange(cfg, processes))
     model = attempt(lambda: build_on_meta(cfg)[0]) if has("model") else None
+    if model is not None and has("quantizer") and (has("optimizer") or checkpointer is not None):
+        source = None if has("optimizer") else attempt(lambda: checkpointer.store.source())
+        attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
     if model is not None:
         attempt(lambda: check_split(model, dims or ParallelDims(), _plan(cfg)))
     if model is not None and hasattr(checkpointer, "check_model"):
@@ -129,6 +134,8 @@ def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: An
         require_adapters(model)
     elif file is None or recipe_at(file) is None:
         return
+    else:
+        require_trained(model)
     if hasattr(checkpointer, "check_contents"):
         merged = of_adapters and not cfg.save_adapter_weights_only
         contents = ("adapter", "merged") if merged else "adapter" if of_adapters else "model"

@@ -298,9 +298,10 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     model, dtype, reports = build_on_meta(settings)
     total = sum(map(math.prod, full_shapes(model).values()))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    share = trained / max(total, 1)
     lines = [
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
-        f"parameters  {total:,}, of which {trained:,} are trained ({trained / max(total, 1):.2%})",
+        f"parameters  {total:,}" + (f", of which {trained:,} are trained ({share:.2%})" if settings.optimizer else ""),
         *(f"converted   {report}" for report in reports),
         f"mesh        {dims}, device {settings.device or 'chosen at start'}",
     ]
