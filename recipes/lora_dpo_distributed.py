@@ -64,6 +64,8 @@ class Settings:
     ref_checkpointer: Annotated[Component | None, HandedOver()] = None
     # Folder of the reference's log-probs, computed once before training; null computes them in every step.
     reference_cache: str | None = None
+    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
+    optimizer_in_bwd: bool = False
 
     # twin of training: steps
     # Passes over the training data.
@@ -76,8 +78,6 @@ class Settings:
     optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
     # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
     optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
-    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
-    optimizer_in_bwd: bool = False
     # Schedule of the learning rate, stepped after every optimizer step.
     lr_scheduler: Annotated[
         Component | None,

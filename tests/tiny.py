@@ -41,17 +41,25 @@ def write_tokenizer(folder: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def write_checkpoint(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+def write_checkpoint(
+    folder: Path,
+    *,
+    tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    width: int = 32,
+    vocab_size: int | None = None,
+) -> Path:
     """Write a random two-layer Llama with its tokenizer into ``folder``, as ``transformers`` does."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    vocab_size = write_tokenizer(folder)
+    needed = write_tokenizer(folder)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=32,
+            vocab_size=vocab_size or needed,
+            hidden_size=width,
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,

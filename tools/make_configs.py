@@ -23,7 +23,7 @@ CONFIGS = RECIPES / "configs"
 # Settings that everybody changes: configs show them, whatever their value.
 ALWAYS_SHOWN = {
     *("batch_size", "gradient_accumulation_steps", "epochs", "dtype", "enable_activation_checkpointing", "compile"),
-    *("max_new_tokens", "temperature"),
+    *("max_new_tokens", "temperature", "kd_ratio"),
 }
 
 
@@ -33,18 +33,22 @@ class Template(string.Template):
     delimiter = "@"
 
 
+def common(model: str, row: dict[str, Any]) -> dict[str, str]:
+    """What templates read of a model."""
+    folder, family = f"/tmp/{row['repo'].rpartition('/')[2]}", model.split("/")[0]
+    return {"title": row["title"], "repo": row["repo"], "dir": folder, "family": family, "builder": row["builder"]}
+
+
 def render(
     recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: dict[str, str], template: str, **values: Any
 ) -> str:
     """The text of one config."""
-    family = model.split("/")[0]
-    folder = f"/tmp/{row['repo'].rpartition('/')[2]}"
+    shared = common(model, row)
     # a name is followed by more letters in "@family_tokenizer"
-    tokenizer = tokenizers[row["tokenizer"]].replace("@family_tokenizer", f"{family}_tokenizer")
-    common = {"title": row["title"], "repo": row["repo"], "dir": folder, "family": family, "builder": row["builder"]}
-    filled = textwrap.indent(Template(tokenizer).substitute(common).rstrip(), "  ")
+    tokenizer = tokenizers[row["tokenizer"]].replace("@family_tokenizer", f"{shared['family']}_tokenizer")
+    filled = textwrap.indent(Template(tokenizer).substitute(shared).rstrip(), "  ")
     text = (SOURCES / f"{template}.yaml").read_text()
-    return without_defaults(Template(text).substitute(common, name=name, tokenizer=filled, **values), recipe)
+    return without_defaults(Template(text).substitute(shared, name=name, tokenizer=filled, **values), recipe)
 
 
 @functools.cache
@@ -83,7 +87,12 @@ def configs() -> Iterator[tuple[str, str]]:
                 # the loader that keeps numbers as they are written does not merge
                 shared = changes.get("<<", {})
                 values = {**defaults, **shared, **{key: value for key, value in changes.items() if key != "<<"}}
-                name = f"{model}_{values.pop('suffix')}"
+                name = f"{values.pop('name', model)}_{values.pop('suffix')}"
+                if "teacher" in values:
+                    teacher = values.pop("teacher")
+                    values |= {
+                        f"teacher_{key}": value for key, value in common(teacher, table["models"][teacher]).items()
+                    }
                 yield name, render(recipe, name, model, row, table["tokenizers"], recipe, **values)
     for name, entry in table["single"].items():
         model = entry["model"]

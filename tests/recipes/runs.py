@@ -25,6 +25,10 @@ TRAINING = [name for name in recipes_in("training", "supervised") if name not in
 WEIGHTS = [name for name in TRAINING if name in recipes_in("weights")]
 ADAPTERS = recipes_in("training", "supervised", "adapters")
 PREFERENCE = recipes_in("training", "preference")
+ROLLOUTS = recipes_in("training", "rollouts")
+DISTILLATION = recipes_in("training", "distillation")
+# More than the tokenizer has: embeddings are padded.
+TEACHER_VOCABULARY = 384
 # The last line of a step before it validates and saves; what is put after it is done after each step.
 ADVANCE = "                progress.advance(self.global_step)\n"
 _count = itertools.count()
@@ -114,6 +118,23 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
             "data_files": str(pairs),
         }
         cfg["loss"] = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+    if name in ROLLOUTS:
+        cfg["dataset"] = {
+            "_component_": "torchtune.datasets.prompt_dataset",
+            "source": "json",
+            "data_files": str(data),
+            "column": "messages",
+        }
+        cfg["loss"] = {"_component_": "torchtune.rlhf.loss.GRPOLoss"}
+        cfg["sampler"] = {"_component_": "torchtune.rlhf.LocalSampler", "max_new_tokens": 8}
+        reward = {"_component_": "torchtune.rlhf.reward_functions.LengthReward", "target": 0, "limit": 40}
+        cfg |= {"rewards": [reward], "num_samples": 4}
+    if name in DISTILLATION:
+        if not (teacher := folder / "teacher").exists():
+            write_checkpoint(teacher, seed=1, width=48, vocab_size=TEACHER_VOCABULARY, tied=False)
+        cfg["teacher_model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": str(teacher)}
+        cfg["teacher_checkpointer"] = {**cfg["checkpointer"], "checkpoint_dir": str(teacher)}
+        cfg["kd_loss"] = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"}
     if name in recipes_in("adapters"):
         cfg["model_converters"] = [
             {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "apply_to_mlp": True}

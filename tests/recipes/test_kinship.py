@@ -158,7 +158,10 @@ def test_training_recipes_share_their_settings_in_blocks() -> None:
     for path in TRAINING:
         shared = sum(len(settings_in(body)) for (_, _), body in blocks(path).items())
         assert shared == len(settings(path)), f"{path.name} has settings outside of the blocks of its groups"
-        assert marked(path, methods(path)["setup"]) == marked(path, methods(path)["train"]) == "training"
+        assert marked(path, methods(path)["setup"]) == "training"
+        assert marked(path, methods(path)["train"]) == (
+            "rollouts" if path.stem in recipes_in("rollouts") else "training"
+        )
 
 
 def settings_in(body: str) -> list[str]:
@@ -193,7 +196,7 @@ def test_sync_copies_methods_and_blocks_from_the_first_recipe_of_a_group(tmp_pat
     assert sync(tmp_path)[0] == 0
     for name in recipes_in("training"):
         text = (recipes / f"{name}.py").read_text()
-        assert "self.validated()\n" in text
+        assert ("self.validated()\n" in text) == (name not in recipes_in("rollouts"))
         assert "    batch_size: Annotated[int, Range(min=1)] = 3\n    # How many\n    new: int = 5\n" in text
         assert ("the files.\n    resize" in text) == (name in recipes_in("one_device", "supervised"))
     assert "    context_parallel_dim: Annotated" in last.read_text(), "the first distributed recipe has the block"
@@ -275,7 +278,8 @@ def depth(node: ast.AST) -> int:
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 def test_a_recipe_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+    samples = path.stem in recipes_in("rollouts")  # where answers come from, and what they are worth, is in it too
+    assert len(path.read_text().splitlines()) <= (450 if samples else 400)
     for node in recipe_class(path).body:
         if isinstance(node, ast.FunctionDef) and node.name == "train":
             assert node.end_lineno - node.lineno <= 60

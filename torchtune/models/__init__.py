@@ -25,6 +25,7 @@ __getattr__, __dir__, __all__ = attach(
         "list_specs": "_spec",
         "register": "_spec",
         "spec_for_architecture": "_spec",
+        "module_prefixes": "_parts",
         "rename_prefix": "_parts",
         "text_config": "_parts",
         "text_prefixes": "_parts",

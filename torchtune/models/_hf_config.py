@@ -190,8 +190,11 @@ class HFFormat:
         window = window or None
         if kinds is not None:
             kinds = ["full_attention" if kind == self.mixer_kind else kind for kind in kinds]
-            if len(kinds) < num_layers or not {"full_attention", "sliding_attention"}.issuperset(kinds[:num_layers]):
+            if len(kinds) < num_layers:
                 raise fields.refusal("layer_types", kinds)
+            for index, kind in enumerate(kinds[:num_layers]):
+                if kind not in ("full_attention", "sliding_attention"):
+                    raise fields.refusal(f"layer_types[{index}]", kind)
             layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention")
         elif isinstance(self.window_layers, int):
             layers = tuple(i for i in range(num_layers) if (i + 1) % self.window_layers)

@@ -41,6 +41,16 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
     return {}
 
 
+def module_prefixes(prefixes: Mapping[str, str]) -> dict[str, str]:
+    """Prefixes of the modules that ``transformers`` builds, which peft's names start with.
+
+    Args:
+        prefixes: of the checkpoint's tensors, from :func:`text_prefixes`; older checkpoints name them otherwise.
+    """
+    decoder = "text_model" if "text_model." in prefixes["model."] else "language_model"
+    return {"model.": f"model.{decoder}.", "lm_head.": "lm_head."}
+
+
 def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
     """Replace the longest matching prefix of ``name``; without a match, return ``name``."""
     found = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)

@@ -11,6 +11,7 @@ from torchtune.data._documents import Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
+from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
 
 
@@ -269,7 +270,8 @@ class TransformerDecoder(nn.Module):
 
         Raises:
             ValueError: a sequence exceeds ``max_seq_len``, a KV cache is used without mask and positions or is outgrown
-                (:meth:`outgrows_caches`), both tokens and embeddings are given, or ``output`` has another value.
+                (:meth:`outgrows_caches`), a mask comes without positions to layers that have a state, both tokens and
+                embeddings are given, or ``output`` has another value.
         """
         if output not in ("logits", "hidden", None):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
@@ -336,6 +338,11 @@ class TransformerDecoder(nn.Module):
             raise ValueError(
                 f"A sequence of {longest} tokens is longer than the model's max_seq_len {self.max_seq_len}."
             )
+        if mask is not None and input_pos is None and documents is None and self._has_states():
+            raise ValueError(
+                "A mask does not say where the state of linear attention and of convolutions starts anew: give "
+                "documents, or input_pos with the position of each token in its document, beside it."
+            )
         if self.caches_are_enabled():
             if mask is None or input_pos is None:
                 raise ValueError("With key-value caches, forward needs both mask and input_pos.")
@@ -346,6 +353,9 @@ class TransformerDecoder(nn.Module):
                     "The text grows beyond a length at which the angles of all its positions change: call "
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
                 )
+
+    def _has_states(self) -> bool:
+        return any(isinstance(getattr(layer, "attn", None), RecurrentMixer) for layer in self.layers)
 
     @staticmethod
     def _positions(x: Tensor, documents: Documents | None) -> Tensor:

@@ -159,6 +159,8 @@ def setup_reference(
     load: Callable[[Any], nn.Module],
     ref_checkpointer: Mapping[str, Any] | None = None,
     reference_cache: str | None = None,
+    *,
+    loss: AnswerLoss | None = None,
 ) -> Reference:
     """Make the reference of a run, before its first step.
 
@@ -168,6 +170,7 @@ def setup_reference(
         load: a checkpointer to the model that it holds.
         ref_checkpointer: component of the checkpointer of another model; None takes the policy at the start.
         reference_cache: folder in which log-probs are kept that are computed once; None computes them in every step.
+        loss: by default that of the recipe's settings.
 
     Raises:
         LossError: the loss is no loss of preferences, or the model does not end in what it reads.
@@ -175,7 +178,7 @@ def setup_reference(
             kept.
     """
     cfg, dims = recipe.cfg, recipe.dims
-    loss = setup_loss(config.instantiate(cfg.loss), policy)
+    loss = setup_loss(config.instantiate(cfg.loss), policy) if loss is None else loss
     if not loss.needs_reference:
         for name, given in (("ref_checkpointer", ref_checkpointer), ("reference_cache", reference_cache)):
             if given is not None:

@@ -107,7 +107,7 @@ def rollout_batches(
     *,
     tokens_per_batch: int,
     dims: ParallelDims,
-    blank: Rollout,
+    blank: Sequence[int],
     count_documents: bool = False,
 ) -> tuple[list[Batch], int, int]:
     """Micro-batches of whole rollouts, as many on every process; all processes call it together.
@@ -117,7 +117,7 @@ def rollout_batches(
         advantages: of each.
         tokens_per_batch: most tokens of a micro-batch; a longer rollout has one for itself.
         dims: the processes.
-        blank: a process that has too few gets this one instead, without labels.
+        blank: tokens that a process that has too few gets instead, without labels.
         count_documents: see :func:`collate_rollouts`.
 
     Returns:
@@ -137,11 +137,15 @@ def rollout_batches(
     ]
     terms, labels = dims.sum(sum(batch.num_terms for batch in batches), sum(batch.num_labels for batch in batches))
     for _ in range(dims.max(len(batches)) - len(batches)):
-        batches.append(_without_labels(collate_rollouts([blank], [0.0])))
+        batches.append(_blank_batch(blank))
+    batches = [batch.pad_to_multiple(dims.min_seq_len_divisor) for batch in batches]
     return batches, terms, labels
 
 
-def _without_labels(batch: Batch) -> Batch:
+def _blank_batch(tokens: Sequence[int]) -> Batch:
+    """A batch of one document without labels."""
+    rollout = Rollout(torch.tensor([*tokens, tokens[0]]), len(tokens), torch.zeros(1), True)
+    batch = collate_rollouts([rollout], [0.0])
     labels = torch.full_like(batch.labels, CROSS_ENTROPY_IGNORE_IDX)
     return replace(batch, labels=labels, per_document={"label_counts": torch.zeros(1, dtype=torch.int64)}, terms=0)
 

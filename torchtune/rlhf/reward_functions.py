@@ -269,8 +269,6 @@ class RewardSum:
             if name in self._rewards:
                 raise RolloutError(f"rewards: there are two of the name '{name}': give one of them another 'name'.")
             self._rewards[name] = reward
-        if not self._rewards:
-            raise RolloutError("rewards: the list is empty: name at least one reward.")
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int] | None = None) -> Scores:
         """Score every text.

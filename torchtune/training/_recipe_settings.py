@@ -125,6 +125,14 @@ class QuantizerSettings:
     quantizer: Node | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """A second model, frozen; only recipes of distillation declare it."""
+
+    teacher_model: Node | None = None
+    teacher_checkpointer: Node | None = None
+
+
 GROUPS = (
     ModelSettings,
     StepSettings,
@@ -135,6 +143,7 @@ GROUPS = (
     AdapterSettings,
     VocabularySettings,
     QuantizerSettings,
+    TeacherSettings,
 )
 
 
@@ -149,6 +158,7 @@ class RecipeSettings(
     AdapterSettings,
     VocabularySettings,
     QuantizerSettings,
+    TeacherSettings,
 ):
     """Typed values of a recipe's settings; a group that the recipe does not declare has the defaults above.
 
@@ -193,6 +203,10 @@ class RecipeSettings(
                     )
             found |= values
         return cls(**found, source=settings, declared=frozenset(found))
+
+    def teacher(self) -> "RecipeSettings":
+        """The same with the teacher as its model."""
+        return dataclasses.replace(self, model=self.teacher_model, model_converters=[])
 
     def has(self, group: type) -> bool:
         """Whether the recipe declares this group of settings."""

@@ -86,6 +86,12 @@ def test_what_cannot_be_expressed_is_refused_by_name(tmp_path: Path, field: str,
         from_hf_config(_write(tmp_path, config))
 
 
+def test_a_kind_of_layer_that_is_not_known_is_named() -> None:
+    config = {**_LLAMA, "layer_types": ["full_attention", "mamba", "full_attention"], "num_hidden_layers": 3}
+    with pytest.raises(ModelError, match=r"has layer_types\[1\] = 'mamba', which a model description"):
+        get_spec("llama3").from_hf_config(config)
+
+
 def test_rope_parameters_of_every_kind_come_back() -> None:
     spec = get_spec("llama3")
     for scaling in (

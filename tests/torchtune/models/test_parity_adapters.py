@@ -19,7 +19,8 @@ pytestmark = [
     # peft asks transformers under an older name.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-PARTS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj", "qkv_proj", "qkvz_proj", "in_proj")
+PARTS = (*ATTENTION, "w1", "w2", "w3")
 TOKENS = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(1))
 
 
@@ -28,7 +29,7 @@ def adaptable(model: TransformerDecoder) -> list[str]:
 
     In a model with experts, peft takes every feed-forward for theirs; these have a test among the checkpoints'.
     """
-    parts = PARTS[:4] if model.description.num_experts else PARTS
+    parts = ATTENTION if model.description.num_experts else PARTS
     found = []
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] in parts:

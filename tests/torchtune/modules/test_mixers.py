@@ -2,12 +2,17 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.models import Description, build
+from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.mixers import GatedDeltaNet, ShortConv
 from torchtune.modules.mixers._causal_conv import causal_conv
 from torchtune.modules.mixers._delta_rule import gated_delta_rule
+from torchtune.modules.peft import LoRA
+from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
+from torchtune.training.parallel._parallelize import check_split
 
 
 def _inputs(rows: int, positions: int) -> list[Tensor]:
@@ -95,6 +100,49 @@ def test_convolution_stops_at_documents() -> None:
     assert (causal_conv(x, weight, reach) - torch.cat(alone, dim=1)).abs().max() < 1e-14
     inputs = x.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(lambda *a: causal_conv(*a, reach), inputs)
+
+
+def test_a_layer_compiles() -> None:
+    """Without graph breaks: the operator says what it returns."""
+    torch.manual_seed(0)
+    mixer = GatedDeltaNet(
+        embed_dim=8, num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, conv_taps=3, norm_eps=1e-6
+    )
+    x = torch.randn(1, 70, 8, requires_grad=True)
+    positions = torch.cat([torch.arange(40), torch.arange(30)])[None]
+    compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
+    found, wanted = (kind(x, input_pos=positions) for kind in (compiled, mixer))
+    assert (found - wanted).abs().max() < 1e-6
+    inputs = (x, *mixer.parameters())
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True
+    ):
+        assert (one - other).abs().max() < 1e-5 * max(other.abs().max(), 1)
+
+
+@pytest.fixture
+def decoder() -> nn.Module:
+    """A decoder whose first layer has a state."""
+    mixer = DeltaNetMixer(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4)
+    sizes = {"vocab_size": 11, "num_layers": 2, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 8}
+    return build(Description(**sizes, num_heads=2, num_kv_heads=2, mixer=mixer, mixer_layers=(0,)))
+
+
+def test_a_mask_alone_is_refused(decoder: nn.Module) -> None:
+    tokens, mask = torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="A mask does not say where the state of linear attention"):
+        decoder(tokens, mask=mask)
+    decoder(tokens, mask=mask, input_pos=torch.arange(4))
+
+
+def test_context_parallelism_is_refused_by_name(decoder: nn.Module) -> None:
+    with pytest.raises(ParallelDimsError, match="context_parallel_dim is 2: the state of GatedDeltaNet layers"):
+        check_split(decoder, ParallelDims(cp=2, dp_shard=1, tp=1, dp_replicate=1, world_size=2))
+
+
+def test_lora_of_attention_adapts_the_input_projection(decoder: nn.Module) -> None:
+    report = LoRA(2, 4, attn_modules=["q_proj"]).convert(decoder)
+    assert report.replaced == ["layers.0.attn.qkv_proj", "layers.1.attn.q_proj"]
 
 
 @pytest.mark.parametrize("kind", ["delta", "fused", "conv"])

@@ -261,7 +261,7 @@ def test_draws_follow_the_distribution(tiny: tuple) -> None:
 def test_batches_hold_every_rollout_once_within_their_tokens() -> None:
     rollouts = [Rollout(torch.arange(n + 2), 2, torch.full((n,), -1.0), True) for n in (3, 9, 2, 2, 30, 1)]
     values = [float(i) for i in range(len(rollouts))]
-    options = {"dims": ParallelDims(), "blank": rollouts[0], "count_documents": True}
+    options = {"dims": ParallelDims(), "blank": [1], "count_documents": True}
     batches, terms, labels = rlhf.rollout_batches(rollouts, values, tokens_per_batch=14, **options)
     assert (terms, labels) == (6, 47)
     assert [batch.num_documents for batch in batches] == [2, 2, 1, 1]

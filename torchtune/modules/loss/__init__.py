@@ -2,12 +2,15 @@
 
 from torchtune.modules.loss._linear_log_probs import linear_log_probs
 from torchtune.modules.loss._setup import LossError, TokenLoss, setup_loss
+from torchtune.modules.loss._teacher import TeacherOutputs, TeacherStates
 from torchtune.modules.loss._token_log_probs import token_log_probs
 from torchtune.modules.loss.ce_chunked_output_loss import CEWithChunkedOutputLoss
 from torchtune.modules.loss.cross_entropy_loss import LinearCrossEntropyLoss
 from torchtune.modules.loss.kd_losses import (
+    DivergenceLoss,
     ForwardKLLoss,
     ForwardKLWithChunkedOutputLoss,
+    GeneralizedJSDLoss,
     ReverseKLLoss,
     ReverseKLWithChunkedOutputLoss,
     SymmetricKLLoss,
@@ -17,8 +20,10 @@ from torchtune.modules.loss.loss_types import RLLoss, SFTLoss
 
 __all__ = [
     "CEWithChunkedOutputLoss",
+    "DivergenceLoss",
     "ForwardKLLoss",
     "ForwardKLWithChunkedOutputLoss",
+    "GeneralizedJSDLoss",
     "LinearCrossEntropyLoss",
     "LossError",
     "RLLoss",
@@ -27,6 +32,8 @@ __all__ = [
     "SFTLoss",
     "SymmetricKLLoss",
     "SymmetricKLWithChunkedOutputLoss",
+    "TeacherOutputs",
+    "TeacherStates",
     "TokenLoss",
     "linear_log_probs",
     "setup_loss",

@@ -1,13 +1,12 @@
 """Log-probabilities of a batch's labels, through any output projection."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss._linear_log_probs import linear_log_probs
-from torchtune.modules.loss._projection import Projection, plain_weight
-from torchtune.modules.tied_linear import CappedLinear, TiedLinear
+from torchtune.modules.loss._projection import Projection, linear_parts
 
 # Logits of so many elements exist at once where the projection is not a product.
 _CHUNK_ELEMENTS = 2**25
@@ -27,27 +26,13 @@ def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temp
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()
     index = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero().squeeze(1)
-    weight, bias, softcap = _linear_parts(projection)
+    weight, bias, softcap = linear_parts(projection)
     if weight is None:
         found = _through_projection(rows, index, targets, projection, temperature)
     else:
         rows, options = rows.index_select(0, index), {"bias": bias, "softcap": softcap, "temperature": temperature}
         found = linear_log_probs(rows, weight, targets.index_select(0, index), **options)
     return found.new_zeros(len(targets)).index_copy(0, index, found).view(labels.shape)
-
-
-def _linear_parts(projection: Projection) -> tuple[Tensor | None, Tensor | None, float | None]:
-    """Weight [v, d], bias [v] and soft cap of a projection that is nothing else; no weight for any other."""
-    softcap = getattr(projection, "softcap", None)
-    weight = plain_weight(projection)
-    if weight is not None:
-        return weight, None, softcap
-    if type(projection) is nn.Linear and type(projection).forward is nn.Linear.forward:
-        return projection.weight, projection.bias, None
-    tied_to_embedding = type(projection) is TiedLinear and type(projection.tied_module) in (nn.Embedding, nn.Linear)
-    if type(projection) is CappedLinear or tied_to_embedding:
-        return projection.weight, None, softcap
-    return None, None, None
 
 
 def _through_projection(

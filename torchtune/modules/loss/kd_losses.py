@@ -1,45 +1,104 @@
 """Divergences between a student's and a teacher's next-token distributions."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchtune.modules.loss._linear_divergence import Logits, divergence_sum
+from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss._teacher import TeacherOutputs
+
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
+# Logits of so many elements exist at once where hidden states are compared; fewer positions than _MIN_CHUNK_ROWS by
+# chunk make the products slow.
+_CHUNK_ELEMENTS = 2**25
+_MIN_CHUNK_ROWS = 64
 
-def _expected_log_ratio(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(p‖q) of every row, in float32 at least; entries infinite on either side are left out: [..., v] -> [...]."""
+
+def _expectation(p_logits: Tensor, *others: Tensor, of: Callable[..., Tensor]) -> Tensor:
+    """Mean of ``of(log p, *log-probs of the others)`` under p, in every row: [..., v] -> [...].
+
+    In float32 at least; entries infinite on any side are left out.
+    """
+    logits = (p_logits, *others)
     compute = torch.promote_types(p_logits.dtype, torch.float32)
-    excluded = torch.isinf(p_logits) | torch.isinf(q_logits)
-    log_p = torch.log_softmax(p_logits, -1, dtype=compute)
-    log_q = torch.log_softmax(q_logits, -1, dtype=compute)
-    log_ratio = log_p.masked_fill(excluded, 0.0) - log_q.masked_fill(excluded, 0.0)
-    return (log_p.exp() * log_ratio).sum(-1)
+    excluded = reduce(torch.logical_or, [torch.isinf(one) for one in logits])
+    log_probs = [torch.log_softmax(one, -1, dtype=compute).masked_fill(excluded, 0.0) for one in logits]
+    return (log_probs[0].exp() * of(*log_probs)).masked_fill(excluded, 0.0).sum(-1)
 
 
 def forward_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """KL(teacher‖student) of every position: [..., v] -> [...]."""
-    return _expected_log_ratio(teacher_logits, student_logits)
+    return _expectation(teacher_logits, student_logits, of=lambda log_p, log_q: log_p - log_q)
+
+
+def forward_cross_entropy(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """KL(teacher‖student) plus the teacher's entropy, which does not depend on the student: [..., v] -> [...]."""
+    return _expectation(teacher_logits, student_logits, of=lambda log_p, log_q: -log_q)
 
 
 def reverse_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """KL(student‖teacher) of every position: [..., v] -> [...]."""
-    return _expected_log_ratio(student_logits, teacher_logits)
+    return _expectation(student_logits, teacher_logits, of=lambda log_p, log_q: log_p - log_q)
 
 
-class _KLLoss(nn.Module, ABC):
-    """Mean divergence over the labelled positions."""
+def jensen_shannon(student_logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
+    """β KL(teacher‖m) + (1 − β) KL(student‖m), m = β teacher + (1 − β) student, 0 < β < 1: [..., v] -> [...].
 
-    def __init__(self, ignore_index: int = -100) -> None:
+    Agarwal et al., "On-Policy Distillation of Language Models", 2024, equation 1.
+    """
+
+    def against_mixture(share: float) -> Callable[[Tensor, Tensor], Tensor]:
+        own, other = math.log(share), math.log1p(-share)
+        return lambda log_p, log_q: log_p - torch.logaddexp(log_p + own, log_q + other)
+
+    of_teacher = _expectation(teacher_logits, student_logits, of=against_mixture(beta))
+    of_student = _expectation(student_logits, teacher_logits, of=against_mixture(1.0 - beta))
+    return beta * of_teacher + (1.0 - beta) * of_student
+
+
+def _check_share(name: str, value: float) -> float:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} is {value}: give a number from 0 to 1.")
+    return value
+
+
+class DivergenceLoss(nn.Module, ABC):
+    """Mean divergence over the labelled positions, of logits or of hidden states and output projections.
+
+    A subclass says what the divergence of a position is; recipes call :meth:`distill`.
+
+    Args:
+        ignore_index: label of positions without a label.
+        temperature: divides the logits of both; gradients are not multiplied by its square.
+
+    Raises:
+        ValueError: ``temperature`` is not above 0.
+    """
+
+    num_output_chunks = 1
+
+    def __init__(self, ignore_index: int = -100, *, temperature: float = 1.0) -> None:
         super().__init__()
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}: it must be above 0.")
         self.ignore_index = ignore_index
+        self.temperature = temperature
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """Divergence of every position: [..., v] -> [...]."""
+
+    def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Compile the divergence of one chunk (arguments of ``torch.compile``); return the loss itself."""
+        self.divergence = torch.compile(self.divergence, *args, **kwargs)
+        return self
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, normalize: bool = True) -> Tensor:
         """Mean over labelled positions (0 where there is none), or their sum.
@@ -59,31 +118,73 @@ class _KLLoss(nn.Module, ABC):
     def sum_and_count(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Divergence summed over labelled positions (scalar), and their number (int64 scalar)."""
         labelled = labels != self.ignore_index
-        total = self.divergence(student_logits, teacher_logits).masked_fill(~labelled, 0.0).sum()
-        return total, labelled.sum()
+        return self._rows(student_logits, teacher_logits).masked_fill(~labelled, 0.0).sum(), labelled.sum()
+
+    def distill(
+        self, hidden: Tensor, labels: Tensor, projection: Projection, teacher: TeacherOutputs
+    ) -> tuple[Tensor, Tensor]:
+        """The same as :meth:`sum_and_count`, of hidden states: full logits of neither model exist.
+
+        Both projections are evaluated only where there is a label, for a chunk of positions at a time. Where the
+        vocabularies differ in size (embeddings padded to different multiples), the first tokens, which both have, are
+        compared: both distributions are normalised over them.
+
+        Args:
+            hidden: what ``student(..., output="hidden")`` returns [b, s, d].
+            labels: int64 [b, s]; only whether they equal ``ignore_index`` matters.
+            projection: ``student.output``.
+            teacher: what the teacher says, for example :class:`TeacherStates`.
+
+        Returns:
+            sum (scalar, float32 at least; differentiable once) and count (int64 scalar).
+        """
+        index = (labels.flatten() != self.ignore_index).nonzero().squeeze(1)
+        size = min(len(projection.weight), teacher.vocab_size)
+        teacher = teacher.select(index, size)
+
+        def divergence(logits: Tensor, rows: slice) -> Tensor:
+            return self._rows(*teacher.pair(logits, rows))
+
+        even = max(_MIN_CHUNK_ROWS, -(-len(index) // self.num_output_chunks))
+        chunk_rows = min(even, max(1, _CHUNK_ELEMENTS // size))
+        total = divergence_sum(hidden.flatten(0, -2)[index], divergence, Logits(projection, size), chunk_rows)
+        return total, torch.tensor(len(index), device=labels.device)
+
+    def _rows(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        if self.temperature != 1.0:
+            student_logits, teacher_logits = student_logits / self.temperature, teacher_logits / self.temperature
+        return self.divergence(student_logits, teacher_logits)
 
 
-class ForwardKLLoss(_KLLoss):
+class ForwardKLLoss(DivergenceLoss):
     """Mean of KL(teacher‖student) over labelled positions: the student covers all that the teacher finds likely.
 
-    Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, at temperature 1.
+    Hinton et al., "Distilling the Knowledge in a Neural Network", 2015. By default the teacher's entropy is left out,
+    −Σ p log q: the gradient is the same, and the least value is the entropy, not 0.
 
     Args:
         ignore_index: label of positions without a label.
+        with_entropy: subtract the teacher's entropy, which makes it a true KL divergence.
+        temperature: divides the logits of both; gradients are not multiplied by its square.
     """
 
+    def __init__(self, ignore_index: int = -100, *, with_entropy: bool = False, temperature: float = 1.0) -> None:
+        super().__init__(ignore_index, temperature=temperature)
+        self.with_entropy = with_entropy
+
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        """KL(teacher‖student) of every position."""
-        return forward_kl(student_logits, teacher_logits)
+        """KL(teacher‖student) of every position, with or without the teacher's entropy."""
+        return (forward_kl if self.with_entropy else forward_cross_entropy)(student_logits, teacher_logits)
 
 
-class ReverseKLLoss(_KLLoss):
+class ReverseKLLoss(DivergenceLoss):
     """Mean of KL(student‖teacher) over labelled positions: the student avoids what the teacher finds unlikely.
 
     Gu et al., "MiniLLM", 2024.
 
     Args:
         ignore_index: label of positions without a label.
+        temperature: divides the logits of both; gradients are not multiplied by its square.
     """
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -91,43 +192,90 @@ class ReverseKLLoss(_KLLoss):
         return reverse_kl(student_logits, teacher_logits)
 
 
-class SymmetricKLLoss(_KLLoss):
+class SymmetricKLLoss(DivergenceLoss):
     """Weighted sum of forward and reverse KL.
 
     Args:
         sym_kd_ratio: weight of the forward KL; the reverse KL has the rest.
         ignore_index: label of positions without a label.
+        with_entropy: as in :class:`ForwardKLLoss`.
+        temperature: divides the logits of both; gradients are not multiplied by its square.
 
     Raises:
-        ValueError: ``sym_kd_ratio`` outside [0, 1].
+        ValueError: ``sym_kd_ratio`` outside [0, 1], or ``temperature`` not above 0.
     """
 
-    def __init__(self, sym_kd_ratio: float = 0.5, ignore_index: int = -100) -> None:
-        super().__init__(ignore_index)
-        if not 0.0 <= sym_kd_ratio <= 1.0:
-            raise ValueError(f"sym_kd_ratio is {sym_kd_ratio}: give a number from 0 to 1.")
-        self.sym_kd_ratio = sym_kd_ratio
+    def __init__(
+        self,
+        sym_kd_ratio: float = 0.5,
+        ignore_index: int = -100,
+        *,
+        with_entropy: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(ignore_index, temperature=temperature)
+        self.sym_kd_ratio = _check_share("sym_kd_ratio", sym_kd_ratio)
+        self.with_entropy = with_entropy
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """Weighted sum of both divergences of every position."""
-        forward, reverse = forward_kl(student_logits, teacher_logits), reverse_kl(student_logits, teacher_logits)
-        return self.sym_kd_ratio * forward + (1.0 - self.sym_kd_ratio) * reverse
+        forward = (forward_kl if self.with_entropy else forward_cross_entropy)(student_logits, teacher_logits)
+        return self.sym_kd_ratio * forward + (1.0 - self.sym_kd_ratio) * reverse_kl(student_logits, teacher_logits)
 
 
-class _ChunkedKLLoss(nn.Module):
-    """Mean divergence over the labelled positions of logits that come in chunks along the sequence."""
+class GeneralizedJSDLoss(DivergenceLoss):
+    """Mean of the generalised Jensen-Shannon divergence over labelled positions.
 
-    def __init__(self, num_output_chunks: int, loss: _KLLoss) -> None:
+    β KL(teacher‖m) + (1 − β) KL(student‖m) with m = β teacher + (1 − β) student; bounded, unlike both KL divergences.
+    By definition it is KL(teacher‖student) at β = 0 and KL(student‖teacher) at β = 1 (Agarwal et al., "On-Policy
+    Distillation of Language Models", 2024).
+
+    Args:
+        beta: from 0 to 1.
+        num_output_chunks: number of chunks of hidden states, at least.
+        ignore_index: label of positions without a label.
+        temperature: divides the logits of both; gradients are not multiplied by its square.
+
+    Raises:
+        ValueError: ``beta`` outside [0, 1], ``num_output_chunks`` below 1, or ``temperature`` not above 0.
+    """
+
+    def __init__(
+        self, beta: float = 0.5, num_output_chunks: int = 8, ignore_index: int = -100, *, temperature: float = 1.0
+    ) -> None:
+        super().__init__(ignore_index, temperature=temperature)
+        self.beta = _check_share("beta", beta)
+        self.num_output_chunks = _check_chunks(num_output_chunks)
+
+    def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        """Generalised Jensen-Shannon divergence of every position."""
+        if self.beta in (0.0, 1.0):
+            return (forward_kl if self.beta == 0.0 else reverse_kl)(student_logits, teacher_logits)
+        return jensen_shannon(student_logits, teacher_logits, self.beta)
+
+
+def _check_chunks(number: int) -> int:
+    if number < 1:
+        raise ValueError(f"num_output_chunks is {number}: it must be at least 1.")
+    return number
+
+
+class _ChunkedLoss(nn.Module):
+    """Mean divergence over the labelled positions of logits that come in chunks along the sequence.
+
+    Of hidden states it is :meth:`ForwardKLLoss.distill`, in as many chunks or more.
+    """
+
+    def __init__(self, num_output_chunks: int, loss: DivergenceLoss) -> None:
         super().__init__()
-        if num_output_chunks < 1:
-            raise ValueError(f"num_output_chunks is {num_output_chunks}: it must be at least 1.")
-        self.num_output_chunks = num_output_chunks
+        self.num_output_chunks = loss.num_output_chunks = _check_chunks(num_output_chunks)
         self.ignore_index = loss.ignore_index
+        self.distill = loss.distill
         self._loss = loss
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Compile the divergence of one chunk (arguments of ``torch.compile``); return the loss itself."""
-        self._loss.divergence = torch.compile(self._loss.divergence, *args, **kwargs)
+        self._loss.apply_compile_strategy(*args, **kwargs)
         return self
 
     def forward(self, student_logits: Sequence[Tensor], teacher_logits: Sequence[Tensor], labels: Tensor) -> Tensor:
@@ -163,39 +311,45 @@ class _ChunkedKLLoss(nn.Module):
         return total, (labels != self.ignore_index).sum()
 
 
-class ForwardKLWithChunkedOutputLoss(_ChunkedKLLoss):
-    """:class:`ForwardKLLoss` of logits in chunks, so that float32 copies of all logits never exist at once.
+class ForwardKLWithChunkedOutputLoss(_ChunkedLoss):
+    """:class:`ForwardKLLoss` in chunks, so that float32 copies of all logits never exist at once.
 
     Args:
-        num_output_chunks: number of chunks.
+        num_output_chunks: number of chunks; of hidden states there are more, if logits would need much memory, and
+            fewer, if chunks would be too small.
         ignore_index: label of positions without a label.
+        options: further arguments of :class:`ForwardKLLoss`.
     """
 
-    def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100) -> None:
-        super().__init__(num_output_chunks, ForwardKLLoss(ignore_index))
+    def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100, **options: Any) -> None:
+        super().__init__(num_output_chunks, ForwardKLLoss(ignore_index, **options))
 
 
-class ReverseKLWithChunkedOutputLoss(_ChunkedKLLoss):
-    """:class:`ReverseKLLoss` of logits in chunks.
+class ReverseKLWithChunkedOutputLoss(_ChunkedLoss):
+    """:class:`ReverseKLLoss` in chunks.
 
     Args:
-        num_output_chunks: number of chunks.
+        num_output_chunks: see :class:`ForwardKLWithChunkedOutputLoss`.
         ignore_index: label of positions without a label.
+        options: further arguments of :class:`ReverseKLLoss`.
     """
 
-    def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100) -> None:
-        super().__init__(num_output_chunks, ReverseKLLoss(ignore_index))
+    def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100, **options: Any) -> None:
+        super().__init__(num_output_chunks, ReverseKLLoss(ignore_index, **options))
 
 
-class SymmetricKLWithChunkedOutputLoss(_ChunkedKLLoss):
-    """:class:`SymmetricKLLoss` of logits in chunks.
+class SymmetricKLWithChunkedOutputLoss(_ChunkedLoss):
+    """:class:`SymmetricKLLoss` in chunks.
 
     Args:
-        num_output_chunks: number of chunks.
+        num_output_chunks: see :class:`ForwardKLWithChunkedOutputLoss`.
         sym_kd_ratio: weight of the forward KL.
         ignore_index: label of positions without a label.
+        options: further arguments of :class:`SymmetricKLLoss`.
     """
 
-    def __init__(self, num_output_chunks: int = 8, sym_kd_ratio: float = 0.5, ignore_index: int = -100) -> None:
-        super().__init__(num_output_chunks, SymmetricKLLoss(sym_kd_ratio, ignore_index))
+    def __init__(
+        self, num_output_chunks: int = 8, sym_kd_ratio: float = 0.5, ignore_index: int = -100, **options: Any
+    ) -> None:
+        super().__init__(num_output_chunks, SymmetricKLLoss(sym_kd_ratio, ignore_index, **options))
         self.sym_kd_ratio = sym_kd_ratio

@@ -141,5 +141,10 @@ class GatedDeltaNet(RecurrentMixer):
         return qkv, z, *self.ba_proj(x).chunk(2, dim=-1)
 
     @property
+    def state_elements(self) -> int:
+        """``n_v * h_k * h_v``."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
     def _sizes(self) -> tuple[int, int, int]:
         return self.key_dim, self.key_dim, self.value_dim

@@ -27,6 +27,11 @@ class RecurrentMixer(nn.Module, ABC):
         self.kv_cache: StateCache | None = None
         self.cache_enabled = False
 
+    @property
+    def state_elements(self) -> int:
+        """Elements of the state of one sequence; 0 for a mixer that only convolves."""
+        return 0
+
     @abstractmethod
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         """``[b, s, d]`` to ``[b, s, d]``; ``reach`` ``[b, s]`` counts earlier positions of the same document."""

@@ -13,6 +13,8 @@ from torchtune.utils import deprecate_parameter
 
 LORA_ATTN_MODULES = Literal["q_proj", "k_proj", "v_proj", "output_proj"]
 MLP_MODULES = ("w1", "w2", "w3")
+# Projections of the input in layers without attention: they stand for q_proj, k_proj and v_proj there.
+MIXER_INPUTS = ("qkv_proj", "qkvz_proj", "in_proj")
 
 
 @runtime_checkable

@@ -8,12 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.models import Description, FusedAdapter, Group, ModelError, WeightMap, WeightMapError
+from torchtune.models import (
+    Description,
+    FusedAdapter,
+    Group,
+    ModelError,
+    WeightMap,
+    WeightMapError,
+    module_prefixes,
+    rename_prefix,
+    text_prefixes,
+)
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_entry
 from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
 from torchtune.training.checkpointing._load import identity, load_tensor
-from torchtune.training.checkpointing._open_source import open_source
+from torchtune.training.checkpointing._open_source import TextTower, open_source
 from torchtune.training.checkpointing._peft_settings import (
     check_settings,
     peft_settings,
@@ -84,7 +94,7 @@ def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torc
 
     Args:
         model: with adapters, on the meta device or real.
-        file: with PEFT's names, or this library's.
+        file: with PEFT's names, of the text model or of a composite model around it, or this library's.
         device: where parameters on the meta device become real.
         dtype: of these; their own by default.
 
@@ -120,6 +130,9 @@ def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, 
     tensors = [(name, source.read(name)) for name in source.names()]
     if not any(name.startswith(_PEFT_PREFIX) for name, _ in tensors):
         return tensors
+    composite = text_prefixes(name.removeprefix(_PEFT_PREFIX) for name, _ in tensors)
+    prefixes = {_PEFT_PREFIX + theirs: _PEFT_PREFIX + ours for ours, theirs in composite.items()}
+    tensors = [(rename_prefix(name, prefixes), tensor) for name, tensor in tensors]
     spec, description = identity(model)
     weight_map = spec.weight_map("hf").peft()
     rows = token_tensors(model)
@@ -184,24 +197,32 @@ def _check_rank(model: nn.Module, group: Group, name: str, tensor: torch.Tensor,
         )
 
 
-def adapter_entries(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[list[Entry], dict[str, Any]]:
+def adapter_entries(
+    model: nn.Module, ranks: Ranks, base_name: str, whole: TextTower | None = None
+) -> tuple[list[Entry], dict[str, Any]]:
     """The adapter in PEFT's layout: its tensors, and the contents of ``adapter_config.json``.
 
     Args:
         model: has a conversion with a ``peft_config``.
         ranks: every rank makes its own shard.
         base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
+        whole: the multimodal checkpoint that the model is the text decoder of: the adapter uses the names that peft
+            gives the modules of the composite model.
 
     Raises:
         CheckpointError: there is no adapter, or a layer has no name in Hugging Face's format.
     """
     spec, description = identity(model)
-    weight_map, weights = spec.weight_map("hf"), FullWeights(model)
+    prefixes = {} if whole is None else module_prefixes(whole.prefixes)
+    weight_map, weights = spec.as_part(prefixes).weight_map("hf"), FullWeights(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights.owned}
     if not parameters:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
     groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
-    rows = {ours: theirs for theirs, ours in token_tensors(model).items()}
+    rows = {
+        ours: _PEFT_PREFIX + rename_prefix(theirs.removeprefix(_PEFT_PREFIX), prefixes)
+        for theirs, ours in token_tensors(model).items()
+    }
     tokens = {name: parameters.pop(name) for name in rows}
     if unknown := [name for name in parameters if name not in groups]:
         raise CheckpointError(
@@ -215,9 +236,9 @@ def adapter_entries(model: nn.Module, ranks: Ranks, base_name: str) -> tuple[lis
         entries.append(Entry({rows[name]: shard.spec}, partial(_rows, rows[name], shard)))
     settings = peft_settings(model) | {"trainable_token_indices": token_indices(model)}
     settings |= {"init_lora_weights": getattr(model, "adapter_init", None) or True}
-    return entries, adapter_settings(
-        base_name, settings | _patterns(chosen, settings), _shortest(list(external), weight_map, description)
-    )
+    # In a composite model, the last components would also select modules of the other towers.
+    targets = sorted(external) if prefixes else _shortest(list(external), weight_map, description)
+    return entries, adapter_settings(base_name, settings | _patterns(chosen, settings), targets)
 
 
 def _rows(name: str, shard: LocalShard) -> list[TensorSlice]:

@@ -63,12 +63,12 @@ def export_model(
     merge, has_weights = "merged" in contents, bool(contents & {"model", "merged"})
     prefix = f"{folder}/" if folder else ""
     files, json_files = [], {}
-    towers = source.towers if has_weights and not identity(model)[1].is_classifier else None
+    towers = None if identity(model)[1].is_classifier else source.towers
     if has_weights:
         files, index = shards(model_entries(model, ranks, merge=merge, whole=towers), max_shard_bytes, prefix)
         json_files |= {} if index is None else {prefix + SAFETENSORS_INDEX: index}
     if "adapter" in contents:
-        entries, settings = adapter_entries(model, ranks, source.base_name())
+        entries, settings = adapter_entries(model, ranks, source.base_name(), towers)
         adapter_prefix = f"{prefix}{ADAPTER_DIR}/" if has_weights else prefix
         files.append(tensor_file(adapter_prefix + ADAPTER_FILE, entries))
         json_files[adapter_prefix + ADAPTER_CONFIG_FILE] = settings

@@ -1,12 +1,14 @@
 """Floating-point operations: how many a step of training takes, and how many a device can do.
 
 A matrix of n elements costs 2 n operations for every token that passes it in the forward pass (a multiplication and an
-addition each), as much again for the gradient of its input, and as much again for its own gradient (Kaplan et al.
-2020, arXiv:2001.08361, section 2.1). So 6 n where it is trained; 4 n where it is frozen, as the base of LoRA is, but
+addition each), as much again for the gradient of its input, and as much again for its own gradient (Kaplan et al. 2020,
+arXiv:2001.08361, section 2.1). So 6 n where it is trained; 4 n where it is frozen, as the base of LoRA is, but
 gradients pass it; 2 n below the first trained layer. Attention costs 4 operations for every channel of the queries and
 every pair of a query and a key that it sees (scores, then values), and 8 in the backward pass (Chowdhery et al. 2022,
 arXiv:2204.02311, appendix B, who count all pairs of a row; here only those that causality, the document's length and
-the layer's window leave). The output projection is counted where the loss computes it: at labels.
+the layer's window leave). Linear attention costs 6 operations for every element of its state and token (it is read by
+the key, corrected, and read by the query), and 12 in the backward pass, however it is computed. The output projection
+is counted where the loss computes it: at labels.
 
 What is computed twice (activation checkpointing) counts once: these are the operations that the model needs, not those
 that the hardware does. Norms, rotations, activations, the softmax and the optimizer are left out, as is usual.
@@ -108,6 +110,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
             what ``model(tokens)`` does.
     """
     from torchtune.modules.conversion import full_shapes
+    from torchtune.modules.mixers import RecurrentMixer
     from torchtune.modules.transformer import text_decoder
 
     decoder = text_decoder(model)
@@ -122,7 +125,9 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
         flows = flows or any(parameter.requires_grad for parameter in layer.parameters())
         by_token += sum(elements * _passes(matrix, flows) for matrix, elements in _matrices(layer, shapes))
         attention = getattr(layer, "attn", None)
-        if attention is not None:
+        if isinstance(attention, RecurrentMixer):
+            by_token += 6 * attention.state_elements * (3 if flows else 1)
+        elif attention is not None:
             width = decoder.num_heads * decoder.head_dim
             by_pair[getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
     by_label = sum(matrix.numel() * _passes(matrix, flows) for matrix in _output_matrices(decoder))

@@ -98,9 +98,21 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 def _split_sequences(model: nn.Module, dims: ParallelDims) -> None:
     from torchtune.modules.parallel import ContextParallelAttention
 
+    _refuse_states(model, dims)
     for module in _heads(model):
         _check_sequence_heads(module, dims)
         module.attention = ContextParallelAttention(dims.mesh["cp"].get_group())
+
+
+def _refuse_states(model: nn.Module, dims: ParallelDims) -> None:
+    from torchtune.modules.mixers import RecurrentMixer
+
+    kinds = {type(module).__name__ for module in model.modules() if isinstance(module, RecurrentMixer)}
+    if kinds:
+        raise ParallelDimsError(
+            f"context_parallel_dim is {dims.cp}: the state of {', '.join(sorted(kinds))} layers is not passed from "
+            "rank to rank: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
+        )
 
 
 def _check_sequence_heads(module: nn.Module, dims: ParallelDims) -> None:
@@ -138,6 +150,8 @@ def check_split(
     """
     for module in _heads(model) if dims.tp > 1 else ():
         _check_layer_heads(module, dims.tp)
+    if dims.cp > 1:
+        _refuse_states(model, dims)
     for module in _heads(model) if dims.cp > 1 else ():
         _check_sequence_heads(module, dims)
     if dims.tp == 1:

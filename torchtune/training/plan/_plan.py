@@ -9,8 +9,10 @@ The estimate, in bytes, for a run on one device (numel: elements; T = batch_size
   as the run prepares it, leaves for an element of a small matrix.
 - activations of a layer, by token: what its products, its norms, attention and the gated MLP keep for the backward
   pass, ``5 d + 3 q + 4 kv + 4 i`` elements (d: width, q and kv: widths of queries and keys, i: width of the MLP).
-  Times the layers without activation checkpointing; with it, ``d`` by recomputed layer and one layer whole. Selective
-  checkpointing by operator keeps about half of the products: half of ``5 d + 3 q + 4 kv + 4 i``.
+  A layer with a mixer in the place of attention keeps its projections three times, its output and
+  gate, and a float32 state for every 64 positions. Times the layers without activation checkpointing; with it, ``d``
+  by recomputed layer and one layer whole. Selective checkpointing by operator keeps about half of the products: half
+  of ``5 d + 3 q + 4 kv + 4 i``.
 - loss: a chunk of float32 logits and their gradient.
 
 With several processes, weights, gradients and optimizer state are divided by the data-parallel shards, the context
@@ -22,7 +24,7 @@ Attention scores, the slack of the allocator and the CUDA context (some hundred 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ import torch
 
 from torchtune.config._locate import locate
 from torchtune.modules.conversion import full_shapes
+from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.transformer import text_decoder
 from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
 from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
@@ -51,11 +54,12 @@ class MemoryEstimate:
     activations: int
     loss: int
     gathered: int = 0
+    teacher: int = 0
 
     @property
     def total(self) -> int:
         """Sum of the components."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.loss + self.gathered
+        return sum(dataclasses.astuple(self))
 
     def share(self, dims: ParallelDims, gathered: int, *, offload: bool = False) -> "MemoryEstimate":
         """What each of several processes needs.
@@ -67,8 +71,8 @@ class MemoryEstimate:
         """
         shards, parts = dims.dp_shard * dims.cp * dims.tp, dims.cp * dims.tp
         whole = gathered // dims.tp if shards > dims.tp or offload else 0
-        kept = (-(-part // shards) for part in (self.weights, self.gradients, self.optimizer))
-        return MemoryEstimate(*kept, -(-self.activations // parts), -(-self.loss // parts), whole)
+        *kept, teacher = (-(-part // shards) for part in (self.weights, self.gradients, self.optimizer, self.teacher))
+        return MemoryEstimate(*kept, -(-self.activations // parts), -(-self.loss // parts), whole, teacher)
 
 
 def optimizer_bytes_per_element(
@@ -124,23 +128,33 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, int]:
-    """(elements of one layer, width, layers) from the shapes of the first layer."""
-    from torchtune.modules.moe import MoE
-
-    layers = list(getattr(text_decoder(model), "layers", []))
+    """(mean elements of a layer, width, layers) from the shapes of the layers."""
+    decoder = text_decoder(model)
+    layers = list(getattr(decoder, "layers", []))
     if not layers:
         return 0, 0, 0
-    attention = layers[0].attn
-    shapes = full_shapes(model)
-    q, width = shapes[attention.q_proj.weight]
-    kv = attention.k_proj.weight.shape[0]
-    mlp = layers[0].mlp
-    if isinstance(mlp, MoE):  # the tokens once more for every chosen expert, before and after it
-        copies = mlp.router.experts_per_token
-        inner = copies * (mlp.experts.hidden_dim + width // 2)
-    else:
-        inner = max((p.shape[0] for p in mlp.parameters() if p.dim() == 2), default=0)
-    return 5 * width + 3 * q + 4 * kv + 4 * inner, width, len(layers)
+    shapes, width = full_shapes(model), decoder.tok_embeddings.weight.shape[1]
+    total = sum(_mixer_elements(layer.attn, shapes) + 4 * _inner_width(layer.mlp, width) for layer in layers)
+    return 5 * width + total // len(layers), width, len(layers)
+
+
+def _mixer_elements(mixer: torch.nn.Module, shapes: Mapping[torch.nn.Parameter, tuple[int, ...]]) -> int:
+    if not isinstance(mixer, RecurrentMixer):
+        return 3 * shapes[mixer.q_proj.weight][0] + 4 * shapes[mixer.k_proj.weight][0]
+    linears = {name: child for name, child in mixer.named_children() if name.endswith("_proj")}
+    inputs = sum(shapes[child.weight][0] for name, child in linears.items() if name != "output_proj")
+    # Projected and convolved; what is read and its gate; a float32 state for every 64 positions.
+    return 3 * inputs + 2 * shapes[linears["output_proj"].weight][1] + 2 * mixer.state_elements // 64
+
+
+def _inner_width(mlp: torch.nn.Module, width: int) -> int:
+    from torchtune.modules.moe import MoE
+
+    if not isinstance(mlp, MoE):
+        return max((p.shape[0] for p in mlp.parameters() if p.dim() == 2), default=0)
+    # The tokens once more for every chosen expert, before and after it.
+    chosen = mlp.router.experts_per_token * (mlp.experts.hidden_dim + width // 2)
+    return chosen + (0 if mlp.shared_expert is None else _inner_width(mlp.shared_expert, width))
 
 
 def estimate_memory(
@@ -240,6 +254,13 @@ def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtyp
         return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
 
 
+def _teacher_bytes(settings: RecipeSettings) -> int:
+    """Bytes of the weights of a second model."""
+    if settings.teacher_model is None:
+        return 0
+    return sum(map(_num_bytes, build_on_meta(settings.teacher())[0].parameters()))
+
+
 def _recomputed(settings: RecipeSettings) -> bool | int | str:
     """Which layers are recomputed, as :func:`estimate_memory` takes it."""
     if settings.ac_mode != "selective":
@@ -312,7 +333,8 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision, model)
     batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
     gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
-    estimate = _estimate(settings, model, state_bytes).share(dims, gathered, offload=offload)
+    estimate = dataclasses.replace(_estimate(settings, model, state_bytes), teacher=_teacher_bytes(settings))
+    estimate = estimate.share(dims, gathered, offload=offload)
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
     recomputed = "recomputed in the backward pass" if _recomputed(settings) else "all kept"
     return "\n".join(
@@ -326,6 +348,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
             f"  activations {_show(estimate.activations)}  {recomputed}",
             f"  loss        {_show(estimate.loss)}  logits of a chunk",
             *([f"  gathered    {_show(estimate.gathered)}  layers in use, embeddings"] if estimate.gathered else []),
+            *([f"  teacher     {_show(estimate.teacher)}  its weights"] if estimate.teacher else []),
             f"  total       {_show(estimate.total)}  and some hundred MiB for the framework",
         ]
     )

@@ -63,8 +63,8 @@ class Work:
 class Observer(TorchDispatchMode):
     """Counts what a run does; enter it inside a fake tensor mode, or around a run on real tensors.
 
-    Numbers that depend on fake data have no value: a float is 0, an integer 1, a truth is False, every element is
-    nonzero, and every row is chosen by a boolean index. Integers computed from real ones are real.
+    Numbers that depend on fake data have no value: a float is 0, an integer 1, a truth is False, all() is True, every
+    element is nonzero, and every row is chosen by a boolean index. Integers computed from real ones are real.
 
     Attributes:
         ledger: memory.
@@ -115,6 +115,9 @@ class Observer(TorchDispatchMode):
             return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
         if func is _aten.equal.default:
             return False
+        if func is _aten.all.default:
+            with unset_fake_temporarily():
+                return torch.tensor(True)
         if func is _aten.index.Tensor and (mask := _boolean(args[1])) is not None:
             return first.new_empty(mask.numel(), *first.shape[mask.dim() :])
         return func(*args, **kwargs)
@@ -354,10 +357,19 @@ def _backward_flops(
     return _attention_flops(5, q, cu, window)
 
 
+def _delta_rule_flops(of_state: int, of_value: int, of_key: int, of_shared: int, k: Any, v: Any) -> int:
+    """Products of one position and head with the state, and with the 64 positions of its chunk."""
+    (heads, value), (shared, key) = v.shape[2:], k.shape[2:]
+    chunk = heads * (of_value * value + of_key * key) + of_shared * shared * key
+    return v.shape[0] * v.shape[1] * (of_state * heads * key * value + 64 * chunk)
+
+
 # Of the library's own operators, by name: scores and values forward; scores again and four gradients backward.
 _OWN_FLOPS: dict[str, Callable[..., int]] = {
     "torchtune.document_attention": _forward_flops,
     "torchtune.document_attention_backward": _backward_flops,
+    "torchtune.gated_delta_rule": lambda q, k, v, *_: _delta_rule_flops(6, 3, 0, 4, k, v),
+    "torchtune.gated_delta_rule_backward": lambda grad, q, k, v, *_: _delta_rule_flops(18, 8, 6, 6, k, v),
     "torchtune.grouped_rows": lambda x, weight, counts: 2 * x.shape[0] * weight.shape[1] * weight.shape[2],
     "torchtune.grouped_weights": lambda x, grad, counts: 2 * x.shape[0] * x.shape[1] * grad.shape[1],
 }

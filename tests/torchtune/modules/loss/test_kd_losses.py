@@ -1,18 +1,26 @@
-"""Divergences between student and teacher equal their definitions."""
+"""Divergences between student and teacher equal their definitions, of logits and of hidden states."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune.modules.loss import (
+    DivergenceLoss,
     ForwardKLLoss,
     ForwardKLWithChunkedOutputLoss,
+    GeneralizedJSDLoss,
     ReverseKLLoss,
     ReverseKLWithChunkedOutputLoss,
     SymmetricKLLoss,
     SymmetricKLWithChunkedOutputLoss,
+    TeacherStates,
 )
+from torchtune.modules.loss import kd_losses as kd_losses_module
+from torchtune.modules.tied_linear import CappedLinear
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -23,23 +31,47 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return student, torch.randn(2, 12, 19, dtype=torch.float64), labels
 
 
-def kl(p: Tensor, q: Tensor, labels: Tensor) -> Tensor:
+def kl(p: Tensor, q: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Mean KL(p‖q) over labelled positions, by torch."""
-    rows = F.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none").sum(-1)
-    return rows[labels != -100].mean()
+    log_p, log_q = (logits.div(temperature).log_softmax(-1) for logits in (p, q))
+    return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)[labels != -100].mean()
 
 
-PAIRS = [
-    (ForwardKLLoss(), ForwardKLWithChunkedOutputLoss(3), 1.0),
-    (ReverseKLLoss(), ReverseKLWithChunkedOutputLoss(3), 0.0),
-    (SymmetricKLLoss(0.3), SymmetricKLWithChunkedOutputLoss(3, sym_kd_ratio=0.3), 0.3),
+def entropy(p: Tensor, labels: Tensor) -> Tensor:
+    """Mean entropy over labelled positions."""
+    return torch.distributions.Categorical(logits=p).entropy()[labels != -100].mean()
+
+
+def mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return (beta * teacher.softmax(-1) + (1 - beta) * student.softmax(-1)).log()
+
+
+def jsd(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -> Tensor:
+    middle = mixture(student, teacher, beta)
+    return beta * kl(teacher, middle, labels) + (1 - beta) * kl(student, middle, labels)
+
+
+# (loss, the same in chunks, its definition of student, teacher and labels)
+FORWARD, SYMMETRIC = {"with_entropy": True, "temperature": 2.0}, {"sym_kd_ratio": 0.3}
+CASES = [
+    (ForwardKLLoss(), ForwardKLWithChunkedOutputLoss(3), lambda s, t, y: kl(t, s, y) + entropy(t, y)),
+    (ForwardKLLoss(**FORWARD), ForwardKLWithChunkedOutputLoss(3, **FORWARD), lambda s, t, y: kl(t, s, y, 2.0)),
+    (ReverseKLLoss(), ReverseKLWithChunkedOutputLoss(3), lambda s, t, y: kl(s, t, y)),
+    (
+        SymmetricKLLoss(**SYMMETRIC),
+        SymmetricKLWithChunkedOutputLoss(3, **SYMMETRIC),
+        lambda s, t, y: 0.3 * (kl(t, s, y) + entropy(t, y)) + 0.7 * kl(s, t, y),
+    ),
+    (GeneralizedJSDLoss(0.2), None, lambda s, t, y: jsd(s, t, y, 0.2)),
+    (GeneralizedJSDLoss(0.0), None, lambda s, t, y: kl(t, s, y)),
+    (GeneralizedJSDLoss(1.0), None, lambda s, t, y: kl(s, t, y)),
 ]
 
 
-@pytest.mark.parametrize(("loss", "chunked", "ratio"), PAIRS)
-def test_definition_and_gradient(loss: nn.Module, chunked: nn.Module, ratio: float) -> None:
+@pytest.mark.parametrize(("loss", "chunked", "definition"), CASES)
+def test_definition_and_gradient(loss: DivergenceLoss, chunked: nn.Module | None, definition: Any) -> None:
     student, teacher, labels = inputs()
-    exact = ratio * kl(teacher, student, labels) + (1 - ratio) * kl(student, teacher, labels)
+    exact = definition(student, teacher, labels)
     (grad,) = torch.autograd.grad(exact, student)
     value = loss(student, teacher, labels)
     torch.testing.assert_close(value, exact)
@@ -48,18 +80,90 @@ def test_definition_and_gradient(loss: nn.Module, chunked: nn.Module, ratio: flo
     torch.testing.assert_close(flat, exact)
     total = loss(student, teacher, labels, normalize=False)
     torch.testing.assert_close(total, exact * (labels != -100).sum())
-    for chunks in (3, 5):
+    for chunks in (3, 5) if chunked is not None else ():
         parts = chunked(student.chunk(chunks, dim=1), teacher.chunk(chunks, dim=1), labels)
         torch.testing.assert_close(parts, exact)
 
 
-@pytest.mark.parametrize(("loss", "chunked", "ratio"), PAIRS)
-def test_equal_models_no_labels_and_excluded_tokens(loss: nn.Module, chunked: nn.Module, ratio: float) -> None:
+def logits_of(projection: nn.Linear, hidden: Tensor) -> Tensor:
+    """What a projection computes, its soft cap in float64 too."""
+    if not isinstance(projection, CappedLinear):
+        return projection(hidden)
+    return projection.softcap * torch.tanh(nn.functional.linear(hidden, projection.weight) / projection.softcap)
+
+
+class Adapted(nn.Linear):
+    """A projection that is more than a product, as one with an adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.5 * x.sum(-1, keepdim=True) * self.weight.sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "capped", "adapted", "frozen"])
+@pytest.mark.parametrize(("loss", "chunked", "definition"), CASES)
+def test_hidden_states_of_other_sizes(
+    loss: DivergenceLoss, chunked: nn.Module | None, definition: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of hidden states and weights, in several chunks; the teacher's vocabulary has padding."""
+    monkeypatch.setattr(kd_losses_module, "_MIN_CHUNK_ROWS", 4)
+    torch.manual_seed(0)
+    hidden, states = torch.randn(2, 12, 6).double().requires_grad_(), torch.randn(2, 12, 10).double()
+    makers = {"capped": lambda: CappedLinear(6, 19, 2.0), "adapted": lambda: Adapted(6, 19, bias=False)}
+    projection = makers.get(kind, lambda: nn.Linear(6, 19, bias=kind == "bias"))().double()
+    projection.requires_grad_(kind != "frozen")
+    of_teacher = CappedLinear(10, 24, 3.0).double()
+    labels = torch.randint(0, 19, (2, 12))
+    labels[:, :5] = -100
+    wanted = [hidden, *(one for one in projection.parameters() if one.requires_grad)]
+    exact = definition(logits_of(projection, hidden), logits_of(of_teacher, states).detach()[..., :19], labels)
+    grads = torch.autograd.grad(exact, wanted)
+    total, count = (chunked or loss).distill(hidden, labels, projection, TeacherStates(states, of_teacher))
+    torch.testing.assert_close(total / count, exact)
+    torch.testing.assert_close(torch.autograd.grad(total / count, wanted), grads)
+    with torch.no_grad():
+        again, _ = loss.distill(hidden, labels, projection, TeacherStates(states, of_teacher))
+    torch.testing.assert_close(again, total)
+
+
+def test_no_label_is_zero_with_gradients() -> None:
+    hidden, projection = torch.randn(1, 3, 4).requires_grad_(), nn.Linear(4, 5)
+    nothing = torch.full((1, 3), -100)
+    total, count = ReverseKLLoss().distill(hidden, nothing, projection, TeacherStates(hidden, projection))
+    total.backward()
+    assert (total.item(), count.item()) == (0, 0)
+    assert not hidden.grad.any()
+    assert not projection.weight.grad.any()
+
+
+def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kd_losses_module, "_CHUNK_ELEMENTS", 64 * 19)
+    hidden, projection, most = torch.randn(1, 300, 4).requires_grad_(), nn.Linear(4, 19, bias=False), 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            found = op(*args, **(kwargs or {}))
+            if isinstance(found, Tensor) and found.shape[-1:] == (19,):
+                most = max(most, found.numel() // 19)
+            return found
+
+    labels = torch.zeros(1, 300, dtype=torch.int64)
+    with Watch():
+        total, _ = ForwardKLLoss().distill(hidden, labels, projection, TeacherStates(hidden, projection))
+        total.backward()
+    assert most == 64
+
+
+@pytest.mark.parametrize(("loss", "chunked", "definition"), CASES)
+def test_equal_models_no_labels_and_excluded_tokens(
+    loss: DivergenceLoss, chunked: nn.Module | None, definition: Any
+) -> None:
     student, teacher, labels = inputs()
-    assert loss(student, student.detach(), labels).abs() <= 1e-12
+    torch.testing.assert_close(loss(student, student.detach(), labels), definition(student, student, labels))
     nothing = torch.full_like(labels, -100)
     assert loss(student, teacher, nothing) == 0
-    assert chunked(student.chunk(3, dim=1), teacher.chunk(3, dim=1), nothing) == 0
+    if chunked is not None:
+        assert chunked(student.chunk(3, dim=1), teacher.chunk(3, dim=1), nothing) == 0
     excluded = torch.zeros(19, dtype=torch.float64)
     excluded[-2:] = -torch.inf  # entries of a padded vocabulary
     value = loss(student + excluded, teacher + excluded, labels)
@@ -89,5 +193,9 @@ def test_mistakes() -> None:
         ForwardKLWithChunkedOutputLoss(2)(student[:, :10].chunk(2, 1), teacher[:, :10].chunk(2, 1), labels)
     with pytest.raises(ValueError, match=r"sym_kd_ratio is 1\.5"):
         SymmetricKLLoss(1.5)
+    with pytest.raises(ValueError, match=r"beta is -0\.1"):
+        GeneralizedJSDLoss(-0.1)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        ForwardKLLoss(temperature=0)
     with pytest.raises(ValueError, match="num_output_chunks is 0"):
         ReverseKLWithChunkedOutputLoss(0)

@@ -70,7 +70,7 @@ def hf_model(
     """A random model of transformers, with norms and biases that matter, of a row of SHAPES or another."""
     architecture, options = SHAPES[shape] if isinstance(shape, str) else shape
     torch.manual_seed(seed)
-    kind = {"Gemma3": "Gemma3Text"}.get(architecture, architecture)
+    kind = f"{architecture}Text" if architecture in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else architecture
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **sizes})
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
     with torch.no_grad():

@@ -1,9 +1,11 @@
 """The text decoder of a model with several parts: the others are kept, or left out if asked."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -188,3 +190,48 @@ def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path: Path) -> No
     found = _saved(checkpointer.save("epoch_0", model))
     _same_other_parts(found, source)
     assert all(torch.equal(found[key], source[key]) for key in source)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
+def test_an_adapter_of_the_text_part_is_peft_s_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "whole"
+    hf = _whole(name)
+    hf.save_pretrained(folder)
+    checkpointer, model = _loaded(folder, tmp_path / "out", lora=True)
+    with torch.no_grad():
+        before = model.eval()(TOKENS)
+        for key, parameter in model.named_parameters():
+            if key.endswith("lora_b.weight"):
+                parameter.normal_(generator=torch.Generator().manual_seed(3))
+        expected = model(TOKENS)
+    assert (expected - before).abs().max() > 0.1
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+
+    # peft's own layout: the names that it gives the same adapter of the composite model.
+    whole = peft.PeftModel.from_pretrained(hf, saved).eval()
+    with torch.no_grad():
+        assert (whole(TOKENS).logits - expected).abs().max() <= 1e-4
+    adapted = [key for key, module in whole.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    assert len(adapted) == 4
+    assert all(".language_model." in key for key in adapted)  # none in the vision tower
+    theirs = tmp_path / "theirs"
+    whole.save_pretrained(theirs)
+    ours, again = (load_file(path / "adapter_model.safetensors") for path in (saved, theirs))
+    assert ours.keys() == again.keys()
+    assert all(key.startswith("base_model.model.model.language_model.layers.") for key in ours)
+
+    # Read back: peft's file of the composite model, and one with the names of the text model.
+    text = tmp_path / "text"
+    shutil.copytree(theirs, text)
+    alone = {key.replace("model.language_model.", "model."): value for key, value in again.items()}
+    save_file(alone, text / "adapter_model.safetensors")
+    for path in (theirs, text):
+        _, loaded = _loaded(folder, tmp_path / "out", lora=True, adapter_checkpoint=str(path))
+        with torch.no_grad():
+            assert torch.equal(loaded.eval()(TOKENS), expected)
+
+    # As a model of its own, it has the names of the text model.
+    checkpointer, loaded = _loaded(folder, tmp_path / "own", lora=True, text_only=True)
+    own = load_file(checkpointer.save("epoch_0", loaded, contents="adapter") / "adapter_model.safetensors")
+    assert own.keys() == alone.keys()

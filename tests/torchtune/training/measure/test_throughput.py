@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, mm_flop
 from torchtune import training
 from torchtune.data import Documents
 from torchtune.models import Description, build
+from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
@@ -87,6 +88,20 @@ def test_attention_counts_pairs_that_see_each_other() -> None:
     assert windows.attention([1, 4]) == 2 * by_pair * (1 + 1 + 2 + 2 + 2) + by_pair * (1 + 10)
     lower = count_flops(frozen_below(tiny()))
     assert lower.pair == {None: (4 + 4 + 12) * 16}
+
+
+def test_linear_attention_counts_by_token() -> None:
+    mixer = DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5)
+    model = tiny(mixer=mixer, mixer_layers=(0, 2))
+    tokens = torch.randint(40, (2, 8))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    found = counter.get_flop_counts()["Global"]
+    products = found.get(torch.ops.aten.mm, 0) + found.get(torch.ops.aten.addmm, 0)
+    counted = count_flops(model)
+    convolved, state = 4 * (2 * 2 * 6 + 4 * 5), 4 * 6 * 5
+    assert counted.token * 16 + counted.label * 16 - products == 16 * 2 * 3 * (2 * convolved + 6 * state)
+    assert counted.pair == {None: 12 * 4 * 4}
 
 
 def test_experts_count_where_tokens_are_sent() -> None:

@@ -1,0 +1,440 @@
+"""Reinforcement learning of adapters on several devices with rewards that can be computed: GRPO and its kin.
+
+Weights are sharded (FSDP2), layers can be split (tensor parallel); every rank answers its own prompts and scores them.
+docs/grpo.rst says how to choose the loss, the sampler and the rewards, and what to watch.
+
+    tune run --nproc-per-node 2 lora_grpo_distributed --config qwen3/4B_lora_grpo num_samples=16
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+
+from torchtune import config, datasets, rlhf, training, utils
+from torchtune.config import Component, HandedOver, Range
+from torchtune.data import Batch, BatchLoader
+from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
+from torchtune.modules.peft import require_adapters
+from torchtune.rlhf.loss import setup_loss
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Settings of reinforcement learning of adapters on several devices."""
+
+    # twin of adapters: model
+    # Builder of the model with adapters, for example torchtune.models.llama3_2.lora_llama3_2_1b.
+    model: Component
+    # Save only adapters, never the merged model.
+    save_adapter_weights_only: bool = False
+
+    # twin of training: inputs
+    # Where checkpoints, logs and the resolved config are written.
+    output_dir: str
+    # Conversions of the described model, applied in order before any weight exists.
+    model_converters: list[Component] = field(default_factory=list)
+    # Tokenizer of the model, with its prompt layout.
+    tokenizer: Component
+    # Where weights come from and where checkpoints go.
+    checkpointer: Annotated[Component, HandedOver(rules={"keep_last_n_checkpoints": Range(min=1)})]
+    # Continue from the newest complete checkpoint of output_dir.
+    resume_from_checkpoint: bool = False
+
+    # twin of training: data
+    # Training data; several datasets are concatenated.
+    dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
+    # Data on which the loss is measured every run_val_every_n_steps.
+    dataset_val: Annotated[Component | list[Component] | None, HandedOver("tokenizer")] = None
+    # Seed of everything random; null draws one and writes it into the saved config.
+    seed: Annotated[int | None, Range(min=0)] = None
+    # Visit the examples of an epoch in random order.
+    shuffle: bool = True
+    # Examples (or packs) per micro-batch.
+    batch_size: Annotated[int, Range(min=1)] = 2
+    # Examples per batch of validation; null means batch_size.
+    batch_size_val: Annotated[int | None, Range(min=1)] = None
+
+    # twin of rollouts: rollouts
+    # Function that turns a list of prompts into a batch.
+    collate_fn: str = "torchtune.rlhf.collate_prompts"
+    # Answers that are sampled for each prompt: a group.
+    num_samples: Annotated[int, Range(min=1)] = 8
+    # Where answers come from: torchtune.rlhf.LocalSampler samples from the model itself.
+    sampler: Annotated[Component, HandedOver("model", "tokenizer", rules={"max_new_tokens": Range(min=1)})]
+    # What scores an answer; the weighted rewards are added up.
+    rewards: list[Component] = field(default_factory=list)
+    # What makes advantages of the rewards of a group; null takes off their mean.
+    advantages: Component | None = None
+    # Optimizer steps on the answers of a step.
+    num_iterations: Annotated[int, Range(min=1)] = 1
+    # Most tokens of a micro-batch of whole answers.
+    tokens_per_batch: Annotated[int, Range(min=1)] = 8192
+    # Leave answers that have not ended out of the loss; they count in their group's mean.
+    drop_unfinished: bool = False
+    # Checkpoint of the reference model; null takes the model as the run starts with it.
+    ref_checkpointer: Annotated[Component | None, HandedOver()] = None
+    # Steps between two tables of answers in the log; null shows none.
+    show_samples_every_n_steps: Annotated[int | None, Range(min=1)] = 10
+
+    # twin of training: steps
+    # Passes over the training data.
+    epochs: Annotated[int, Range(min=1)] = 1
+    # Most optimizer steps per epoch; null takes all of them.
+    max_steps_per_epoch: Annotated[int | None, Range(min=1)] = None
+    # Micro-batches per optimizer step.
+    gradient_accumulation_steps: Annotated[int, Range(min=1)] = 1
+    # Optimizer of the trained parameters.
+    optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
+    # Schedule of the learning rate, stepped after every optimizer step.
+    lr_scheduler: Annotated[
+        Component | None,
+        HandedOver(
+            "optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}
+        ),
+    ] = None
+    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
+    # Largest norm of the gradients; larger ones are scaled down to it.
+    clip_grad_norm: Annotated[float | None, Range(above=0)] = None
+    # Steps between two measurements of the validation loss; null never measures it.
+    run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
+    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
+    save_every_n_steps: Annotated[int | None, Range(min=1)] = None
+    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
+    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
+    # Write checkpoints in the background, from a copy in host memory.
+    enable_async_checkpointing: bool = False
+    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
+    max_skipped_steps: Annotated[int, Range(min=1)] = 10
+    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
+    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
+
+    # twin of distributed: mesh
+    # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
+    data_parallel_replicate_dim: Annotated[int, Range(min=1)] = 1
+    # Ranks over which FSDP shards a replica, each with its own examples; -1 takes the remaining ranks.
+    data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
+    # Tensor parallel ranks, best within one machine.
+    tensor_parallel_dim: Annotated[int, Range(min=1)] = 1
+    # Tensor parallel plan; null takes that of the model's family.
+    tensor_parallel_plan: Annotated[Component | None, HandedOver("model")] = None
+    # Context parallel ranks: each sequence is split over them.
+    context_parallel_dim: Annotated[int, Range(min=1)] = 1
+    # Keep parameters, gradients and optimizer states in host memory.
+    fsdp_cpu_offload: bool = False
+    # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
+    fsdp_reshard_after_forward: bool = True
+    # Modules to shard separately, besides the layers, for example [tok_embeddings, output].
+    custom_sharded_layers: list[str] | None = None
+
+    # twin of training: runtime
+    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    device: str | None = None
+    # Data type of weights and activations.
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    # Recompute activations in the backward pass to save memory.
+    enable_activation_checkpointing: bool = False
+    # Recompute some activations: full (every layer), or selective, which ac_option explains.
+    ac_mode: Literal["full", "selective"] | None = None
+    # n recomputes every n-th layer; op keeps attention and every other matrix product in all layers.
+    ac_option: int | str | None = None
+    # Keep activations in host memory between forward and backward (CUDA, with activation checkpointing).
+    enable_activation_offloading: bool = False
+    # Compile every layer and the loss.
+    compile: bool = False
+    # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
+    hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
+    # Passed to torch.set_deterministic_debug_mode.
+    cudnn_deterministic_mode: int | str | None = None
+    # Where metrics go.
+    metric_logger: Component
+    # Steps between two records of metrics.
+    log_every_n_steps: Annotated[int, Range(min=1)] = 1
+    # Log the peak memory with the metrics.
+    log_peak_memory_stats: bool = True
+    # Level of the messages on the terminal.
+    log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
+    # Profiler of a window of steps.
+    profiler: Component | None = None
+
+    optimizer_in_bwd: ClassVar[bool] = False  # a step has several micro-batches, of whole answers
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        yield from training.check_settings(self)
+        yield from rlhf.check_rollout_settings(self)
+
+
+class LoRAGRPORecipeDistributed:
+    """Trains adapters of a frozen model on its own answers, on several devices."""
+
+    def __init__(self, cfg: Settings) -> None:
+        self.cfg = cfg
+        self.device = utils.get_device(cfg.device)
+        self.dims = training.ParallelDims.start(
+            self.device,
+            dp_replicate=cfg.data_parallel_replicate_dim,
+            dp_shard=cfg.data_parallel_shard_dim,
+            cp=cfg.context_parallel_dim,
+            tp=cfg.tensor_parallel_dim,
+        )
+        self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
+        self.dtype = training.get_dtype(cfg.dtype, device=self.device)
+        self.checkpointer = config.instantiate(cfg.checkpointer)
+        resume = cfg.resume_from_checkpoint or training.is_restart()
+        self.checkpointer.check_output_dir(resume=resume)
+        self.checkpointer.lock_output_dir()
+        self.resume_point = self.checkpointer.find_resume_point(cfg) if resume else None
+        seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
+        self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
+        self.global_step = 0
+
+    # twin of training
+    def setup(self, cfg: Settings) -> None:
+        """Build everything that training needs; nothing is trained or written yet."""
+        self.tokenizer = config.instantiate(cfg.tokenizer)
+        self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
+        self.loader_val = None
+        if cfg.dataset_val is not None:
+            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
+        self.total_steps = cfg.epochs * len(self.loader)
+
+        self.model = self.setup_model(cfg)
+        self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
+        if cfg.compile:
+            training.compile_loss(self.loss_fn)
+        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
+            self.model, cfg.enable_activation_offloading
+        )
+        self.optimizer = training.setup_optimizer(
+            partial(config.instantiate, cfg.optimizer),
+            self.model,
+            precision=cfg.optimizer_precision,
+            in_backward=cfg.optimizer_in_bwd,
+        )
+        self.lr_scheduler = config.instantiate(
+            cfg.lr_scheduler, self.optimizer, num_training_steps=self.total_steps, last_epoch=-1
+        )
+        self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
+        self.metric_logger.log_config(cfg)
+        self.profiler = training.profiler_from_config(cfg.profiler)
+        self.guard = training.StepGuard(
+            self.optimizer, self.loader, self.dims, cfg.output_dir, cfg.max_skipped_steps, cfg.loss_spike_threshold
+        )
+        if self.resume_point is not None:
+            state = self.training_state()
+            self.checkpointer.resume(self.resume_point, self.model, state)
+            self.global_step = state["progress"]["global_step"]
+            self.log.info(f"Resuming from {self.resume_point.path} at step {self.global_step} of {self.total_steps}.")
+
+    def setup_model(self, cfg: Settings) -> torch.nn.Module:
+        """Load the model and what answers and scores, then wrap it."""
+        model = self.load_model(cfg, self.checkpointer)
+        require_adapters(model)
+        contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
+        self.checkpointer.check_contents(model, contents=contents)
+        training.fit_vocabulary(model, self.tokenizer)
+        self.setup_rollouts(cfg, model)
+        training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
+        if cfg.compile:
+            training.compile_model(model)
+        return model
+
+    def load_model(self, cfg: Settings, checkpointer: Any) -> torch.nn.Module:
+        """Describe, convert, split, then load: each process reads its own share of the weights."""
+        with training.set_default_dtype(self.dtype), torch.device("meta"):
+            model = config.instantiate(cfg.model)
+            apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+        training.parallelize(
+            model,
+            self.dims,
+            device=self.device,
+            cpu_offload=cfg.fsdp_cpu_offload,
+            reshard_after_forward=cfg.fsdp_reshard_after_forward,
+            custom_sharded_layers=cfg.custom_sharded_layers,
+            tensor_parallel_plan=cfg.tensor_parallel_plan and partial(config.instantiate, cfg.tensor_parallel_plan),
+        )
+        checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device)
+        return model
+
+    # twin of distributed
+    def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
+        """This rank's batches of a dataset; their order depends only on the seed and the epoch."""
+        return BatchLoader(
+            datasets.instantiate_dataset(dataset, self.tokenizer),
+            batch_size=batch_size,
+            collate_fn=self.dims.collate(datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer)),
+            shuffle=self.cfg.shuffle and training_data,
+            seed=self.seed,
+            accumulation_steps=self.cfg.gradient_accumulation_steps if training_data else 1,
+            max_steps_per_epoch=self.cfg.max_steps_per_epoch if training_data else None,
+            rank=self.dims.data_rank,
+            world_size=self.dims.data_size,
+        )
+
+    # twin of rollouts
+    def setup_rollouts(self, cfg: Settings, model: torch.nn.Module) -> None:
+        """What answers prompts, scores the answers, and is compared with."""
+        self.sampler = config.instantiate(cfg.sampler, model, self.tokenizer)
+        for loader in filter(None, (self.loader, self.loader_val)):
+            rlhf.check_prompts(loader.dataset, self.sampler, model)
+        self.rewards = rlhf.RewardSum([config.instantiate(reward) for reward in cfg.rewards])
+        self.advantages = rlhf.make_advantages(config.instantiate(cfg.advantages))
+        loss = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler.temperature)
+        self.reference = rlhf.setup_reference(
+            self, model, partial(self.load_model, cfg), cfg.ref_checkpointer, loss=loss
+        )
+        self.record = rlhf.RolloutRecord(cfg.output_dir, self.tokenizer, self.dims, cfg.show_samples_every_n_steps)
+
+    # twin of rollouts
+    def sample(self, batches: list[Batch], num_samples: int, *, greedy: bool = False) -> rlhf.ScoredRollouts:
+        """Answer prompts and score the answers, which depend on the seed, the step and the row alone."""
+        prompts = [prompt for batch in batches for prompt in batch.prompts]
+        seeds = [rlhf.prompt_seed(self.seed, self.global_step, prompt.number) for prompt in prompts]
+        rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, None if greedy else seeds)
+        return rlhf.score_rollouts(prompts, rollouts, self.rewards, self.tokenizer)
+
+    # twin of rollouts
+    def collect(self, prompts: list[Batch]) -> tuple[list[Batch], int, int]:
+        """Rollouts, rewards, advantages, documents: micro-batches, and the terms and labels of all processes."""
+        scored = self.sample(prompts, self.cfg.num_samples)
+        advantages = self.advantages(scored.rewards, self.dims)
+        self.guard.note(scored.figures())
+        limits = {"tokens_per_batch": self.cfg.tokens_per_batch, "drop_unfinished": self.cfg.drop_unfinished}
+        found = scored.batches(advantages, self.loss_fn, self.dims, **limits, device=self.device)
+        self.record.write(self.global_step + 1, scored, advantages, num_terms=found[1])
+        return found
+
+    # twin of rollouts
+    def compute_loss(self, batch: Batch) -> torch.Tensor:
+        """Loss summed over the tokens (or answers) of one batch, as a scalar."""
+        reference, _ = self.reference(batch)
+        with self.activations_handling_ctx:
+            hidden = self.model(**batch.model_inputs(), output="hidden")
+            scores = self.loss_fn.score(hidden, batch, self.model.output)
+            total, figures = self.loss_fn.sum_and_metrics(batch, scores, reference)
+            self.guard.note(figures)
+            return total
+
+    # twin of rollouts
+    def train(self) -> int:
+        """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
+        cfg = self.cfg
+        self.loss_fn = rlhf.setup_policy_loss(self.loss_fn, self.model, self.sampler.temperature)
+        self.model.train()
+        throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
+        saves = {"every_n_steps": cfg.save_every_n_steps, "every_n_minutes": cfg.save_every_n_minutes}
+        control = training.RunControl(self.dims, cfg.output_dir, **saves, guard=self.guard, throughput=throughput)
+        training.reset_memory_stats(self.device)
+        with (
+            control,
+            training.watch_run(cfg, self.dims, throughput, cfg.hang_timeout_minutes),
+            training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
+            self.profiler as profiler,
+        ):
+            for step in control.steps(self.loader, cfg.epochs):
+                with throughput.paused("sampling"):
+                    batches, num_terms, num_labels = self.collect(step.batches)
+                metrics = {"lr": training.get_lr(self.optimizer)}
+                for _ in range(cfg.num_iterations):
+                    self.guard.add(torch.zeros((), device=self.device))  # there may be no batch, if no group varies
+                    # The mean is over all terms of the step, so that its gradient does not depend on the split.
+                    for batch in batches:
+                        loss = self.compute_loss(batch) / num_terms
+                        self.guard.add(loss)
+                        loss.backward()
+                    run_pre_optimizer_hooks(self.model)
+                    metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                    if self.guard.accepts(self.global_step + 1, metrics):
+                        self.optimizer.step()
+                        run_post_optimizer_hooks(self.model)
+                    self.optimizer.zero_grad(set_to_none=True)
+                if self.lr_scheduler is not None:
+                    self.lr_scheduler.step()
+                self.global_step += 1
+                throughput.step(processed=sum(batch.num_tokens for batch in batches), trained=num_labels)
+                profiler.step()
+
+                if self.global_step % cfg.log_every_n_steps == 0:
+                    metrics |= throughput.metrics()
+                    if cfg.log_peak_memory_stats:
+                        metrics |= training.get_memory_stats(self.device)
+                    self.metric_logger.log_dict(metrics, step=self.global_step)
+                    progress.update_metrics(metrics)
+                progress.advance(self.global_step)
+
+                if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                    with throughput.paused("validation"):
+                        metrics = self.validate()
+                    self.metric_logger.log_dict(metrics, step=self.global_step)
+                    progress.update_metrics(metrics)
+                if name := control.checkpoint_due(self.global_step):
+                    with throughput.paused("saving"):
+                        self.save_checkpoint(name, optional=not control.ending)
+        self.checkpointer.close()
+        return control.finish(self.global_step, self.total_steps)
+
+    # twin of rollouts
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Means over the validation prompts of the likeliest answers' rewards."""
+        with self.guard.validation() as means:
+            for batches in self.loader_val:
+                means.add(self.sample(batches, 1, greedy=True).figures())
+        return means.over(self.dims)
+
+    # twin of training
+    def training_state(self) -> dict[str, Any]:
+        """Everything besides the weights that decides the next step."""
+        state = {
+            "optimizer": self.optimizer,
+            "loader": self.loader,
+            "rng": training.RNGState(),
+            "guard": self.guard,
+            "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
+        }
+        if self.lr_scheduler is not None:
+            state["lr_scheduler"] = self.lr_scheduler
+        return state
+
+    # twin of adapters
+    def save_checkpoint(self, name: str, *, optional: bool) -> None:
+        """Write the adapter, the merged model after an epoch, and, unless training is over, what a resume needs."""
+        state = self.training_state() if self.global_step < self.total_steps else None
+        merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
+        contents = ("adapter", "merged") if merge else "adapter"
+        how = {"async_save": self.cfg.enable_async_checkpointing and optional, "optional": optional}
+        self.checkpointer.save(name, self.model, contents=contents, state=state, cfg=self.cfg, **how)
+
+    # twin of training
+    def cleanup(self) -> None:
+        """Close what was opened, and leave the process group."""
+        try:
+            self.checkpointer.close()
+        finally:
+            self.metric_logger.close()
+            self.dims.close()
+
+
+@config.parse
+@training.watched
+def recipe_main(cfg: Settings) -> int:
+    """Run the recipe with checked settings."""
+    training.check_run(cfg)
+    recipe = LoRAGRPORecipeDistributed(cfg)
+    recipe.setup(cfg)
+    report = training.RunReport(recipe)
+    try:
+        return report.end(recipe.train())
+    finally:
+        recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,176 @@
+"""What the recipes of distillation have of their own: a teacher, two losses, two vocabularies."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import torchtune.modules.loss.kd_losses as kd_losses
+from tests.recipes import checks
+from tests.recipes.checks import promise
+from tests.recipes.killing import Forker
+from tests.recipes.runs import Run, load_recipe, start, write_config
+from tests.recipes.test_injected_bugs import caught, injected
+from tests.tiny import write_checkpoint
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.utils import UserError
+
+ONE, MANY = "knowledge_distillation_single_device", "knowledge_distillation_distributed"
+LOSSES = "torchtune.modules.loss."
+WEIGHTED = "(1 - self.cfg.kd_ratio) * class_loss + self.cfg.kd_ratio * kd_loss"
+
+
+def of(run: Run, name: str) -> list[float]:
+    return [record[name] for record in run.records if name in record]
+
+
+def true_losses(run: Run, folder: Path, rows: int) -> tuple[float, float]:
+    """Cross entropy, and KL(teacher‖student) without the teacher's entropy, of two plain models of ``transformers``."""
+    from transformers import AutoModelForCausalLM
+
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder / at, dtype=torch.float32) for at in ("checkpoint", "teacher")
+    ]
+    entropies, divergences = [], []
+    for row in (run.recipe.loader.dataset[index] for index in range(rows)):
+        tokens, labels = torch.as_tensor(row["tokens"]), torch.as_tensor(row["labels"])
+        with torch.no_grad():
+            student, teacher = (model(tokens[None]).logits[0][labels != CROSS_ENTROPY_IGNORE_IDX] for model in models)
+        teacher = teacher[:, : student.shape[1]]  # the teacher's embedding is padded
+        entropies.append(F.cross_entropy(student, labels[labels != CROSS_ENTROPY_IGNORE_IDX], reduction="none"))
+        divergences.append(-(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1))
+    return torch.cat(entropies).mean().item(), torch.cat(divergences).mean().item()
+
+
+def the_losses_are_those_of_two_plain_models(folder: Path, **run: Any) -> None:
+    settings = {"batch_size": 3, "gradient_accumulation_steps": 2, "kd_ratio": 0.3, "shuffle": False}
+    found = start(ONE, folder, **settings, max_steps_per_epoch=1, **run)
+    entropy, divergence = true_losses(found, folder, rows=6)
+    promise(abs(of(found, "class_loss")[0] - entropy) < 1e-5, "the loss of the labels is that of plain models")
+    promise(abs(of(found, "kd_loss")[0] - divergence) < 1e-5, "the divergence is that of plain models")
+    expected = 0.7 * entropy + 0.3 * divergence
+    promise(abs(found.losses[1] - expected) < 1e-5, "kd_ratio is the weight of the divergence")
+
+
+def the_teacher_stays_as_it_is(folder: Path) -> None:
+    run = start(ONE, folder, batch_size=6, checkpointer__keep_last_n_checkpoints=1)
+    teacher = run.recipe.teacher.model
+    promise(not any(p.requires_grad for p in teacher.parameters()), "no parameter of the teacher takes a gradient")
+    promise(not any(module.training for module in teacher.modules()), "the teacher is in evaluation mode")
+    promise(run.losses[4] < run.losses[1] - 0.1, "the student learns")
+
+
+def test_the_losses_are_those_of_two_plain_models(tmp_path: Path) -> None:
+    the_losses_are_those_of_two_plain_models(tmp_path)
+
+
+def test_the_teacher_stays_as_it_is(tmp_path: Path) -> None:
+    the_teacher_stays_as_it_is(tmp_path)
+
+
+def swapped(original: Callable, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    return original(teacher, student)
+
+
+def unfrozen(original: Callable, module: torch.nn.Module, requires_grad: bool = True) -> torch.nn.Module:
+    return original(module, True)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "bug", "check", "sentence"),
+    [
+        (kd_losses, "forward_cross_entropy", swapped, the_losses_are_those_of_two_plain_models, "the divergence is"),
+        (torch.nn.Module, "requires_grad_", unfrozen, the_teacher_stays_as_it_is, "no parameter of the teacher"),
+    ],
+    ids=["direction of the divergence swapped", "teacher takes gradients"],
+)
+def test_injected_bugs(
+    owner: Any, name: str, bug: Callable, check: Callable, sentence: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    with injected(monkeypatch, owner, name, bug), caught(sentence):
+        check(tmp_path)
+
+
+def test_injected_weights_swapped(tmp_path: Path) -> None:
+    wrong = WEIGHTED.replace("class_loss", "X").replace("kd_loss", "class_loss").replace("X", "kd_loss")
+    with caught("kd_ratio is the weight of the divergence"):
+        the_losses_are_those_of_two_plain_models(tmp_path, changes={WEIGHTED: wrong})
+
+
+def test_accumulation_and_packing_change_nothing(tmp_path: Path) -> None:
+    checks.accumulation_changes_nothing(ONE, tmp_path)
+    checks.packing_changes_nothing(ONE, tmp_path)
+    many = {"kd_loss__num_output_chunks": 64, "enable_activation_checkpointing": True}
+    checks.setting_changes_nothing(ONE, tmp_path, many)
+
+
+def test_resume_equals_uninterrupted(tmp_path: Path) -> None:
+    checks.resume_equals_uninterrupted(ONE, tmp_path, dtype="fp32")
+
+
+def test_a_resume_with_another_teacher_is_refused(tmp_path: Path) -> None:
+    run = start(ONE, tmp_path, batch_size=12, epochs=2, save_every_n_steps=2, max_steps_per_epoch=2)
+    (run.output_dir / "step_4" / ".complete").unlink()
+    write_checkpoint(tmp_path / "teacher", seed=2, width=48, vocab_size=384, tied=False)
+    settings = {"batch_size": 12, "epochs": 2, "save_every_n_steps": 2, "max_steps_per_epoch": 2}
+    with pytest.raises(UserError, match=r"whose 'teacher' model was .* and the weights in .* differ from it"):
+        start(ONE, tmp_path, **settings, output_dir=run.output_dir, resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kd_loss": {"_component_": f"{LOSSES}LinearCrossEntropyLoss"}}, "LinearCrossEntropyLoss compares no two"),
+        ("another tokenizer", r"token \d+ is .*teacher/tokenizer.json.* distillation compares tokens by id"),
+        ("fewer tokens", r"teacher_model: it knows 300 tokens and the tokenizer has"),
+    ],
+)
+def test_what_cannot_teach_is_one_sentence(change: Any, words: str, tmp_path: Path) -> None:
+    settings = change if isinstance(change, dict) else {}
+    if change == "fewer tokens":
+        write_checkpoint(tmp_path / "teacher", vocab_size=300)
+    elif change == "another tokenizer":
+        tokenizer = write_checkpoint(tmp_path / "teacher") / "tokenizer.json"
+        text = tokenizer.read_text()
+        assert text.count('"cat":') == 1
+        tokenizer.write_text(text.replace('"cat":', '"tac":'))
+    with pytest.raises(UserError, match=words):
+        start(ONE, tmp_path, train=False, **settings)
+
+
+def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path: Path) -> None:
+    from torchtune.config import load_and_check
+    from torchtune.training import plan_run
+    from torchtune.training.plan._check_run import find_problems
+
+    run = start(ONE, tmp_path, train=False)
+    main = load_recipe(ONE, tmp_path).recipe_main
+    cfg = load_and_check(write_config(ONE, tmp_path, tmp_path / "new"), [], main)
+    assert "  teacher " in plan_run(cfg)
+    assert run.recipe.teacher.model.tok_embeddings.weight.shape[0] == 384
+    assert not find_problems(cfg, 1, thorough=True)
+    for file in (tmp_path / "teacher").glob("*.safetensors"):
+        file.unlink()
+    (problem,) = find_problems(cfg, 1, thorough=True)
+    assert str(tmp_path / "teacher") in problem
+
+
+def test_two_processes_train_as_one_however_they_share_the_work(tmp_path: Path) -> None:
+    settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2}
+    whole = start(ONE, tmp_path, **settings, batch_size=6)
+    forker = Forker()
+    try:
+        for split in ("data_parallel_shard_dim", "tensor_parallel_dim"):
+            output_dir, batch_size = tmp_path / split, 3 if split == "data_parallel_shard_dim" else 6
+            config = write_config(MANY, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
+            forker.start(MANY, config, ranks=2)
+            assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+            run = Run(None, output_dir)
+            assert run.losses == pytest.approx(whole.losses, rel=1e-5), split
+            for figure in ("class_loss", "kd_loss", "grad_norm"):
+                assert of(run, figure) == pytest.approx(of(whole, figure), rel=1e-4), (split, figure)
+    finally:
+        forker.close()

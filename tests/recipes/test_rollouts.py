@@ -1,0 +1,176 @@
+"""What the recipes that sample have of their own: rollouts that come back, steps that teach nothing, shared work."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes.killing import Forker
+from tests.recipes.runs import Run, start, write_config
+from torchtune.data import DataError
+from torchtune.modules.loss import LossError
+from torchtune.rlhf import RolloutError, _experience
+from torchtune.rlhf import reward_functions as rewards
+from torchtune.utils import UserError
+
+FULL, LORA = "full_grpo_single_device", "lora_grpo_single_device"
+SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}, "lr_scheduler": None, "shuffle": False}
+
+
+def rollouts(run: Run, name: str = "rollouts.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.output_dir / name).read_text().splitlines()]
+
+
+def figure(run: Run, name: str) -> list[float]:
+    return [record[name] for record in run.records if name in record]
+
+
+def words(rows: list, texts: list) -> list:
+    """The share of letters, which a few steps raise."""
+    return [sum(character.isalpha() for character in text) / 16 for text in texts]
+
+
+WORDS = [{"_component_": "torchtune.rlhf.reward_functions.FunctionReward", "function": f"{__name__}.words"}]
+
+
+def test_rewards_rise_and_everything_is_written_down(tmp_path: Path) -> None:
+    settings = {"rewards": WORDS, "num_samples": 8, "epochs": 3, "dataset_val": "${dataset}", "batch_size_val": 24}
+    run = start(FULL, tmp_path, **settings, run_val_every_n_steps=12, batch_size=6, log_level="INFO")
+    found = figure(run, "rewards/total")
+    assert sum(found[-3:]) > sum(found[:3]) + 0.2
+    val = figure(run, "val_rewards/words")
+    assert len(val) == 1
+    lines = rollouts(run)
+    assert len(lines) == 3 * 24 * 8
+    group = lines[:8]
+    assert {line["row"] for line in group} == {group[0]["row"]}
+    mean = sum(line["reward"] for line in group) / 8
+    for line in group:
+        assert line["advantage"] == pytest.approx(line["reward"] - mean, abs=1e-5)
+        assert line["reward"] == pytest.approx(words([], [line["answer"]])[0], abs=1e-5)
+    assert sum(line["reward"] for line in lines if line["step"] == 1) / 48 == pytest.approx(found[0], abs=1e-5)
+    assert max(figure(run, "policy/sampler_difference")) < 1e-4
+
+
+@pytest.mark.parametrize("name", [FULL, LORA])
+def test_a_resumed_run_samples_the_same_answers_and_ends_in_the_same_weights(name: str, tmp_path: Path) -> None:
+    settings = {"save_every_n_steps": 2, "max_steps_per_epoch": 5, "num_iterations": 2, "batch_size": 3}
+    settings["loss"] = {"_component_": "torchtune.rlhf.loss.GRPOLoss", "kl_coeff": 0.1}
+    whole = start(name, tmp_path, **settings)
+    output_dir = tmp_path / "resumed"
+    output_dir.mkdir()
+    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
+    (output_dir / "logs").mkdir()
+    # The run was killed in step 4, after the checkpoint of step 2.
+    lines = (whole.output_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    (output_dir / "rollouts.jsonl").write_text("".join(lines[: 3 * 12 + 5]) + lines[-1][:30])
+    resumed = start(name, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
+    assert (output_dir / "rollouts.jsonl").read_text() == "".join(lines)
+    assert resumed.losses == {step: whole.losses[step] for step in (3, 4, 5)}
+    assert all(torch.equal(value, resumed.trained[key]) for key, value in whole.trained.items())
+
+
+@pytest.mark.parametrize("normalize", ["tokens", "sequences"])
+def test_micro_batches_change_nothing(normalize: str, tmp_path: Path) -> None:
+    loss = {"_component_": "torchtune.rlhf.loss.GRPOLoss", "normalize": normalize}
+    settings = {**SGD, "loss": loss, "max_steps_per_epoch": 2, "num_samples": 3}
+    whole = start(FULL, tmp_path, **settings, batch_size=6)
+    split = start(FULL, tmp_path, **settings, batch_size=2, gradient_accumulation_steps=3, tokens_per_batch=70)
+    assert figure(split, "grad_norm") == pytest.approx(figure(whole, "grad_norm"), rel=1e-4)
+    for key, value in whole.trained.items():
+        torch.testing.assert_close(split.trained[key], value, atol=1e-5, rtol=0)
+
+
+def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = [{"_component_": "torchtune.rlhf.reward_functions.RegexMatch", "pattern": ""}]
+    run = start(FULL, tmp_path, rewards=same, max_steps_per_epoch=2, log_level="INFO")
+    assert figure(run, "groups/without_variance") == [1.0, 1.0]
+    assert figure(run, "grad_norm") == [0.0, 0.0]
+    assert "Step 1 teaches nothing: in every group all rewards are equal" in caplog.text
+    before = start(FULL, tmp_path, train=False).trained
+    assert all(torch.equal(value, run.trained[key]) for key, value in before.items())
+    assert _experience.MOST_STALE_STEPS == 300
+    monkeypatch.setattr(_experience, "MOST_STALE_STEPS", 3)
+    with pytest.raises(RolloutError, match="In 3 steps in a row all answers to a prompt got the same reward"):
+        start(FULL, tmp_path, rewards=same)
+
+
+def test_answers_that_cannot_be_scored_are_dropped_and_counted(tmp_path: Path) -> None:
+    run = start(FULL, tmp_path, rewards=NONE, max_steps_per_epoch=1, num_samples=6, batch_size=4)
+    lines = rollouts(run)
+    unknown = [line for line in lines if line["reward"] is None]
+    assert 0 < len(unknown) < len(lines)
+    assert figure(run, "answers/dropped") == [pytest.approx(len(unknown) / len(lines))]
+
+
+def none_for_some(rows: list, texts: list) -> list:
+    return [None if len(text) % 3 == 0 else float(len(text)) for text in texts]
+
+
+NONE = [{"_component_": "torchtune.rlhf.reward_functions.FunctionReward", "function": f"{__name__}.none_for_some"}]
+
+
+def test_a_teacher_pulls_the_student_towards_it(tmp_path: Path) -> None:
+    from tests.recipes.test_preferences import other_model
+
+    start(FULL, tmp_path, train=False)
+    settings = {"loss": {"_component_": "torchtune.rlhf.loss.OnPolicyDistillationLoss"}, "rewards": []}
+    settings |= {"ref_checkpointer": other_model(tmp_path), "num_samples": 8, "batch_size": 8, "epochs": 6}
+    run = start(FULL, tmp_path, **settings, clip_grad_norm=1.0)
+    kl = figure(run, "policy/kl")
+    assert sum(kl[-3:]) < 0.75 * sum(kl[:3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss takes no sampled answers"),
+        ({"rewards": []}, "rewards.*is empty"),
+        ({"num_samples": 1}, "num_samples.*is 1"),
+        ({"sampler__max_new_tokens": 5000}, "prompt of row .* leave it out with filter_fn"),
+        ({"sampler__temperature": 0.0}, "temperature is 0"),
+        ({"sampler__top_p": 0.9}, "top_p"),
+        ({"dataset__column": "question"}, "rows 0, 1, .*no column 'question'"),
+        ({"dataset__source": [{"prompt": "Hi"}, {"prompt": " "}]}, "."),
+        ({"rewards": [{"_component_": "torchtune.rlhf.reward_functions.ExactMatch", "column": "right"}]}, "rows? "),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises((UserError, LossError, DataError)) as caught:
+        start(FULL, tmp_path, max_steps_per_epoch=1, **settings)
+    assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """Answers depend on row and step alone, so that ranks that share the prompts make the same step."""
+    settings = {**SGD, "clip_grad_norm": 1.0, "max_steps_per_epoch": 2, "num_samples": 3}
+    forker = Forker()
+    try:
+        for kind, split, batch_size in (
+            ("full", "data_parallel_shard_dim", 2),
+            ("lora", "tensor_parallel_dim", 4),
+        ):
+            name, output_dir = f"{kind}_grpo_distributed", tmp_path / split
+            config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
+            forker.start(name, config, ranks=2)
+            assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+            whole = start(f"{kind}_grpo_single_device", tmp_path, **settings, batch_size=4)
+            run = Run(None, output_dir)
+            for value in ("rewards/total", "grad_norm", "policy/ratio", "answers/tokens"):
+                assert figure(run, value) == pytest.approx(figure(whole, value), rel=1e-3), (split, value)
+            files = ["rollouts.jsonl", "rollouts_rank1.jsonl"][: 2 if "shard" in split else 1]
+            assert sorted(path.name for path in output_dir.glob("rollouts*")) == sorted(files)
+            found = [(line["row"], line["answer"]) for file in files for line in rollouts(run, file)]
+            assert sorted(found) == sorted((line["row"], line["answer"]) for line in rollouts(whole))
+    finally:
+        forker.close()
+
+
+def test_rewards_of_this_file_are_found() -> None:
+    assert rewards.FunctionReward(f"{__name__}.words")([{}], ["ab1"]) == [2 / 16]

@@ -1,0 +1,328 @@
+"""From prompts to answers that teach something, and the record of both."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError, collate_documents
+from torchtune.rlhf._advantages import GroupAdvantages, has_variance
+from torchtune.rlhf._rollouts import Rollout, RolloutError, rollout_batches, texts_of
+from torchtune.rlhf.loss._base import setup_loss
+from torchtune.rlhf.loss.grpo import GRPOLoss
+from torchtune.rlhf.reward_functions import RewardSum
+from torchtune.training import ParallelDims
+from torchtune.utils import AppendedFile, get_logger
+
+# Steps in a row in which nothing was learned, after which a run ends.
+MOST_STALE_STEPS = 300
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+        tokens: of the prompt.
+        row: columns of the dataset's row.
+        number: of the row.
+        is_blank: it only keeps this process in step with the others: nothing of its answers counts.
+    """
+
+    tokens: list[int]
+    row: Mapping[str, Any]
+    number: int
+    is_blank: bool = False
+
+
+@dataclass(eq=False)
+class PromptBatch(Batch):
+    """A batch of prompts.
+
+    Attributes:
+        prompts: one per document.
+    """
+
+    prompts: list[Prompt] = field(default_factory=list)
+
+
+def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
+    """Concatenate prompts, padding-free, as a :class:`PromptBatch`.
+
+    Args:
+        batch: examples of :func:`torchtune.datasets.prompt_dataset`.
+
+    Raises:
+        DataError: an example is something else.
+    """
+    for example in batch:
+        if missing := {"tokens", "labels", "row", "number"} - example.keys():
+            raise DataError(
+                f"dataset: an example has no '{min(missing)}', it is no prompt: use torchtune.datasets.prompt_dataset."
+            )
+    out = collate_documents([{name: example[name] for name in ("tokens", "labels")} for example in batch])
+    prompts = [
+        Prompt(
+            list(example["tokens"]),
+            example["row"],
+            example["number"],
+            is_blank=bool((torch.as_tensor(example["labels"]) == CROSS_ENTROPY_IGNORE_IDX).all()),
+        )
+        for example in batch
+    ]
+    return PromptBatch(out.tokens, out.labels, out.input_pos, out.documents, prompts=prompts)
+
+
+def setup_policy_loss(loss: Any, model: nn.Module, temperature: float) -> GRPOLoss:
+    """Make a loss of the GRPO family ready for a model that samples at a temperature.
+
+    Raises:
+        RolloutError: it is another kind of loss.
+        LossError: the model does not end in what it reads.
+    """
+    if not isinstance(loss, GRPOLoss):
+        raise RolloutError(
+            f"loss: {type(loss).__name__} takes no sampled answers: give one of the GRPO family, for example "
+            "torchtune.rlhf.loss.GRPOLoss."
+        )
+    setup_loss(loss, model)
+    loss.temperature = temperature
+    return loss
+
+
+def check_prompts(dataset: Any, sampler: Any, model: nn.Module) -> None:
+    """See that the longest prompt and answer fit the model. Raises :class:`RolloutError`."""
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None:
+        return
+    at, new = int(lengths.argmax()), getattr(sampler, "max_new_tokens", 1)
+    if lengths[at] + new - 1 > model.max_seq_len:
+        raise RolloutError(
+            f"dataset: the prompt of row {at} has {lengths[at]} tokens, and with {new} new ones "
+            f"(sampler.max_new_tokens) that is more than the model's {model.max_seq_len}: leave it out with filter_fn, "
+            "or ask for fewer."
+        )
+
+
+@dataclass(frozen=True)
+class ScoredRollouts:
+    """Answers of groups, with their rewards.
+
+    Attributes:
+        prompts: one per group.
+        rollouts: ``g`` per prompt, one group after another.
+        texts: of the answers.
+        rewards: ``[n, g]``, float64; NaN where an answer was dropped.
+        parts: rewards by name, of every answer.
+    """
+
+    prompts: list[Prompt]
+    rollouts: list[Rollout]
+    texts: list[str]
+    rewards: Tensor
+    parts: dict[str, list[float]]
+
+    def figures(self) -> dict[str, tuple[float, int]]:
+        """What to log: name -> (sum, number of what it is a sum of)."""
+        size = len(self.rollouts) // max(len(self.prompts), 1)
+        real = [i for i in range(len(self.rollouts)) if not self.prompts[i // size].is_blank]
+        values = self.rewards.flatten().tolist()
+        found = {"rewards/total": [values[i] for i in real]}
+        found |= {f"rewards/{name}": [part[i] for i in real] for name, part in self.parts.items()}
+        sums = {name: (sum(v for v in part if not math.isnan(v)), _known(part)) for name, part in found.items()}
+        answers = [self.rollouts[i] for i in real]
+        if size > 1:
+            groups = [i for i, prompt in enumerate(self.prompts) if not prompt.is_blank]
+            flat = ~has_variance(self.rewards)[groups]
+            sums["groups/without_variance"] = (float(flat.sum()), len(groups))
+        return sums | {
+            "answers/tokens": (float(sum(len(one.answer) for one in answers)), len(answers)),
+            "answers/unfinished": (float(sum(not one.finished for one in answers)), len(answers)),
+            "answers/dropped": (float(len(real) - _known(found["rewards/total"])), len(answers)),
+        }
+
+    def batches(
+        self,
+        advantages: Tensor,
+        loss: GRPOLoss,
+        dims: ParallelDims,
+        *,
+        tokens_per_batch: int,
+        drop_unfinished: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> tuple[list[Batch], int, int]:
+        """Micro-batches of the answers that teach something; groups whose rewards are all equal do not.
+
+        Args:
+            advantages: ``[n, g]``.
+            loss: says whether rewards count, and what it is a mean over.
+            dims: the processes, which call it together.
+            tokens_per_batch: most tokens of a micro-batch; a longer answer has one for itself.
+            drop_unfinished: leave out answers that have not ended.
+            device: of the micro-batches.
+
+        Returns:
+            as many micro-batches on every process, none if nothing is to be learned; their terms and their labels,
+            summed over all processes.
+        """
+        counts = ~self.rewards.isnan()
+        if loss.needs_rewards:
+            counts = counts & has_variance(self.rewards)[:, None]
+        found = counts.flatten().nonzero().flatten().tolist()
+        kept = [i for i in found if self.rollouts[i].finished or not drop_unfinished]
+        batches, num_terms, num_labels = rollout_batches(
+            [self.rollouts[i] for i in kept],
+            advantages.flatten()[kept].tolist(),
+            tokens_per_batch=tokens_per_batch,
+            dims=dims,
+            blank=self.prompts[0].tokens,
+            count_documents=loss.normalize != "tokens",
+        )
+        return [batch.to(device, non_blocking=True) for batch in batches], num_terms, num_labels
+
+
+def _known(values: Sequence[float]) -> int:
+    return sum(not math.isnan(value) for value in values)
+
+
+def score_rollouts(
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], rewards: RewardSum, tokenizer: Any
+) -> ScoredRollouts:
+    """Score the answers of groups; those without a token, and those of blank prompts, get no reward."""
+    size = len(rollouts) // max(len(prompts), 1)
+    texts = texts_of(rollouts, tokenizer)
+    real = [i for i, rollout in enumerate(rollouts) if rollout.answer and not prompts[i // size].is_blank]
+    of = [prompts[i // size] for i in real]
+    scores = rewards([one.row for one in of], [texts[i] for i in real], [one.number for one in of])
+    total = torch.full((len(rollouts),), math.nan, dtype=torch.float64)
+    total[real] = torch.tensor(scores.total, dtype=torch.float64)
+    parts = {name: [math.nan] * len(rollouts) for name in scores.parts}
+    for name, values in scores.parts.items():
+        for i, value in zip(real, values, strict=True):
+            parts[name][i] = value
+    return ScoredRollouts(list(prompts), list(rollouts), texts, total.view(len(prompts), size), parts)
+
+
+class RolloutRecord:
+    """Writes answers with their rewards into a file that a person can read, and shows some in the log.
+
+    The file is ``rollouts.jsonl``; processes besides the first add their rank to the name. A resumed run takes what it
+    does again out of it first. After ``MOST_STALE_STEPS`` steps in a row that taught nothing, the run ends.
+
+    Args:
+        output_dir: of the run.
+        tokenizer: shows the prompts.
+        dims: the processes; of a tensor-parallel group the first writes.
+        show_every: steps between two tables of answers in the log; None shows none.
+    """
+
+    def __init__(self, output_dir: str, tokenizer: Any, dims: ParallelDims, show_every: int | None = None) -> None:
+        self._tokenizer, self._dims, self._show_every = tokenizer, dims, show_every
+        rank = dims.data_rank
+        self._path = Path(output_dir) / ("rollouts.jsonl" if rank == 0 else f"rollouts_rank{rank}.jsonl")
+        self._writes = dims.tp == 1 or dims.mesh["tp"].get_local_rank() == 0
+        self._file: AppendedFile | None = None
+        self._stale = 0
+
+    def write(self, step: int, scored: ScoredRollouts, advantages: Tensor, num_terms: int) -> None:
+        """Write the answers of a step.
+
+        Args:
+            step: its number, from 1.
+            scored: the answers.
+            advantages: ``[n, g]``.
+            num_terms: what the loss of the step is a mean over, of all processes; 0 if nothing is learned.
+
+        Raises:
+            RolloutError: nothing was learned for too many steps.
+        """
+        if self._writes:
+            if self._file is None:
+                _cut_from(self._path, step)
+                self._file = AppendedFile(self._path)
+            lines = [json.dumps(line, ensure_ascii=False) for line in self._lines(step, scored, advantages)]
+            data = "".join(f"{line}\n" for line in lines).encode()
+            while data:
+                data = data[self._file.write(data) :]
+        if self._show_every and step % self._show_every == 0 and self._dims.is_main:
+            get_logger().info(_table(step, list(self._lines(step, scored, advantages))))
+        self._stale = 0 if num_terms else self._stale + 1
+        if self._stale in (1, 10, 100) and self._dims.is_main:
+            get_logger().warning(
+                f"Step {step} teaches nothing: in every group all rewards are equal (or none is known)"
+                + ("." if self._stale == 1 else f", for {self._stale} steps in a row now.")
+            )
+        if self._stale >= MOST_STALE_STEPS:
+            raise RolloutError(
+                f"In {MOST_STALE_STEPS} steps in a row all answers to a prompt got the same reward, so nothing is "
+                f"learned: look at {self._path}, then make the reward finer or take other prompts."
+            )
+
+    def _lines(self, step: int, scored: ScoredRollouts, advantages: Tensor) -> Any:
+        size = advantages.shape[1]
+        prompts = [self._tokenizer.decode(prompt.tokens) for prompt in scored.prompts]
+        for i, rollout in enumerate(scored.rollouts):
+            group, sample = divmod(i, size)
+            if scored.prompts[group].is_blank:
+                continue
+            yield {
+                "step": step,
+                "row": scored.prompts[group].number,
+                "sample": sample,
+                "prompt": prompts[group],
+                "answer": scored.texts[i],
+                "reward": _number(scored.rewards[group, sample].item()),
+                "rewards": {name: _number(part[i]) for name, part in scored.parts.items()},
+                "advantage": _number(advantages[group, sample].item()),
+                "tokens": len(rollout.answer),
+                "finished": rollout.finished,
+            }
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 6)
+
+
+def _cut_from(path: Path, step: int) -> None:
+    """Take lines of ``step`` and later ones, and half a line, off the end of a file."""
+    if not path.exists():
+        return
+    kept = 0
+    with path.open("rb+") as file:
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
+                break
+            kept += len(line)
+        file.truncate(kept)
+
+
+def _table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
+    """Some answers of a step, best and worst first."""
+    ordered = sorted(lines, key=lambda line: -math.inf if line["reward"] is None else -line["reward"])
+    shown = ordered if len(ordered) <= most else [*ordered[: most // 2], *ordered[-(most // 2) :]]
+    rows = [f"{'reward':>8}  {'advantage':>9}  {'tokens':>6}  answer (row)"]
+    for line in shown:
+        text = line["answer"].replace("\n", "⏎")
+        text = text if len(text) <= 100 else text[:97] + "…"
+        reward, advantage = ("—" if line[key] is None else f"{line[key]:.3f}" for key in ("reward", "advantage"))
+        rows.append(f"{reward:>8}  {advantage:>9}  {line['tokens']:>6}  {text} ({line['row']})")
+    return f"Answers of step {step}:\n" + "\n".join(rows)
+
+
+def make_advantages(component: GroupAdvantages | None) -> GroupAdvantages:
+    """The component of a config, by default the reward minus the mean of its group."""
+    return GroupAdvantages() if component is None else component
+
+
+def check_rollout_settings(settings: Any) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the settings of a recipe that samples: (setting, what is wrong and what to do)."""
+    distills = "Distillation" in str(settings.loss.get("_component_"))
+    if not settings.rewards and not distills:
+        yield "rewards", "is empty: name what scores an answer, for example torchtune.rlhf.reward_functions.ExactMatch"
+    if settings.num_samples < 2 and not distills:
+        yield "num_samples", "is 1: answers are compared with the others to their prompt, so set it to 2 or more"
