@@ -1,4 +1,4 @@
-"""Means of named figures over micro-batches and processes."""
+"""Means of named values over micro-batches and ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,46 +7,38 @@ import torch
 
 from torchtune.training.parallel._parallel_dims import ParallelDims
 
-# Name -> (sum, number of what it is a sum of).
+# Name -> (sum, count).
 Figures = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | int]]
 
 
 class Means:
-    """Sums of named figures; their means are taken over all processes, which all add the same names.
-
-    Args:
-        prefix: of the names.
-    """
+    """Sums and counts by name, for means over all ranks; all ranks add the same names, with ``prefix`` before each."""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
         self._sums: dict[str, list[Any]] = {}
 
     def add(self, figures: Figures) -> None:
-        """Add what a micro-batch contributes; tensors stay on their device, which is not waited for.
-
-        Args:
-            figures: name -> (sum, number of what it is a sum of).
-        """
+        """Add the sums and counts of a micro-batch, without a host sync."""
         for name, pair in figures.items():
             sums = self._sums.setdefault(self._prefix + name, [0.0, 0.0])
             sums[:] = [before + _wide(value) for before, value in zip(sums, pair, strict=True)]
 
     def numbers(self) -> list[Any]:
-        """What processes add up: sum and number of every figure."""
+        """Sum and count of every name, for an all-reduce."""
         return [number for pair in self._sums.values() for number in pair]
 
     def over(self, dims: ParallelDims) -> dict[str, float]:
-        """The means over all processes, which call it together."""
+        """The means over all ranks; a collective."""
         return self.of(dims.exchange(self.numbers())[0])
 
     def of(self, sums: list[float]) -> dict[str, float]:
-        """The means, of the sums over all processes of :meth:`numbers`; a figure of nothing is left out."""
+        """The means, from the all-reduced :meth:`numbers`; names with a count of 0 are left out."""
         pairs = zip(self._sums, sums[::2], sums[1::2], strict=True)
         return {name: total / count for name, total, count in pairs if count}
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all values."""
         self._sums = {}
 
 
