@@ -104,6 +104,35 @@ class ExactMatch(_RowReward):
         return float(given.casefold() == right.casefold() if self.ignore_case else given == right)
 
 
+_NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
+
+
+class NumberMatch(_RowReward):
+    """1 where the last number of the answer equals the last one in a column, else 0; ``1,200.0`` is ``1200``.
+
+    Args:
+        column: of the right answer, whose last number counts too (for example behind ``####``).
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(self, column: str = "answer", weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(weight, name)
+        self.column = column
+
+    def score(self, row: Row, text: str) -> float:
+        """1 or 0."""
+        right, given = _last_number(str(_column(row, self.column))), _last_number(text)
+        if right is None:
+            raise RolloutError(f"column '{self.column}' holds no number")
+        return float(given == right)
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
 class RegexMatch(_RowReward):
     """1 where a regular expression matches, else 0.
 

@@ -118,6 +118,14 @@ class VocabularySettings:
     resize_token_embeddings: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """A second model, frozen; only recipes of distillation declare it."""
+
+    teacher_model: Node | None = None
+    teacher_checkpointer: Node | None = None
+
+
 GROUPS = (
     ModelSettings,
     StepSettings,
@@ -127,6 +135,7 @@ GROUPS = (
     SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,
+    TeacherSettings,
 )
 
 
@@ -140,6 +149,7 @@ class RecipeSettings(
     SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,
+    TeacherSettings,
 ):
     """Typed values of a recipe's settings; a group that the recipe does not declare has the defaults above.
 
@@ -179,6 +189,10 @@ class RecipeSettings(
                     )
             found |= values
         return cls(**found, source=settings, declared=frozenset(found))
+
+    def teacher(self) -> "RecipeSettings":
+        """The same with the teacher as its model."""
+        return dataclasses.replace(self, model=self.teacher_model, model_converters=[])
 
     def has(self, group: type) -> bool:
         """Whether the recipe declares this group of settings."""

@@ -88,6 +88,9 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if device is not None and has("dtype"):
         attempt(lambda: get_dtype(cfg.dtype, device=device))
     checkpointer = attempt(lambda: config.instantiate(cfg.checkpointer)) if has("checkpointer") else None
+    teacher = attempt(lambda: config.instantiate(cfg.teacher_checkpointer)) if has("teacher_checkpointer") else None
+    if teacher is not None and hasattr(checkpointer, "add_source"):
+        attempt(lambda: checkpointer.add_source("teacher", teacher))
     resume = cfg.resume_from_checkpoint or is_restart()
     if has("output_dir") and hasattr(checkpointer, "check_output_dir"):
         attempt(lambda: checkpointer.check_output_dir(resume=resume))
@@ -99,6 +102,8 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         attempt(lambda: check_split(model, dims or ParallelDims(), _plan(cfg)))
     if model is not None and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model))
+    if has("teacher_model") and hasattr(teacher, "check_model"):
+        attempt(lambda: teacher.check_model(build_on_meta(cfg.teacher())[0]))
     if model is not None and has("optimizer"):
         attempt(lambda: _check_trained(cfg, model, checkpointer))
     built = attempt(lambda: config.instantiate(cfg.tokenizer)) if thorough and has("tokenizer") else None

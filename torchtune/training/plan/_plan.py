@@ -54,11 +54,12 @@ class MemoryEstimate:
     activations: int
     loss: int
     gathered: int = 0
+    teacher: int = 0
 
     @property
     def total(self) -> int:
         """Sum of the components."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.loss + self.gathered
+        return sum(dataclasses.astuple(self))
 
     def share(self, dims: ParallelDims, gathered: int, *, offload: bool = False) -> "MemoryEstimate":
         """The estimate of one rank among several.
@@ -70,8 +71,8 @@ class MemoryEstimate:
         """
         shards, parts = dims.dp_shard * dims.cp * dims.tp, dims.cp * dims.tp
         whole = gathered // dims.tp if shards > dims.tp or offload else 0
-        kept = (-(-part // shards) for part in (self.weights, self.gradients, self.optimizer))
-        return MemoryEstimate(*kept, -(-self.activations // parts), -(-self.loss // parts), whole)
+        *kept, teacher = (-(-part // shards) for part in (self.weights, self.gradients, self.optimizer, self.teacher))
+        return MemoryEstimate(*kept, -(-self.activations // parts), -(-self.loss // parts), whole, teacher)
 
 
 def optimizer_bytes_per_element(
@@ -253,6 +254,13 @@ def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtyp
         return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
 
 
+def _teacher_bytes(settings: RecipeSettings) -> int:
+    """Bytes of the weights of a second model."""
+    if settings.teacher_model is None:
+        return 0
+    return sum(map(_num_bytes, build_on_meta(settings.teacher())[0].parameters()))
+
+
 def _recomputed(settings: RecipeSettings) -> bool | int | str:
     """Which layers use activation checkpointing, as :func:`estimate_memory` takes it."""
     if settings.ac_mode != "selective":
@@ -324,7 +332,8 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision, model)
     batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
     gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
-    estimate = _estimate(settings, model, state_bytes).share(dims, gathered, offload=offload)
+    estimate = dataclasses.replace(_estimate(settings, model, state_bytes), teacher=_teacher_bytes(settings))
+    estimate = estimate.share(dims, gathered, offload=offload)
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
     recomputed = "recomputed in the backward pass" if _recomputed(settings) else "all kept"
     return "\n".join(
@@ -338,6 +347,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
             f"  activations {_show(estimate.activations)}  {recomputed}",
             f"  loss        {_show(estimate.loss)}  logits of a chunk",
             *([f"  gathered    {_show(estimate.gathered)}  layers in use, embeddings"] if estimate.gathered else []),
+            *([f"  teacher     {_show(estimate.teacher)}  its weights"] if estimate.teacher else []),
             f"  total       {_show(estimate.total)}  and some hundred MiB for the framework",
         ]
     )

@@ -63,8 +63,8 @@ class Work:
 class Observer(TorchDispatchMode):
     """Counts what a run does; enter it inside a fake tensor mode, or around a run on real tensors.
 
-    Numbers that depend on fake data have no value: a float is 0, an integer 1, a truth is False, every element is
-    nonzero, and every row is chosen by a boolean index. Integers computed from real ones are real.
+    Numbers that depend on fake data have no value: a float is 0, an integer 1, a truth is False, all() is True, every
+    element is nonzero, and every row is chosen by a boolean index. Integers computed from real ones are real.
 
     Attributes:
         ledger: memory.
@@ -115,6 +115,9 @@ class Observer(TorchDispatchMode):
             return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
         if func is _aten.equal.default:
             return False
+        if func is _aten.all.default:
+            with unset_fake_temporarily():
+                return torch.tensor(True)
         if func is _aten.index.Tensor and (mask := _boolean(args[1])) is not None:
             return first.new_empty(mask.numel(), *first.shape[mask.dim() :])
         return func(*args, **kwargs)

@@ -20,6 +20,8 @@ from torchtune.training.simulate._simulate import simulate
 FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
 FULL_MANY, LORA_MANY = "full_finetune_distributed", "lora_finetune_distributed"
 BF16 = {"dtype": "bf16"}
+QLORA_BASE = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 32}
+LORA_ADAPTER = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
 # name -> (processes, recipe, settings)
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "full fp32": (1, FULL, {}),
@@ -31,6 +33,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "checkpointed": (1, FULL, {**BF16, "enable_activation_checkpointing": True}),
     "in backward": (1, FULL, {**BF16, "optimizer_in_bwd": True}),
     "lora": (1, LORA, {**BF16, "batch_size": 1}),
+    "qlora": (1, LORA, {**BF16, "model_converters": [QLORA_BASE, LORA_ADAPTER]}),
     "fsdp, checkpointed": (2, FULL_MANY, {**BF16, "enable_activation_checkpointing": True}),
     "tp lora": (2, LORA_MANY, {**BF16, "tensor_parallel_dim": 2}),
     "fsdp x cp": (4, FULL_MANY, {**BF16, "context_parallel_dim": 2, "gradient_accumulation_steps": 2}),
