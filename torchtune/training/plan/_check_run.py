@@ -1,4 +1,4 @@
-"""What keeps a run from starting, found before anything is loaded."""
+"""Checks that a run can start, before anything is loaded."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ from torchtune.utils._device import find_device
 
 
 class RunError(UserError):
-    """Why a run cannot start: all that is known, in one message."""
+    """A run cannot start; the message lists all known reasons."""
 
     told_by_rank_0 = True  # one process of every machine says it
 
@@ -41,7 +41,7 @@ class RunError(UserError):
 
 
 def check_run(cfg: Any, processes: int | None = None) -> None:
-    """Find out, in about a second and before data are tokenized, whether a run can start.
+    """Check in about a second, before data are tokenized, that a run can start.
 
     Checked are the device, the output folder, the mesh against the heads and the plan of the model, names and shapes
     in the checkpoint, data files, and the packages of optimizer and logger. Nothing is loaded or written.
@@ -64,7 +64,7 @@ def check_run(cfg: Any, processes: int | None = None) -> None:
 
 
 def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) -> list[str]:
-    """What keeps a run from starting, a sentence each.
+    """The reasons that a run cannot start, a sentence each.
 
     Args:
         settings: see :func:`check_run`.
@@ -75,7 +75,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     cfg, problems = RecipeSettings.of(settings), []
 
     def attempt(check: Callable[[], Any]) -> Any:
-        """What ``check`` returns; None, and a problem noted, if it raises an error that a user can mend."""
+        """The result of ``check``; if it raises a user error, record it as a problem and return None."""
         try:
             return check()
         except UserError as error:
@@ -129,7 +129,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
 
 
 def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: Any) -> None:
-    """See that there is something to train, and that all of it would be saved; a recipe of adapters has a setting.
+    """Check that there are trained parameters and that all are saved; a recipe of adapters has a setting.
 
     What else a recipe of the user's own saves, it alone knows.
     """
@@ -148,7 +148,7 @@ def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: An
 
 
 def _check_optimizer(cfg: RecipeSettings, device: torch.device | None, model: torch.nn.Module | None) -> None:
-    """Refuse optimizers that this device or a recipe's loop cannot run."""
+    """Reject optimizers that the device or the recipe's loop does not support."""
     path = str(cfg.optimizer["_component_"])
     offloads = path.endswith(".CPUOffloadOptimizer")
     if path.startswith("schedulefree."):
@@ -175,7 +175,7 @@ def _plan(cfg: RecipeSettings) -> Callable[[torch.nn.Module], Any] | None:
 
 
 def _check_component(node: Any, *, build: bool) -> None:
-    """Build a component, or, where building has effects, see whether the packages that it needs are there."""
+    """Build a component; if building has side effects, only check that its packages are installed."""
     if build:
         config.instantiate(node)
         return
@@ -185,7 +185,7 @@ def _check_component(node: Any, *, build: bool) -> None:
 
 
 def _check_sources(dataset: Any) -> None:
-    """See whether the files of the library's own datasets are there; those of others are not built for it."""
+    """Check that the files of built-in datasets exist; other datasets are not built for it."""
     for node in nodes_of(dataset):
         if str(node.get("_component_")).startswith("torchtune.datasets."):
             with preview(0), suppress(NotRead):
@@ -193,7 +193,7 @@ def _check_sources(dataset: Any) -> None:
 
 
 class _NoTokenizer:
-    """In the place of a tokenizer, where nothing is tokenized."""
+    """Placeholder for a tokenizer that is not used."""
 
     def __getattr__(self, name: str) -> None:
         return None if not name.startswith("__") else object.__getattribute__(self, name)
