@@ -156,7 +156,7 @@ class ScoredRollouts:
         drop_unfinished: bool = False,
         device: torch.device | str = "cpu",
     ) -> tuple[list[Batch], int, int]:
-        """Micro-batches of the answers that teach something; groups whose rewards are all equal do not.
+        """Micro-batches of answers with an advantage; groups with equal rewards have none.
 
         Args:
             advantages: ``[n, g]``.

@@ -182,7 +182,7 @@ class JSONFields(_RowReward):
 
 
 class LengthReward(_RowReward):
-    """1 for answers of at most so many characters, falling to 0 at the limit.
+    """1 for answers up to a number of characters, decreasing to 0 at the limit.
 
     Args:
         target: longest answer that gets 1, in characters.
@@ -231,7 +231,7 @@ class JudgeReward(_RowReward):
         url: of the server, up to and with ``/v1``.
         model: name of the model there.
         prompt: what it is asked; ``{text}`` stands for the answer, and ``{column}`` for a column of the row.
-        pattern: regular expression whose first group is the number; an answer for which there is none is dropped.
+        pattern: regular expression; its first group is the number. Answers without a match are dropped.
         scale: the number is divided by it.
         timeout: seconds for one answer.
         weight: see :class:`Reward`.

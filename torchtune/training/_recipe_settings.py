@@ -119,6 +119,13 @@ class VocabularySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizerSettings:
+    """How weights are quantised, or that is simulated in training; only recipes that do so declare it."""
+
+    quantizer: Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TeacherSettings:
     """A second model, frozen; only recipes of distillation declare it."""
 
@@ -135,6 +142,7 @@ GROUPS = (
     SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,
+    QuantizerSettings,
     TeacherSettings,
 )
 
@@ -149,6 +157,7 @@ class RecipeSettings(
     SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,
+    QuantizerSettings,
     TeacherSettings,
 ):
     """Typed values of a recipe's settings; a group that the recipe does not declare has the defaults above.
@@ -175,10 +184,15 @@ class RecipeSettings(
         if isinstance(settings, cls):
             return settings
         found = {}
+        training = (
+            item.name for group in (StepSettings, DataSettings, MeshSettings) for item in dataclasses.fields(group)
+        )
+        # A recipe without steps, data and mesh has no use for most names.
+        must_be_whole = dataclasses.is_dataclass(settings) and any(_declares(settings, name) for name in training)
         for group in GROUPS:
             names = [item.name for item in dataclasses.fields(group)]
             values = {name: _value(settings, name) for name in names if _declares(settings, name)}
-            if dataclasses.is_dataclass(settings) and values and (missing := [n for n in names if n not in values]):
+            if must_be_whole and values and (missing := [n for n in names if n not in values]):
                 raise RecipeSettingsError(_missing(settings, group, missing[0]))
             hints = typing.get_type_hints(group)
             for name, value in values.items():

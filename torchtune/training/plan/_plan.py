@@ -1,4 +1,4 @@
-"""What a run will need, said before anything is loaded.
+"""The memory that a run needs, estimated before anything is loaded.
 
 The estimate, in bytes, for a run on one device (numel: elements; T = batch_size * max_seq_len tokens, at most):
 
@@ -62,7 +62,7 @@ class MemoryEstimate:
         return sum(dataclasses.astuple(self))
 
     def share(self, dims: ParallelDims, gathered: int, *, offload: bool = False) -> "MemoryEstimate":
-        """What each of several processes needs.
+        """The estimate of one rank among several.
 
         Args:
             dims: the processes.
@@ -78,14 +78,14 @@ class MemoryEstimate:
 def optimizer_bytes_per_element(
     cfg: Any, dtype: torch.dtype, precision: str, model: torch.nn.Module | None = None
 ) -> float:
-    """Bytes of state that the optimizer of ``cfg`` keeps for each trained element, found by one step on a matrix.
+    """Bytes of optimizer state per trained element, measured by one step on a matrix.
 
-    Of an optimizer of groups it is their mean. Those whose states are elsewhere or that run on CUDA alone are not
-    tried: bitsandbytes' count as what their names say, offloaded ones as nothing.
+    Optimizers with parameter groups have the mean of the groups. Optimizers with offloaded state or for CUDA only are
+    not run: those of bitsandbytes count by the bits in their names, offloaded state as 0.
 
     Args:
         cfg: component node of the optimizer.
-        dtype: type of the weights.
+        dtype: of the weights.
         precision: see ``prepare_optimizer``.
         model: with the trained parameters, for an optimizer that groups them by name.
     """
@@ -198,13 +198,13 @@ def estimate_memory(
 
 
 def _gathered_bytes(model: torch.nn.Module) -> int:
-    """Parameters that FSDP holds whole at a time: two layers, and what is outside of the layers."""
+    """Parameters that FSDP has all-gathered at a time: two layers, and those outside of layers."""
     layers = [sum(map(_num_bytes, layer.parameters())) for layer in getattr(text_decoder(model), "layers", [])]
     return sum(map(_num_bytes, model.parameters())) - sum(layers) + sum(layers[:2])
 
 
 def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
-    """How a recipe arranges its processes.
+    """The device mesh of a recipe.
 
     Raises:
         ParallelDimsError: the sizes do not fit the number of processes.
@@ -262,7 +262,7 @@ def _teacher_bytes(settings: RecipeSettings) -> int:
 
 
 def _recomputed(settings: RecipeSettings) -> bool | int | str:
-    """Which layers are recomputed, as :func:`estimate_memory` takes it."""
+    """Which layers use activation checkpointing, as :func:`estimate_memory` takes it."""
     if settings.ac_mode != "selective":
         return settings.enable_activation_checkpointing or settings.ac_mode == "full"
     return "op" if settings.ac_option == "op" else int(settings.ac_option)
@@ -319,9 +319,10 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     model, dtype, reports = build_on_meta(settings)
     total = sum(map(math.prod, full_shapes(model).values()))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    share = trained / max(total, 1)
     lines = [
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
-        f"parameters  {total:,}, of which {trained:,} are trained ({trained / max(total, 1):.2%})",
+        f"parameters  {total:,}" + (f", of which {trained:,} are trained ({share:.2%})" if settings.optimizer else ""),
         *(f"converted   {report}" for report in reports),
         f"mesh        {dims}, device {settings.device or 'chosen at start'}",
     ]
