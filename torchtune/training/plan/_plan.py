@@ -76,9 +76,9 @@ class MemoryEstimate:
     accumulates: bool = False
 
     @property
-    def kept(self) -> int:
-        """What is there throughout: weights and states of the optimizer."""
-        return self.weights + self.optimizer
+    def offloaded(self) -> "MemoryEstimate":
+        """What is left on a device if weights, gradients and states of the optimizer lie in host memory."""
+        return dataclasses.replace(self, weights=0, gradients=0, optimizer=0)
 
     @property
     def total(self) -> int:
@@ -86,7 +86,7 @@ class MemoryEstimate:
         earlier = self.gradients if self.accumulates else 0
         forward = earlier + self.activations + self.loss + self.gathered
         backward = self.gradients + max(self.of_a_layer, self.reduced)
-        return self.kept + max(forward, backward)
+        return self.weights + self.optimizer + max(forward, backward)
 
     def share(self, dims: ParallelDims, gathered: tuple[int, int], *, offload: bool = False) -> "MemoryEstimate":
         """What each of several processes needs.
@@ -360,8 +360,7 @@ class ClosedForm:
             self._states[key] = optimizer_bytes_per_element(cfg.optimizer, dtype, cfg.optimizer_precision, model)
         offload = cfg.fsdp_cpu_offload and processes > 1
         found = _estimate(cfg, model, self._states[key]).share(dims, _gathered_bytes(model), offload=offload)
-        if offload:
-            found = dataclasses.replace(found, weights=0, gradients=0, optimizer=0)
+        found = found.offloaded if offload else found
         if self.smallest is None or found.total < self.smallest[0]:
             self.smallest = found.total, what
         return found
