@@ -10,11 +10,8 @@ from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.training.simulate.measured import FULL, FULL_MANY, LLAMA
 from torchtune.config import load_and_check
 from torchtune.training.plan._plan import memory_by_processes
-from torchtune.training.simulate._devices import parse_cluster
-from torchtune.training.simulate._fit import find_fastest
 from torchtune.training.simulate._report import peak_bytes
 from torchtune.training.simulate._simulate import simulate
-from torchtune.utils import UserError
 
 # Tensors without values may be as large as real ones.
 WIDE = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8}
