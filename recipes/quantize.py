@@ -15,7 +15,6 @@ import torch
 
 from torchtune import config, training, utils
 from torchtune.config import Component
-from torchtune.models import from_hf_config
 
 
 @dataclass(kw_only=True)
@@ -43,9 +42,14 @@ class Settings:
         "cudnn_deterministic_mode": "nothing here is random",
     }
 
+    def __post_init__(self) -> None:
+        folder = self.checkpointer.get("checkpoint_dir")
+        if self.model is None and folder is not None:
+            self.model = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
+
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what no single setting shows: (setting, what is wrong and what to do)."""
-        if self.model is None and "checkpoint_dir" not in self.checkpointer:
+        if self.model is None:
             yield "model", "is not given, and checkpointer has no checkpoint_dir to take it from: give one of them"
 
 
@@ -63,8 +67,7 @@ class QuantizationRecipe:
         self.quantizer = config.instantiate(cfg.quantizer)
         self.checkpointer = config.instantiate(cfg.checkpointer)
         with training.set_default_dtype(self.dtype), torch.device("meta"):
-            folder = cfg.checkpointer.get("checkpoint_dir")
-            self.model = from_hf_config(folder) if cfg.model is None else config.instantiate(cfg.model)
+            self.model = config.instantiate(cfg.model)
 
     def quantize(self, cfg: Settings) -> None:
         """Write the quantised checkpoint."""

@@ -226,7 +226,7 @@ def test_the_tree_of_the_readme_is_the_tree() -> None:
         name = line.strip().split()[0]
         depth = (len(line) - len(line.lstrip())) // 2
         stack = [*stack[:depth], name]
-        assert ROOT.joinpath(*stack).exists(), f"README.md shows {'/'.join(stack)}"
+        assert any(ROOT.glob("/".join(stack))), f"README.md shows {'/'.join(stack)}"
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
-"""Write the table of what each large config needs per GPU into docs/tables, from the estimates of a dry run.
+"""Write docs/tables: what each large config needs per GPU, from the estimates of a dry run, and what composes.
 
-``--check`` writes nothing and fails if the file differs from what would be written.
+``--check`` writes nothing and fails if a file differs from what would be written.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+import composition_table
 from recipe_table import recipes_in
 
 from torchtune._cli._target import recipe_named_by
@@ -15,7 +16,7 @@ from torchtune.training.plan._plan import MemoryEstimate, memory_by_processes
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
-TABLE = ROOT / "docs" / "tables" / "memory_per_gpu.rst"
+TABLES = ROOT / "docs" / "tables"
 SIZES = ("8B", "32B", "70B", "72B")
 COUNTS = (1, 2, 4, 8, 16, 32)
 GIB = 2**30
@@ -53,14 +54,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if the file is not current")
     check = parser.parse_args().check
-    text = table()
-    if TABLE.exists() and TABLE.read_text() == text:
-        return 0
-    print(f"{TABLE.relative_to(ROOT)} {'is not current' if check else 'was written'}")
-    if not check:
-        TABLE.parent.mkdir(exist_ok=True)
-        TABLE.write_text(text)
-    return int(check)
+    texts = {"memory_per_gpu.rst": table(), "compositions.rst": composition_table.table()}
+    differ = {TABLES / name: text for name, text in texts.items() if not _is_current(TABLES / name, text)}
+    for path, text in differ.items():
+        print(f"{path.relative_to(ROOT)} {'is not current' if check else 'was written'}")
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    return len(differ) if check else 0
+
+
+def _is_current(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
 
 
 if __name__ == "__main__":

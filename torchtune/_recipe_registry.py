@@ -110,8 +110,18 @@ def get_all_recipes() -> list[Recipe]:
     return list(_scan())
 
 
+# Former name -> the recipe that older commands and configs mean.
+_FORMER = {"dev/grpo_full_finetune_distributed": "full_grpo_distributed"}
+
+
+def current_name(name: str) -> str:
+    """The name that a recipe has now."""
+    return _FORMER.get(name, name)
+
+
 def find_recipe(name: str) -> Path | None:
-    """The file of the recipe called ``name``."""
+    """The file of the recipe called ``name``, now or formerly."""
+    name = current_name(name)
     return next((recipe.path for recipe in _scan() if recipe.name == name), None)
 
 

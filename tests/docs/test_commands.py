@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import torchtune.models._spec
 from tests.docs import tiny_models
 from tests.docs.pages import LANGUAGES, PAGES, Block, Command, blocks_of, commands_of, edited
 from tests.torchtune.training.checkpointing.gguf_files import write_gguf
@@ -33,6 +34,7 @@ NOT_RUN = {
     "tune download meta-llama/Llama-3.2-1B-Instruct --hf-token $HF_TOKEN": "needs the hub",
     "make quickstart": "makes an environment of its own and downloads a model",
     "make test": "runs this test",
+    "tune estimate --config llama3_1/8B_full --simulate 8xH100 --fit 24GiB": "simulates for minutes",
     "python benchmarks/bf16_that_learns.py --checkpoint /tmp/SmolLM2-135M-Instruct": "takes minutes",
 }
 # The pages' /tmp holds a tiny checkpoint and a tiny GGUF file under the names of those that one would download.
@@ -160,6 +162,7 @@ def page_folder(
     monkeypatch.chdir(page.cwd)
     monkeypatch.setattr(sys, "path", [str(page.cwd), *sys.path])
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torchtune.models._spec, "_registered", {})
     modules = set(sys.modules)
     yield page
     for name in set(sys.modules) - modules:

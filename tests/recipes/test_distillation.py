@@ -12,7 +12,7 @@ import torchtune.modules.loss.kd_losses as kd_losses
 from tests.recipes import checks
 from tests.recipes.checks import promise
 from tests.recipes.killing import Forker
-from tests.recipes.runs import Run, start, write_config
+from tests.recipes.runs import Run, load_recipe, start, write_config
 from tests.recipes.test_injected_bugs import caught, injected
 from tests.tiny import write_checkpoint
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -139,6 +139,23 @@ def test_what_cannot_teach_is_one_sentence(change: Any, words: str, tmp_path: Pa
         tokenizer.write_text(text.replace('"cat":', '"tac":'))
     with pytest.raises(UserError, match=words):
         start(ONE, tmp_path, train=False, **settings)
+
+
+def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path: Path) -> None:
+    from torchtune.config import load_and_check
+    from torchtune.training import plan_run
+    from torchtune.training.plan._check_run import find_problems
+
+    run = start(ONE, tmp_path, train=False)
+    main = load_recipe(ONE, tmp_path).recipe_main
+    cfg = load_and_check(write_config(ONE, tmp_path, tmp_path / "new"), [], main)
+    assert "  teacher " in plan_run(cfg)
+    assert run.recipe.teacher.model.tok_embeddings.weight.shape[0] == 384
+    assert not find_problems(cfg, 1, thorough=True)
+    for file in (tmp_path / "teacher").glob("*.safetensors"):
+        file.unlink()
+    (problem,) = find_problems(cfg, 1, thorough=True)
+    assert str(tmp_path / "teacher") in problem
 
 
 def test_two_processes_train_as_one_however_they_share_the_work(tmp_path: Path) -> None:

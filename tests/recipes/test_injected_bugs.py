@@ -89,8 +89,8 @@ IN_TEXT: dict[str, tuple[str, str, Callable[..., None], str]] = {
         "the learning rate follows the schedule over all epochs",
     ),
     "validation loss averaged over batches": (
-        "total += self.compute_loss(batch).item()\n",
-        f"total += self.compute_loss(batch).item() / {LABELS_OF_BATCH} * 6\n",
+        "(self.compute_loss(batch), batch.num_terms)",
+        f"(self.compute_loss(batch) / {LABELS_OF_BATCH}, 1)",
         checks.validation_is_the_mean_over_labels,
         "the validation loss is the mean over all labels",
     ),
@@ -299,7 +299,7 @@ def test_the_harness_is_not_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     nowhere = {"text that no recipe has": ""}
     with pytest.raises(NotInjected, match="stands 0 times"), caught("a promise"):
         checks.training_learns(FULL, tmp_path, changes=nowhere)
-    with pytest.raises(NotInjected, match="stands 6 times"), caught("a promise"):
+    with pytest.raises(NotInjected, match=r"stands [2-9] times"), caught("a promise"):
         checks.training_learns(FULL, tmp_path, changes={"# twin of training\n": ""})
     with (
         pytest.raises(NotInjected, match="nobody called end_of_turn_is_trained"),

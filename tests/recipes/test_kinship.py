@@ -1,6 +1,7 @@
 """Recipes are copied, never inherited; these tests keep the copies from drifting."""
 
 import ast
+import functools
 import itertools
 import shutil
 import subprocess
@@ -17,12 +18,15 @@ FILES = recipe_files()
 RECIPES = list(FILES.values())
 TRAINING = [FILES[name] for name in recipes_in("training")]
 NAMES = list(FILES)
+TABLE = table()  # read once, as the recipes are: they are many
 
 
+@functools.cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
 def classes(path: Path) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree(path).body if isinstance(node, ast.ClassDef)}
 
@@ -32,19 +36,25 @@ def recipe_class(path: Path) -> ast.ClassDef:
     return classes(path)[name]
 
 
+@functools.cache
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
 def source(path: Path, node: ast.stmt) -> str:
     first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-    return "\n".join(path.read_text().splitlines()[first - 1 : node.end_lineno])
+    return "\n".join(lines_of(path)[first - 1 : node.end_lineno])
 
 
 def comment_above(path: Path, line: int) -> str:
-    lines, found = path.read_text().splitlines(), []
+    lines, found = lines_of(path), []
     while lines[line - 2].strip().startswith("#"):
         line -= 1
         found.insert(0, lines[line - 1].strip("# "))
     return " ".join(text for text in found if not (text.startswith("twin of ") and ":" in text))
 
 
+@functools.cache
 def settings(path: Path) -> dict[str, tuple[str, str | None, str]]:
     """Setting -> (type, default, comment)."""
     fields = [node for node in classes(path)["Settings"].body if isinstance(node, ast.AnnAssign)]
@@ -59,6 +69,7 @@ def settings(path: Path) -> dict[str, tuple[str, str | None, str]]:
     }
 
 
+@functools.cache
 def methods(path: Path) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in recipe_class(path).body if isinstance(node, ast.FunctionDef)}
 
@@ -69,12 +80,14 @@ def marked(path: Path, node: ast.FunctionDef) -> str | None:
     return above.removeprefix("twin of ") if above.startswith("twin of ") else None
 
 
+@functools.cache
 def twins(path: Path) -> dict[tuple[str, str], str]:
     """Methods under ``# twin of GROUP``: (group, name) -> text."""
     found = methods(path).items()
     return {(group, name): source(path, node) for name, node in found if (group := marked(path, node))}
 
 
+@functools.cache
 def blocks(path: Path) -> dict[tuple[str, str], str]:
     """Paragraphs of settings under ``# twin of GROUP: NAME``: (group, name) -> text."""
     paragraphs = (text.strip("\n") for text in source(path, classes(path)["Settings"]).split("\n\n"))
@@ -91,13 +104,13 @@ def test_a_shared_setting_has_one_type_default_and_comment(one: Path, other: Pat
     mine, theirs = settings(one), settings(other)
     kin = one in TRAINING and other in TRAINING
     for name in mine.keys() & theirs.keys():
-        if name in table()["own_settings"] and (name in ("model", "collate_fn") or not kin):
+        if name in TABLE["own_settings"] and (name in ("model", "collate_fn") or not kin):
             continue
         assert mine[name] == theirs[name], f"'{name}' differs between {one.name} and {other.name}"
 
 
 def test_exceptions_are_needed() -> None:
-    for name, reason in table()["own_settings"].items():
+    for name, reason in TABLE["own_settings"].items():
         assert reason
         assert len({settings(path)[name] for path in RECIPES if name in settings(path)}) > 1, f"{name} is no exception"
 
@@ -124,7 +137,7 @@ def test_recipes_of_the_same_groups_would_be_one_method() -> None:
     assert one.method == several.method != found["full_finetune_distributed"].method
 
 
-@pytest.mark.parametrize("group", table()["groups"])
+@pytest.mark.parametrize("group", TABLE["groups"])
 def test_twins_are_equal_to_the_letter_within_their_group(group: str) -> None:
     known: dict[tuple[str, str], tuple[str, str]] = {}
     for name in recipes_in(group):
@@ -136,7 +149,7 @@ def test_twins_are_equal_to_the_letter_within_their_group(group: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_marks_twins_of_its_own_groups_and_forgets_none(name: str) -> None:
-    path, declared = FILES[name], table()["recipes"]
+    path, declared = FILES[name], TABLE["recipes"]
     own = declared.get(name, [])
     for group, twin in {**twins(path), **blocks(path)}:
         assert group in own, f"{path.name}: '{twin}' is a twin of {group}, and {name} is not in that group"
@@ -147,7 +160,7 @@ def test_a_recipe_marks_twins_of_its_own_groups_and_forgets_none(name: str) -> N
                 assert marked(path, node) == group, f"{path.name}:{node.lineno}: mark {twin} '# twin of {group}'"
 
 
-@pytest.mark.parametrize("group", table()["groups"])
+@pytest.mark.parametrize("group", TABLE["groups"])
 def test_a_group_shares_few_methods(group: str) -> None:
     """``setup``, ``compute_loss``, ``train``, ``validate``, ``training_state`` and ``cleanup``."""
     shared = {twin for name in recipes_in(group) for of, twin in twins(FILES[name]) if of == group}
@@ -296,8 +309,8 @@ def test_no_default_hides_in_the_code(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_every_feature_is_there_or_has_a_reason(path: Path) -> None:
-    reasons = table()["reasons"].get(path.stem, {})
-    for feature, setting in table()["features"].items():
+    reasons = TABLE["reasons"].get(path.stem, {})
+    for feature, setting in TABLE["features"].items():
         if setting in settings(path):
             assert feature not in reasons, f"{path.stem} has '{feature}': remove its reason"
         else:

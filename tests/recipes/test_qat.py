@@ -12,7 +12,6 @@ from torchtune.models import from_hf_config
 from torchtune.modules.conversion import ConversionError
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
-from torchtune.utils import UserError
 
 ALONE = [name for name in QAT if name.endswith("single_device")]
 TOKENS = torch.arange(3, 40)[None]
@@ -67,18 +66,6 @@ def test_splitting_the_work_changes_nothing(tmp_path: Path) -> None:
         checks.same(whole, start("qat_single_device", tmp_path, **checks.GRADIENT, **settings))
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "said"),
-    [
-        ({"fake_quant_after_n_steps": 12}, ConversionError, "is 12, but the run ends after 12 steps"),
-        ({"quantizer__groupsize": 24}, ConversionError, "groupsize 24 does not divide the 32 inputs of 'layers.0"),
-        (
-            {"quantizer": {"_component_": "torchtune.training.quantization.Int8WeightOnlyQuantizer"}},
-            UserError,
-            "Int8WeightOnlyQuantizer cannot be simulated in training: choose",
-        ),
-    ],
-)
-def test_what_would_train_nothing_is_refused(settings: dict, kind: type, said: str, tmp_path: Path) -> None:
-    with pytest.raises(kind, match=said):
-        start("qat_single_device", tmp_path, **settings)
+def test_what_would_train_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="is 12, but the run ends after 12 steps"):
+        start("qat_single_device", tmp_path, fake_quant_after_n_steps=12)

@@ -10,7 +10,8 @@ from typing import Any, get_type_hints
 import pytest
 import yaml
 
-from tests.recipes.runs import TRAINING, load_recipe, read_log, start
+from tests.recipes.runs import load_recipe, read_log, start
+from tools.recipe_table import recipes_in
 from torchtune.training.checkpointing import CheckpointError
 from torchtune.training.checkpointing._resumed_settings import ON_RESUME, OnResume, check_resumed_settings
 from torchtune.utils import get_logger
@@ -20,7 +21,7 @@ NAME = "lora_finetune_single_device"
 
 def test_every_setting_of_every_training_recipe_is_classified(tmp_path: Path) -> None:
     names = set()
-    for recipe in TRAINING:
+    for recipe in recipes_in("training"):
         settings = get_type_hints(load_recipe(recipe, tmp_path).recipe_main)["cfg"]
         names |= {field.name for field in dataclasses.fields(settings)}
     assert "optimizer" in names

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune._recipe_registry import find_config, find_recipe, get_all_recipes, recipe_of
+from torchtune._recipe_registry import current_name, find_config, find_recipe, get_all_recipes, recipe_of
 from torchtune.utils import UserError
 
 
@@ -62,6 +62,7 @@ def resolve_recipe(name: str) -> RecipeTarget:
     Raises:
         UserError: there is no such recipe.
     """
+    name = current_name(name)
     path = find_recipe(name)
     if path is None:
         own = next((p for p in (Path(name), Path(f"{name}.py")) if p.is_file()), None)

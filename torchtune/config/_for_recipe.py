@@ -19,7 +19,7 @@ def remark_on_recipe(data: Mapping[str, Any], scope: Mapping[str, Any], own_sett
     """A sentence that names the recipe which a config is for, if that is not the one that runs it.
 
     Its key ``recipe:`` says so where a shipped recipe runs it; else the settings do, if this recipe lacks some of them
-    and just one kind of shipped recipe has them all.
+    and shipped recipes have them all: those of the same method, if there are any.
 
     Args:
         data: the config.
@@ -38,6 +38,8 @@ def remark_on_recipe(data: Mapping[str, Any], scope: Mapping[str, Any], own_sett
     if keys <= set(own_settings):
         return None
     fitting = [name for name, recipe in shipped.items() if keys <= settings_of_recipe(recipe)]
+    if own is not None:  # of this method, for another number of devices
+        fitting = [name for name in fitting if shipped[name].method == shipped[own].method] or fitting
     if not fitting:
         return None
     return (

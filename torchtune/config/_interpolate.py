@@ -18,7 +18,7 @@ _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _ENVIRONMENT = re.compile(r"\s*oc\.env\s*:")
 _LOOKS_UP = re.compile(r"\s*oc\.(select|deprecated|dict\.\w+)\s*:")  # takes names of settings, not only values
 _DECODES = "oc.decode"
-_ANY = "\1"  # stands for an inner reference, whose value makes a part of the name
+_ANY = "\1"  # placeholder of a nested reference, part of the name
 
 
 class _Unresolvable(Exception):
@@ -105,7 +105,7 @@ def texts_with_references(data: Any) -> dict[KeyPath, str]:
 
 
 def texts_from_environment(data: Any) -> dict[KeyPath, str]:
-    """Those of the texts below ``data`` whose value comes from ``${oc.env:…}``, also by way of other references."""
+    """The texts in ``data`` with a value from ``${oc.env:…}``, directly or through other references."""
     references = _References(texts_with_references(data))
     paths = list(references.order())
     return {path: references.texts[tuple(map(str, path))][1] for path in paths if path in references.from_environment}

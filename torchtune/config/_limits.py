@@ -13,10 +13,10 @@ class TooLarge(yaml.MarkedYAMLError):
 
 
 def check_size(text: str, loader: yaml.SafeLoader) -> None:
-    """Refuse a text that is too long, too deep, or too much once its aliases are expanded.
+    """Raise if a text is too long, too deeply nested, or too large with its aliases expanded.
 
-    The parser makes events one after another without recursion, while composing nodes from them recurses in C, and
-    expanding ten aliases of ten aliases, eight times over, makes 100 million values. So both are counted here first.
+    The parser yields events without recursion. Composing nodes from them recurses in C, and nested aliases expand to
+    any number of values (ten aliases of ten aliases, eight levels deep: 100 million). So both are counted first.
 
     Args:
         text: what is parsed.

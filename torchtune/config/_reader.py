@@ -58,7 +58,7 @@ class Document:
     places: dict[KeyPath, Place] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     count: int = 0  # of mistakes, those included that are not told
-    copies: dict[KeyPath, KeyPath] = field(default_factory=dict)  # written as ${other}: whose mistakes it repeats
+    copies: dict[KeyPath, KeyPath] = field(default_factory=dict)  # ${other}: errors are reported there
     # What came from ${oc.env:…}, also by way of other references: as it was written, and its value
     environment: dict[KeyPath, tuple[str, Any]] = field(default_factory=dict)
 

@@ -47,9 +47,9 @@ class Range:
 
 @dataclass(frozen=True, init=False)
 class HandedOver:
-    """What the recipe gives a component besides its YAML: positional arguments (named for messages) and keywords.
+    """Arguments that the recipe passes besides those in YAML: positional (named for messages) and keyword arguments.
 
-    ``rules`` bounds arguments that are written in YAML, for components whose signature cannot say so.
+    ``rules`` are constraints on arguments in YAML that the signature of a component cannot express.
     """
 
     positional: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from torchtune.config._secrets import REDACTED, hide, is_secret, stands_for
 
 
 class Visitor(Protocol):
-    """What is told about the structured values that a check comes across."""
+    """Receives the structured values that a check finds."""
 
     def component(self, path: KeyPath, node: dict[str, Any], hand: HandedOver | None) -> None:
         """A component node, and what is handed over to it (``None``: unknown)."""

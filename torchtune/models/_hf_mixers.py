@@ -44,6 +44,10 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
     layers = linear_layers(num_layers, fields.take("full_attention_interval", 4))
     if kinds is not None:
         layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
+    for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"):
+        fields.take(name, None)  # of weights that are not trained, and of caches
+    if not fields.take("attn_output_gate", True):
+        raise fields.refusal("attn_output_gate", False)
     numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _NUMBERS}
     return {"mixer": DeltaNetMixer(**numbers, fused=fused) if layers else None, "mixer_layers": layers}
 

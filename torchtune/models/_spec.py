@@ -1,6 +1,7 @@
 """Model families: the specification attached to every model, and the registry."""
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,7 +27,11 @@ class ModelSpec:
         from_hf_config: converts a ``config.json`` (a dict) to a description; raises :class:`ModelError` for the first
             field that a description cannot express. The second argument lists fields to skip.
         to_hf_config: the inverse: a ``config.json`` from which ``transformers`` builds the same model.
-        weight_maps: by format: ``"hf"``, ``"meta"``, ``"gguf"``.
+        weight_maps: by format: ``"hf"``, ``"meta"``, ``"gguf"``; other keys are other spellings of ``"hf"``, which are
+            read and not written.
+        untrained: prefixes of Hugging Face names of weights that the model lacks and an export copies (multi-token
+            prediction).
+        untrained_layers: end of a name by which layers after the model's last one are known to be such weights.
         model_types: names that ``model_type:`` in YAML may give for it.
         parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default that of
             :class:`~torchtune.modules.TransformerDecoder`.
@@ -42,6 +47,13 @@ class ModelSpec:
     model_types: tuple[str, ...] = ()
     parallel_plan: Callable[..., Mapping[str, Any]] = decoder_plan
     meshes: Mapping[str, str] = field(default_factory=dict)
+    untrained: tuple[str, ...] = ()
+    untrained_layers: str | None = None
+
+    def untrained_names(self, names: Collection[str], description: Description) -> set[str]:
+        """Select the names of a Hugging Face checkpoint that ``untrained`` and ``untrained_layers`` describe."""
+        layers = [f"model.layers.{layer}." for layer in _layers_beyond(names, description, self.untrained_layers)]
+        return {name for name in names if name.startswith((*self.untrained, *layers))}
 
     def weight_map(self, kind: str = "hf") -> WeightMap:
         """The weight map of a format. Raises :class:`ModelError` if the family has none."""
@@ -85,6 +97,11 @@ class ModelSpec:
                     f"LoRA: '{path}' and '{absent[0]}' are one fused projection in checkpoints of {self.name} and in "
                     "peft: adapt all of its parts (q_proj, k_proj and v_proj; w1 and w3), or none."
                 )
+
+
+def _layers_beyond(names: Collection[str], description: Description, mark: str | None) -> set[int]:
+    found = [re.fullmatch(rf"model\.layers\.(\d+)\.{re.escape(mark)}", name) for name in names] if mark else []
+    return {int(match[1]) for match in found if match and int(match[1]) >= description.num_layers}
 
 
 # Architectures that several families list -> the family that reads them. Others belong to the one that lists them.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torchtune.models._mixers import Names
 from torchtune.models._weight_map import Row, Tied, WeightMap
-from torchtune.models._weight_ops import Identity, InterleaveRope, Op, Split, Stack
+from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Op, Split, Stack
 
 # Modules of a layer: their name in each format, and the attribute of the description that says where they exist.
 _LINEARS = (
@@ -122,6 +122,21 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) ->
         external = f"{theirs}experts.{{expert}}.{matrix}.weight"
         rows.append(Row(external, f"{ours}experts.{name}", Stack(transpose=True), "expert_layers"))
     return replace(weight_map, rows=(*weight_map.rows, *rows))
+
+
+def with_fused_experts(weight_map: WeightMap, block: str) -> WeightMap:
+    """The map of checkpoints that hold the experts of a layer in two tensors, from one that names them one by one.
+
+    Args:
+        weight_map: Hugging Face map.
+        block: their name of the mixture in a layer, the parent of ``experts``.
+    """
+    theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
+    rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
+    both = (f"{ours}gate_proj", f"{ours}up_proj")
+    rows.append(Row(f"{theirs}gate_up_proj", both, FusedExperts(2), "expert_layers"))
+    rows.append(Row(f"{theirs}down_proj", f"{ours}down_proj", FusedExperts(), "expert_layers"))
+    return replace(weight_map, rows=tuple(rows))
 
 
 def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) -> WeightMap:

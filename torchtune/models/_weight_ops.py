@@ -269,6 +269,35 @@ class _OnDiagonal(ExternalSlice):
 
 
 @dataclass(frozen=True)
+class FusedExperts(Op):
+    """One external tensor ``[experts, parts * out, in]`` with several of ours, each ``[experts, in, out]``.
+
+    Attributes:
+        parts: how many.
+    """
+
+    parts: int = 1
+
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """One fused tensor to its parts."""
+        (fused,) = tensors
+        return [part.transpose(1, 2).contiguous() for part in fused.chunk(self.parts, dim=1)]
+
+    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """The parts to one fused tensor."""
+        return [torch.cat([part.transpose(1, 2) for part in tensors], dim=1)]
+
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """One slice of the fused tensor."""
+        experts, inner, outer = slices
+        start = which * shapes[0][1] // self.parts
+        rows = slice(start + outer.start, start + outer.stop)
+        return [] if is_empty(slices) else [ExternalSlice(0, (experts, rows, inner), transposed=True)]
+
+
+@dataclass(frozen=True)
 class Stack(Op):
     """Several external matrices ``[out, in]`` that are slices of one tensor of ours (experts).
 

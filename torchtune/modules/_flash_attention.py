@@ -74,8 +74,9 @@ def _setup_context(ctx, inputs: tuple[Tensor | int, ...], output: tuple[Tensor, 
 
 
 def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *grads, grad_sinks = _backward(grad, *ctx.saved_tensors, ctx.max_length, ctx.window)
-    return *grads, None, grad_sinks.to(ctx.saved_tensors[4].dtype), None, None
+    saved = ctx.saved_tensors  # once: activation checkpointing lets go of them
+    *grads, grad_sinks = _backward(grad, *saved, ctx.max_length, ctx.window)
+    return *grads, None, grad_sinks.to(saved[4].dtype), None, None
 
 
 _forward.register_autograd(_backward_formula, setup_context=_setup_context)

@@ -1,8 +1,8 @@
-"""Conversions: everything that is done to a described model before its weights exist.
+"""Conversions: changes of a model before its weights are loaded.
 
-A conversion takes a model whose parameters may be on the meta device, replaces modules in place and reports what it
-did. LoRA is one; quantised base weights, fake quantisation and kernel swaps are others. A conversion from outside the
-library subclasses :class:`Conversion` and overrides what it needs; ``phase`` and ``convert`` are enough.
+A conversion replaces modules in place, usually with parameters on the meta device, and reports what it did. Examples
+are LoRA, quantised base weights, fake quantisation and fused kernels. To add one, subclass :class:`Conversion`;
+``phase`` and ``convert`` are required, every other method has a default.
 """
 
 from abc import ABC, abstractmethod
@@ -66,7 +66,7 @@ _FORBIDDEN: dict[tuple[Phase, Phase], str] = {
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did.
+    """The result of a conversion, for the log.
 
     Attributes:
         name: what the log line calls it, for example ``"LoRA"``.
@@ -90,7 +90,7 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight that a conversion keeps in another form than checkpoints do.
+    """A weight stored in another form than in checkpoints.
 
     Attributes:
         shape: shape of the full weight, as checkpoints hold it.
@@ -144,7 +144,7 @@ class Conversion(ABC):
         raise NotImplementedError
 
     def owned_parameters(self, model: nn.Module) -> set[str]:
-        """Names of the parameters that are saved apart from the base weights, as an adapter's are."""
+        """Names of the parameters that are saved separately from the base weights, such as those of an adapter."""
         return set()
 
     def moved_parameters(self, model: nn.Module) -> set[str]:
@@ -152,7 +152,7 @@ class Conversion(ABC):
         return set()
 
     def stored_weights(self, model: nn.Module) -> Mapping[str, StoredWeight]:
-        """The weights that this conversion keeps in another form, by the name of the full weight."""
+        """The weights that this conversion stores in another form, by the name of the full weight."""
         return {}
 
     def from_full(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -207,10 +207,10 @@ class Conversion(ABC):
         return {}
 
     def pre_optimizer_hook(self, model: nn.Module) -> None:  # noqa: B027 - the default does nothing
-        """Called before every optimizer step, also before one that turns out to be skipped."""
+        """Called before every optimizer step, including skipped ones."""
 
     def post_optimizer_hook(self, model: nn.Module) -> None:  # noqa: B027 - the default does nothing
-        """Called after every optimizer step that was not skipped."""
+        """Called after every optimizer step, except skipped ones."""
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """How a module that this conversion made or changed is sharded over a tensor-parallel group.
@@ -229,7 +229,7 @@ _OLDER_NAMES = {"is_own_key": "owned_parameters", "moves": "moved_parameters"}
 
 
 class _CompletedConversion(Conversion):
-    """A conversion from outside with the defaults for whatever it lacks."""
+    """Adds the default methods to a conversion that is no subclass of :class:`Conversion`."""
 
     def __init__(self, conversion: Any) -> None:
         self._conversion = conversion
@@ -281,7 +281,7 @@ def _check_members(conversion: object) -> None:
 
 
 def _check_pairs(conversions: Sequence[Conversion]) -> None:
-    """Refuse conversions that exclude each other; they are sorted by phase."""
+    """Raise if conversions exclude each other; they are sorted by phase."""
     for position, first in enumerate(conversions):
         for second in conversions[position + 1 :]:
             reason = _FORBIDDEN.get((first.phase, second.phase))
@@ -358,7 +358,7 @@ def complete_conversions(model: nn.Module) -> list[Conversion]:
 
 
 def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
-    """The shape of every parameter as checkpoints hold it.
+    """The shape of every parameter in a checkpoint.
 
     Of the parameters that store a weight in another form the first one has the shape of that weight, and the others
     have none, ``(0,)``.

@@ -66,9 +66,10 @@ class _FrozenLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = grad @ ctx.decode(*ctx.saved_tensors) if needs_x else None
+        stored = ctx.saved_tensors  # once: activation checkpointing lets go of them
+        grad_x = grad @ ctx.decode(*stored) if needs_x else None
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return grad_x, grad_bias, None, *(None for _ in ctx.saved_tensors)
+        return grad_x, grad_bias, None, *(None for _ in stored)
 
 
 def frozen_linear(x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None) -> Tensor:

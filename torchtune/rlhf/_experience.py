@@ -156,7 +156,7 @@ class ScoredRollouts:
         drop_unfinished: bool = False,
         device: torch.device | str = "cpu",
     ) -> tuple[list[Batch], int, int]:
-        """Micro-batches of the answers that teach something; groups whose rewards are all equal do not.
+        """Micro-batches of answers with an advantage; groups with equal rewards have none.
 
         Args:
             advantages: ``[n, g]``.
@@ -322,6 +322,8 @@ def make_advantages(component: GroupAdvantages | None) -> GroupAdvantages:
 def check_rollout_settings(settings: Any) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the settings of a recipe that samples: (setting, what is wrong and what to do)."""
     distills = "Distillation" in str(settings.loss.get("_component_"))
+    if getattr(settings, "context_parallel_dim", 1) > 1:
+        yield "context_parallel_dim", "is above 1, but parts of a sequence cannot generate: set it to 1"
     if not settings.rewards and not distills:
         yield "rewards", "is empty: name what scores an answer, for example torchtune.rlhf.reward_functions.ExactMatch"
     if settings.num_samples < 2 and not distills:

@@ -12,11 +12,10 @@ from torchtune.rlhf._rollouts import Rollout, RolloutError
 
 
 class LocalSampler:
-    """Answers prompts with the model that is trained, whose weights need not be copied anywhere.
+    """Samples answers from the model in training, without a copy of its weights.
 
-    Each prompt is prefilled once for all of its answers, and answers that have ended leave the batch. The tokens are
-    drawn from the model's whole distribution: top-k and top-p would change it, and the ratio of probabilities that the
-    loss takes would be wrong.
+    Each prompt is prefilled once for all of its answers, and finished answers leave the batch. Tokens are sampled from
+    the full distribution: top-k and top-p would change it, and make the probability ratio of the loss wrong.
 
     Args:
         model: that is trained; it samples in evaluation mode.

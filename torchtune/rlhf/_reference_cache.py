@@ -27,7 +27,7 @@ class CacheError(UserError):
 
 
 class WithReference:
-    """A dataset of pairs whose examples carry log-probs of the reference.
+    """A dataset of pairs with the reference log-probs in every example.
 
     Args:
         dataset: of pairs.

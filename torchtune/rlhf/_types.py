@@ -82,7 +82,7 @@ class PPOStats(NamedTuple):
         policy_loss: clipped policy loss.
         value_loss: clipped value loss.
         ratios: mean probability ratio.
-        clipfrac: share of tokens whose ratio is clipped.
+        clipfrac: fraction of tokens with a clipped ratio.
         approx_policy_kls: estimated KL of the old policy and the new one.
     """
 

@@ -104,6 +104,35 @@ class ExactMatch(_RowReward):
         return float(given.casefold() == right.casefold() if self.ignore_case else given == right)
 
 
+_NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
+
+
+class NumberMatch(_RowReward):
+    """1 where the last number of the answer equals the last one in a column, else 0; ``1,200.0`` is ``1200``.
+
+    Args:
+        column: of the right answer, whose last number counts too (for example behind ``####``).
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(self, column: str = "answer", weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(weight, name)
+        self.column = column
+
+    def score(self, row: Row, text: str) -> float:
+        """1 or 0."""
+        right, given = _last_number(str(_column(row, self.column))), _last_number(text)
+        if right is None:
+            raise RolloutError(f"column '{self.column}' holds no number")
+        return float(given == right)
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
 class RegexMatch(_RowReward):
     """1 where a regular expression matches, else 0.
 
@@ -153,7 +182,7 @@ class JSONFields(_RowReward):
 
 
 class LengthReward(_RowReward):
-    """1 for answers of at most so many characters, falling to 0 at the limit.
+    """1 for answers up to a number of characters, decreasing to 0 at the limit.
 
     Args:
         target: longest answer that gets 1, in characters.
@@ -202,7 +231,7 @@ class JudgeReward(_RowReward):
         url: of the server, up to and with ``/v1``.
         model: name of the model there.
         prompt: what it is asked; ``{text}`` stands for the answer, and ``{column}`` for a column of the row.
-        pattern: regular expression whose first group is the number; an answer for which there is none is dropped.
+        pattern: regular expression; its first group is the number. Answers without a match are dropped.
         scale: the number is divided by it.
         timeout: seconds for one answer.
         weight: see :class:`Reward`.

@@ -66,7 +66,7 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> 
 
 
 def masked_var(centered_values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of values whose mean is 0 where ``mask`` is True; ``unbiased`` divides by one less than their number."""
+    """Variance of masked values with mean 0; ``unbiased`` divides by their count minus 1."""
     variance = masked_mean(centered_values.square(), mask)
     count = mask.sum()
     return variance * count / (count - 1).clamp(min=1) if unbiased else variance

@@ -118,6 +118,21 @@ class VocabularySettings:
     resize_token_embeddings: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class QuantizerSettings:
+    """How weights are quantised, or that is simulated in training; only recipes that do so declare it."""
+
+    quantizer: Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """A second model, frozen; only recipes of distillation declare it."""
+
+    teacher_model: Node | None = None
+    teacher_checkpointer: Node | None = None
+
+
 GROUPS = (
     ModelSettings,
     StepSettings,
@@ -127,6 +142,8 @@ GROUPS = (
     SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,
+    QuantizerSettings,
+    TeacherSettings,
 )
 
 
@@ -140,6 +157,8 @@ class RecipeSettings(
     SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,
+    QuantizerSettings,
+    TeacherSettings,
 ):
     """Typed values of a recipe's settings; a group that the recipe does not declare has the defaults above.
 
@@ -165,10 +184,15 @@ class RecipeSettings(
         if isinstance(settings, cls):
             return settings
         found = {}
+        training = (
+            item.name for group in (StepSettings, DataSettings, MeshSettings) for item in dataclasses.fields(group)
+        )
+        # A recipe without steps, data and mesh has no use for most names.
+        must_be_whole = dataclasses.is_dataclass(settings) and any(_declares(settings, name) for name in training)
         for group in GROUPS:
             names = [item.name for item in dataclasses.fields(group)]
             values = {name: _value(settings, name) for name in names if _declares(settings, name)}
-            if dataclasses.is_dataclass(settings) and values and (missing := [n for n in names if n not in values]):
+            if must_be_whole and values and (missing := [n for n in names if n not in values]):
                 raise RecipeSettingsError(_missing(settings, group, missing[0]))
             hints = typing.get_type_hints(group)
             for name, value in values.items():
@@ -179,6 +203,10 @@ class RecipeSettings(
                     )
             found |= values
         return cls(**found, source=settings, declared=frozenset(found))
+
+    def teacher(self) -> "RecipeSettings":
+        """The same with the teacher as its model."""
+        return dataclasses.replace(self, model=self.teacher_model, model_converters=[])
 
     def has(self, group: type) -> bool:
         """Whether the recipe declares this group of settings."""

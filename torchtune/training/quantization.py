@@ -43,6 +43,7 @@ __all__ = [
     "Int8WeightOnlyQuantizer",
     "QATQuantizer",
     "Quantizer",
+    "check_quantizer",
     "convert_to_float8_training",
     "fake_quantization",
     "get_quantizer_mode",
@@ -280,6 +281,35 @@ def fake_quantization(
     return FakeQuantize(quantizer.base_config, after_n_steps=after_n_steps, step=step, total_steps=total_steps)
 
 
+def check_quantizer(quantizer: Any, model: nn.Module, source: "ModelSource | None" = None) -> None:
+    """See whether a quantizer fits a model, before weights and data are read.
+
+    Args:
+        quantizer: as the config names it.
+        model: on the meta device; converted if there is no ``source``.
+        source: the checkpoint that is to be quantised; None where quantisation is simulated in training.
+
+    Raises:
+        UserError: it does not fit, or is none, or the checkpoint is quantised already.
+    """
+    if source is None:
+        apply_conversions(model, [fake_quantization(quantizer, None, lambda: 0, 1)])
+        return
+    from torchtune.training.checkpointing._quantize import refuse_quantized
+
+    _require_quantizer(quantizer)
+    refuse_quantized(source)
+    if isinstance(quantizer, Quantizer):
+        check_group_size(quantizable_layers(model), quantizer.group_size)
+
+
+def _require_quantizer(quantizer: Any) -> None:
+    if not isinstance(quantizer, Quantizer | GGUFQuantizer):
+        names = [name for name in __all__ if name.endswith("Quantizer") and "QAT" not in name]
+        known = ", ".join(name for name in names if name != "Quantizer")
+        raise UserError(f"quantizer: {type(quantizer).__name__} is no quantizer: choose out of {known}.")
+
+
 def quantize_checkpoint(
     source: "ModelSource",
     model: nn.Module,
@@ -302,9 +332,7 @@ def quantize_checkpoint(
     Raises:
         UserError: the folder is there, the quantizer is none, or the checkpoint cannot be quantised by it.
     """
-    if not isinstance(quantizer, Quantizer | GGUFQuantizer):
-        known = ", ".join(name for name in __all__ if name.endswith("Quantizer") and "QAT" not in name)
-        raise UserError(f"quantizer: {type(quantizer).__name__} is no quantizer: choose out of {known}.")
+    _require_quantizer(quantizer)
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"output_dir: {folder} is there already and is not overwritten: name a new folder.")

@@ -1,43 +1,43 @@
-"""What a process is doing, for those who watch it."""
+"""What a process is doing, for the watchdog and error messages."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Phases of the loop, which show signs of life of their own; in others any progress of the code is one.
+# Phases of the loop, which reports its own signs of life; in other phases, any progress of the code is one.
 LOOP_PHASES = ("training", "validation", "loading data", "loading ahead")
 
 
 class Activity:
-    """Written by the run as it goes, read by other threads; one assignment each, so that neither waits.
+    """Written by the run, read by other threads, without a lock.
 
     Attributes:
-        step: optimizer steps that are done; None before the loop.
-        phase: what goes on.
-        moves: grows with every step of the program; the same on all ranks at the same point of it.
-        stirs: grows with other signs of life, which may differ between ranks.
-        moved: when one of both last did, as ``time.monotonic`` counts.
-        shape: of the tokens that last went into the model.
+        step: completed optimizer steps; None before the loop.
+        phase: name of the current phase.
+        moves: count of steps of the program, equal on all ranks at the same point.
+        signs: count of other signs of life, which differ between ranks.
+        moved: time of the last of both (``time.monotonic``).
+        shape: of the last tokens that the model was given.
     """
 
     def __init__(self, step: int | None = 0, phase: str = "training") -> None:
         self.step = step
         self.phase = phase
         self.moves = 0
-        self.stirs = 0
+        self.signs = 0
         self.moved = time.monotonic()
         self.shape: tuple[int, ...] | None = None
 
     def move(self, phase: str | None = None) -> None:
-        """Show a sign of life, perhaps at the beginning of something else."""
+        """Count a step of the program, perhaps with the beginning of a phase."""
         if phase is not None:
             self.phase = phase
         self.moves += 1
         self.moved = time.monotonic()
 
-    def stir(self) -> None:
-        """Show a sign of life inside of what goes on."""
-        self.stirs += 1
+    def sign(self) -> None:
+        """Count another sign of life."""
+        self.signs += 1
         self.moved = time.monotonic()
 
     def __str__(self) -> str:
@@ -96,4 +96,4 @@ def doing(phase: str) -> Iterator[None]:
 def sign_of_life() -> None:
     """Tell a watchdog, if there is one, that this process gets on: for loops that take long."""
     if _watched is not None:
-        _watched.stir()
+        _watched.sign()

@@ -65,6 +65,7 @@ class FolderLock:
             self._mine = self._take()
         except OSError as error:
             raise explain_os_error(error, self.path) from error
+        self._clear()
         self._stop = threading.Event()
         threading.Thread(target=self._keep, args=(self._stop,), name="run lock", daemon=True).start()
         atexit.register(self.release)
@@ -190,6 +191,16 @@ class FolderLock:
             if found[1] != changed:
                 return False
         return True
+
+    def _clear(self) -> None:
+        """Remove what processes left here that were killed while they took the lock."""
+        for aside in self.folder.glob(f"{LOCK_NAME}.{'[0-9a-f]' * 8}"):
+            with contextlib.suppress(OSError):
+                found = _read(aside)
+                if found is None or found[0].get("token") == self._mine["token"]:
+                    continue
+                if _is_dead(found[0]) or _now(self.folder) - found[1] > self._patience:
+                    aside.unlink()
 
     def _remove(self, theirs: dict[str, Any]) -> None:
         """Remove the lock of a dead owner, not that of another who was quicker to remove it."""

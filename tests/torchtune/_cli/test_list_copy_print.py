@@ -186,3 +186,10 @@ def test_a_token_is_not_quoted(tune: Callable, tmp_path: Path, monkeypatch: pyte
     assert len(result.err.splitlines()) == 1
     assert not {"hunter2", "hünter2", "ter2"} & set(result.err.replace("'", " ").split())
     assert token.strip() not in result.err + result.out
+
+
+def test_a_former_name_means_the_recipe_of_now() -> None:
+    from torchtune._cli._target import resolve_recipe
+
+    assert resolve_recipe("dev/grpo_full_finetune_distributed").name == "full_grpo_distributed"
+    assert find_recipe("dev/grpo_full_finetune_distributed") == find_recipe("full_grpo_distributed") is not None

@@ -232,7 +232,7 @@ def test_a_config_for_another_recipe_is_said_to_be(tune: Callable, tmp_path: Pat
     config.write_text(config.read_text().replace("recipe: full_finetune_distributed\n", ""))
     bare = tune("run", "full_finetune_single_device", "--config", str(config))
     assert bare.code == 2
-    last = "The config fits the recipe full_finetune_distributed or lora_finetune_distributed: name it after `tune run`"
+    last = "The config fits the recipe full_finetune_distributed: name it after `tune run`"
     assert bare.err.splitlines()[-1].startswith(last)
     assert "The config" not in tune("run", "--config", "own.yaml", "nte=second").err.splitlines()[-1]
 

@@ -18,6 +18,8 @@ from torchtune.models.mistral import mistral, mistral_7b
 from torchtune.models.qwen2 import qwen2, qwen2_7b
 from torchtune.models.qwen3 import qwen3, qwen3_4b_base
 from torchtune.models.smol import smollm2, smollm2_360m
+from torchtune.modules.low_precision import FrozenNF4Linear
+from torchtune.modules.peft import LoRALinear
 from torchtune.utils import UserError
 
 _FAMILIES = ("llama2", "llama3", "llama3_1", "llama3_2", "llama3_3", "mistral", "qwen2", "qwen2_5", "qwen3", "smol")
@@ -110,8 +112,11 @@ def test_lora_builders() -> None:
         _on_meta(lora_llama3_2_1b, ["q_proj"], apply_lora_to_output=True)
     untied = _on_meta(lora_llama3_2_1b, ["q_proj"], apply_lora_to_output=True, tie_word_embeddings=False)
     assert untied.output.lora_a.weight.shape == (8, 2048)
-    with pytest.raises(UserError, match="NF4"):
-        _on_meta(qlora_llama3_8b, ["q_proj"])
+    quantized = _on_meta(qlora_llama3_8b, ["q_proj"])
+    attention = quantized.layers[0].attn
+    assert isinstance(attention.k_proj, FrozenNF4Linear)
+    assert isinstance(attention.q_proj, LoRALinear)
+    assert isinstance(attention.q_proj, FrozenNF4Linear)
     with pytest.raises(TypeError, match="rank"):
         _on_meta(lora_llama3_8b, ["q_proj"], rank=8)
 

@@ -138,7 +138,7 @@ def test_advantages_follow_the_formula() -> None:
     assert abs(plain.nansum(1)).max() < 1e-12, "centred: the mean is not added back"
 
 
-ORDER = {"answer": '{"name":"Nora","count":77,"city":null}', "question": "2 + 2"}
+ORDER = {"answer": '{"name":"Nora","count":77,"city":null}', "question": "2 + 2", "steps": "2 * 3\n#### -1,200.5"}
 
 
 def one_more(rows: list, texts: list) -> list:
@@ -161,6 +161,8 @@ def nan_on_b(rows: list, texts: list) -> list:
         (rewards.ExactMatch("question", pattern=r"<a>(.*?)</a>"), "<a>1</a> no: <a>2 + 2</a>", 1.0),
         (rewards.ExactMatch("question", pattern=r"<a>(.*?)</a>"), "2 + 2", 0.0),
         (rewards.ExactMatch("question", ignore_case=True), "2 + 2", 1.0),
+        (rewards.NumberMatch("steps"), "So 1,200 and 3: it is -1200.50.", 1.0),
+        (rewards.NumberMatch("steps"), "-1200.50 or 3", 0.0),
         (rewards.RegexMatch(r"\d"), "in 3\nlines", 1.0),
         (rewards.RegexMatch(r"<think>.*</think>.+", whole=True), "<think>a\nb</think> 4", 1.0),
         (rewards.RegexMatch(r"<think>.*</think>.+", whole=True), "so <think>a</think> 4", 0.0),

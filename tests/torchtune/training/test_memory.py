@@ -7,6 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA
 from torchtune.training.activations import ActivationCheckpointingError
 from torchtune.training.memory import CheckpointedForward
 from torchtune.utils import UserError
@@ -65,6 +67,25 @@ def test_checkpointing_changes_neither_loss_gradients_nor_names(apply):
     assert gradients.keys() == other_gradients.keys()
     for name, gradient in gradients.items():
         assert torch.equal(gradient, other_gradients[name]), name
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_operators_of_layers_with_some_adapters_are_kept_or_computed_again(use_dora):
+    """An adapter adds to a product in place: if that is the one that is kept, what is kept is not what was computed."""
+    found = []
+    for mode in (None, "selective"):
+        model = make_model()
+        apply_conversions(model, [LoRA(rank=2, alpha=4, target_modules=["q_proj", "v_proj"], use_dora=use_dora)])
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_b" in name:
+                    parameter.fill_(0.1)
+        training.apply_selective_activation_checkpointing(model, mode, mode and "op")
+        found.append(loss_and_gradients(model))
+    (loss, gradients), (other_loss, other_gradients) = found
+    assert torch.equal(loss, other_loss)
+    for name, gradient in gradients.items():
+        assert gradient is other_gradients[name] or torch.equal(gradient, other_gradients[name]), name
 
 
 def test_checkpointing_keeps_less():

@@ -164,6 +164,22 @@ def test_a_lock_that_says_nothing(tmp_path: Path, content: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_killed_while_it_took_the_lock(hold: Callable, tmp_path: Path) -> None:
+    """What it had put aside goes with the next run; that of the living, who are taking it too, stays."""
+    process, lock = hold(), tmp_path / "run" / ".run.lock"
+    dead, living, old = (lock.with_name(f".run.lock.{name * 8}") for name in "0ab")
+    process.kill()
+    process.wait()
+    lock.rename(dead)
+    living.write_text(json.dumps(json.loads(dead.read_text()) | {"machine": ["another"]}))
+    old.touch()
+    os.utime(old, (time.time() - 3600,) * 2)
+    mine = FolderLock(tmp_path / "run")
+    mine.acquire()
+    assert {path.name for path in lock.parent.iterdir()} == {lock.name, living.name}
+    mine.release()
+
+
 def test_removed_and_taken(tmp_path: Path) -> None:
     """Whoever removes the folder under a run is told so; who takes it over ends the run that stood still."""
     folder, said = tmp_path / "run", []

@@ -72,6 +72,7 @@ SPEC = ModelSpec(
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
     weight_maps={"hf": shared_expert(replace(_EXPERTS, rows=(*_EXPERTS.rows, _BIAS)), "mlp.shared_experts")},
+    untrained_layers="eh_proj.weight",
 )
 
 _AIR = Description(

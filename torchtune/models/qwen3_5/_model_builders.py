@@ -34,6 +34,7 @@ SPEC = ModelSpec(
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
     weight_maps={"hf": mixers(HF_HALF, DeltaNetMixer.names)},
+    untrained=("mtp.",),
 )
 
 _9B = Description(

@@ -6,7 +6,7 @@ from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_mixers import linear_layers, read_delta_net, write_delta_net
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expert
+from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expert, with_fused_experts
 
 _FORMAT = HFFormat(
     "Qwen3_5MoeForCausalLM",
@@ -39,13 +39,15 @@ _FORMAT = HFFormat(
         ("partial_rotary_factor", 0.25),
     ),
 )
-_NAMES = experts(mixers(HF_HALF, DeltaNetMixer.names), "mlp", "gate_proj", "up_proj", "down_proj")
+_EXPERTS = experts(mixers(HF_HALF, DeltaNetMixer.names), "mlp", "gate_proj", "up_proj", "down_proj")
+_NAMES = shared_expert(_EXPERTS, "mlp.shared_expert", "mlp.shared_expert_gate")
 SPEC = ModelSpec(
     name="qwen3_5_moe",
     architectures=("Qwen3_5MoeForCausalLM",),
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
-    weight_maps={"hf": shared_expert(_NAMES, "mlp.shared_expert", "mlp.shared_expert_gate")},
+    weight_maps={"hf": _NAMES, "hf_fused": with_fused_experts(_NAMES, "mlp")},
+    untrained=("mtp.",),
 )
 SIZES = {
     "qwen3_5_35b_a3b": Description(

@@ -56,6 +56,7 @@ SPEC = ModelSpec(
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
     weight_maps={"hf": shared_expert(_NAMES, "mlp.shared_expert", "mlp.shared_expert_gate")},
+    untrained=("mtp.",),
 )
 SIZES = {
     "qwen3_next_80b_a3b": Description(

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from torchtune.modules.stored_linear import Stored
 from torchtune.utils import computes_on_cpu
@@ -55,8 +54,7 @@ class LoRAProjection(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = kept @ lora_a.t()
-        y = F.linear(rows, decode(*stored), bias)
-        y.addmm_(low, lora_b.t(), alpha=scale)
+        y = _linear_into_new(rows, decode(*stored), bias).addmm_(low, lora_b.t(), alpha=scale)
         needs_a, needs_b, needs_weight = (ctx.needs_input_grad[index] for index in (2, 3, 7))
         ctx.save_for_backward(
             rows if needs_weight or needs_a else None, lora_a, lora_b, low if needs_b else None, mask, *stored
@@ -91,6 +89,12 @@ class LoRAProjection(torch.autograd.Function):
         if needs_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_bias, grad_a, grad_b, None, None, None, grad_weight, *(None for _ in stored[1:])
+
+
+def _linear_into_new(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` as an operation that selective checkpointing does not keep: the caller changes its result."""
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
+    return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
 
 
 def _itself(weight: Tensor) -> Tensor:

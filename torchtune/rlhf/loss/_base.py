@@ -68,7 +68,7 @@ class AnswerLoss(nn.Module, ABC):
         """
 
     def mismatched(self, batch: Batch) -> Batch | None:
-        """Further documents whose mean log-ratio to the reference is the ``baseline``; None where there is none."""
+        """Further documents; their mean log-ratio to the reference is the ``baseline``. None if there are none."""
         return None
 
     def total(self, losses: Tensor, counts: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def total_and_metrics(
     """Sum what was found of every term, leaving out terms that do not count.
 
     Args:
-        loss: whose :meth:`AnswerLoss.total` is taken.
+        loss: has the :meth:`AnswerLoss.total`.
         losses: ``[p]``.
         counts: bool ``[p]``.
         terms: name -> ``[p]``.

@@ -134,11 +134,11 @@ def _check_smoothing(value: float) -> float:
 class DPOLoss(_Margin):
     """−(1−ε) log σ(βm) − ε log σ(−βm): direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
 
-    With ε it is conservative DPO (Mitchell 2023), whose loss is smallest at a finite margin.
+    With ε it is conservative DPO (Mitchell 2023); its minimum is at a finite margin.
 
     Args:
         beta: higher stays closer to the reference.
-        label_smoothing: ε, the share of pairs whose labels are the wrong way round.
+        label_smoothing: ε, the fraction of pairs with swapped labels.
     """
 
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
@@ -156,7 +156,7 @@ class RobustDPOLoss(_Margin):
 
     Args:
         beta: higher stays closer to the reference.
-        label_smoothing: ε, the share of pairs whose labels are the wrong way round.
+        label_smoothing: ε, the fraction of pairs with swapped labels.
     """
 
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
@@ -229,7 +229,7 @@ class SimPOLoss(PreferenceLoss):
     Args:
         beta: scale of the rewards; 2 to 2.5 in the paper.
         gamma: margin that the chosen answer is to win by.
-        label_smoothing: share of pairs whose labels are the wrong way round.
+        label_smoothing: fraction of pairs with swapped labels.
     """
 
     needs_reference: ClassVar[bool] = False
@@ -279,7 +279,7 @@ class CPOLoss(PreferenceLoss):
     Args:
         beta: scale of the log-probs.
         alpha: weight of the negative log-likelihood of the chosen answer, a mean over its tokens.
-        label_smoothing: share of pairs whose labels are the wrong way round.
+        label_smoothing: fraction of pairs with swapped labels.
     """
 
     needs_reference: ClassVar[bool] = False

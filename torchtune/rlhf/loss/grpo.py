@@ -20,14 +20,14 @@ class GRPOLoss(AnswerLoss):
     Args:
         epsilon: the ratio is clipped to ``1 - epsilon`` from below.
         epsilon_high: and to ``1 + epsilon_high`` from above.
-        kind: ``ppo`` as above; ``cispo`` (arXiv:2506.13585) takes −min(ρ, 1 + epsilon_high) A log π, whose weight has
-            no gradient: no token is left out.
+        kind: ``ppo`` as above; ``cispo`` (arXiv:2506.13585) takes −min(ρ, 1 + epsilon_high) A log π, with no
+            gradient through the weight: every token contributes.
         ratio: per ``token``, or per ``sequence``: the geometric mean over its tokens (GSPO, arXiv:2507.18071).
         normalize: divide by all ``tokens`` of the step; by its ``sequences``, after the mean over each; or by
             sequences times a ``constant`` (Dr. GRPO, arXiv:2503.20783).
         constant: for ``normalize: constant``, usually the largest number of new tokens.
         kl_coeff: weight of the KL divergence to the reference; 0 needs no reference.
-        kl: ``k3`` adds ρ (π_ref / π − log(π_ref / π) − 1), whose gradient is that of the divergence; ``k1`` takes
+        kl: ``k3`` adds ρ (π_ref / π − log(π_ref / π) − 1), with the gradient of the divergence; ``k1`` takes
             log(π_old / π_ref) of a token off its advantage.
         importance_cap: where sampler and trainer differ: weigh each token by min(π_old / π_sampler, cap), with π_old
             of the trainer. ``None`` takes the sampler's own log-probs as π_old.
@@ -96,7 +96,7 @@ class GRPOLoss(AnswerLoss):
         reference: Tensor | None = None,
         sampled: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses of tokens, whose sum is to be divided by :meth:`num_terms`.
+        """Per-token losses; divide their sum by :meth:`num_terms`.
 
         Args:
             log_probs: of the model that is trained ``[t]``.

@@ -214,7 +214,8 @@ def adapter_entries(
     """
     spec, description = identity(model)
     prefixes = {} if whole is None else module_prefixes(whole.prefixes)
-    weight_map, weights = spec.as_part(prefixes).weight_map("hf"), FullWeights(model)
+    spec, weights = spec.as_part(prefixes) if prefixes else spec, FullWeights(model)
+    weight_map = spec.weight_map("hf")
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights.owned}
     if not parameters:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")

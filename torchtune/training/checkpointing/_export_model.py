@@ -63,14 +63,15 @@ def export_model(
     merge, has_weights = "merged" in contents, bool(contents & {"model", "merged"})
     prefix = f"{folder}/" if folder else ""
     files, json_files = [], {}
-    towers = None if identity(model)[1].is_classifier else source.towers
+    whole = None if identity(model)[1].is_classifier else source.whole(model)
+    is_part = whole is not None and whole.is_multimodal
     if has_weights:
-        files, index = shards(model_entries(model, ranks, merge=merge, whole=towers), max_shard_bytes, prefix)
+        files, index = shards(model_entries(model, ranks, merge=merge, whole=whole), max_shard_bytes, prefix)
         json_files |= {} if index is None else {prefix + SAFETENSORS_INDEX: index}
     if "adapter" in contents:
-        entries, settings = adapter_entries(model, ranks, source.base_name(), towers)
+        entries, settings = adapter_entries(model, ranks, source.base_name(), whole if is_part else None)
         adapter_prefix = f"{prefix}{ADAPTER_DIR}/" if has_weights else prefix
         files.append(tensor_file(adapter_prefix + ADAPTER_FILE, entries))
         json_files[adapter_prefix + ADAPTER_CONFIG_FILE] = settings
-    json_files[f"{prefix}config.json"] = config_of_model(model, source.checkpoint_dir, is_part=towers is not None)
+    json_files[f"{prefix}config.json"] = config_of_model(model, source.checkpoint_dir, is_part=is_part)
     return Export(source, folder, contents, files, json_files)

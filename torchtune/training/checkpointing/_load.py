@@ -25,6 +25,7 @@ from torchtune.models import (
 from torchtune.modules.peft import LoRALinear
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights, materialize, replaced_parameters
+from torchtune.training.checkpointing._open_source import without_untrained
 from torchtune.training.checkpointing._sources import Source
 from torchtune.training.parallel._shards import full_tensor, my_shard
 from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
@@ -99,6 +100,7 @@ def load_base(
     Raises:
         CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
     """
+    source = without_untrained(source, *identity(model))
     weights, filled = FullWeights(model), set()
     weights.starts = dict(starts or {})
     for group, shapes in _groups(model, weights, source, compare_tied=True):
@@ -123,6 +125,7 @@ def check_base(model: nn.Module, source: Source) -> None:
     Raises:
         CheckpointError: see :func:`load_base`.
     """
+    source = without_untrained(source, *identity(model))
     for _ in _groups(model, FullWeights(model), source, compare_tied=False):
         pass
 
@@ -147,6 +150,12 @@ def _groups(
         if compare_tied:
             _check_tied(model, weight_map, description, source)
         names, lacks_head = source.names(), _lacks_head(weight_map, description, source)
+        if lacks_head and not model.get_parameter(_HEAD).requires_grad:
+            raise CheckpointError(
+                f"{_folder(source)} is of a language model: the classifier's output layer would be new and, under an "
+                "adapter, never trained: train all weights (full_dpo_single_device, full_dpo_distributed), or start "
+                "from a classifier's checkpoint."
+            )
         if lacks_head:  # a classifier has no place for the projection to the vocabulary
             names = [name for name in names if name not in _head(weight_map, replace(description, num_classes=0))]
         try:

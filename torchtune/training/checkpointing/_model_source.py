@@ -17,9 +17,16 @@ from torchtune.training.checkpointing._export import carry_files
 from torchtune.training.checkpointing._full_weights import owned_names
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
-from torchtune.training.checkpointing._load import check_base, check_config, check_description, load_base, read_json
+from torchtune.training.checkpointing._load import (
+    check_base,
+    check_config,
+    check_description,
+    identity,
+    load_base,
+    read_json,
+)
 from torchtune.training.checkpointing._model_type import ModelType
-from torchtune.training.checkpointing._open_source import TextTower, open_source
+from torchtune.training.checkpointing._open_source import TextTower, open_source, without_untrained
 from torchtune.training.checkpointing._peft_settings import startable, wanted_start
 from torchtune.training.checkpointing._sources import Source, resolve_files
 from torchtune.utils import refuse_foreign, write_json
@@ -40,8 +47,8 @@ class ModelSource:
             ``adapter_model.pt`` of an older checkpoint; an absolute path, or relative to the working directory or
             ``checkpoint_dir``.
         model_type: name of a :class:`ModelType`, checked against the model; the model decides.
-        text_only: export the text decoder of a multimodal checkpoint as a model of its own. By default the other
-            towers are exported with it, unchanged.
+        text_only: export the text decoder as a model of its own. By default other towers and weights of multi-token
+            prediction are exported with it, unchanged.
         adapter_dirs: more folders that ``adapter_checkpoint`` may be relative to, such as the output folder of the run.
 
     Raises:
@@ -66,6 +73,7 @@ class ModelSource:
         self.adapter_checkpoint = adapter_checkpoint
         self.model_type = None if model_type is None else ModelType[model_type]
         self.text_only = text_only
+        self._whole: list[TextTower | None] = []
         self._adapter_dirs = (Path(), self.checkpoint_dir, *adapter_dirs)
         # Read from a GGUF file: tokenizer files that an export writes, by name, and token ids for its config.json.
         self._tokenizer_files: dict[str, Any] = {}
@@ -75,14 +83,23 @@ class ModelSource:
         """The weight files, opened."""
         return open_source(resolve_files(self.checkpoint_dir, self.checkpoint_files))
 
-    @cached_property
-    def towers(self) -> TextTower | None:
-        """The multimodal checkpoint that the text decoder belongs to; ``None`` if the export is the decoder alone."""
+    def whole(self, model: nn.Module) -> TextTower | None:
+        """The checkpoint with more than the model, as opened at the first call; ``None`` for a model exported alone.
+
+        It also has other towers, or weights that are not trained (multi-token prediction).
+        """
+        if not self._whole:
+            self._whole.append(self._find_whole(model))
+        return self._whole[0]
+
+    def _find_whole(self, model: nn.Module) -> TextTower | None:
         config = self.checkpoint_dir / "config.json"
-        if self.text_only or not config.is_file() or "text_config" not in read_json(config):
+        if self.text_only or not config.is_file():
             return None
-        source = self.open()
-        return source if isinstance(source, TextTower) else None
+        source = without_untrained(self.open(), *identity(model))
+        if not isinstance(source, TextTower) or (source.is_multimodal and "text_config" not in read_json(config)):
+            return None
+        return source
 
     def read(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
         """Fill ``model`` from the files; parameters on the meta device become real on ``device``.
@@ -99,7 +116,7 @@ class ModelSource:
             CheckpointError: files are missing or corrupt, or do not fit the model.
         """
         source, owned = self.open(), owned_names(model)
-        _ = self.towers  # opened now: the folder may be gone when the model is saved
+        self.whole(model)  # opened now: the folder may be gone when the model is saved
         if isinstance(source, GGUFFile) and not (self.checkpoint_dir / "tokenizer.json").exists():
             self._tokenizer_files, self._token_ids = tokenizer_files(source), special_ids(source)
         self._check_description(model, source)

@@ -1,11 +1,11 @@
 """Opening the weight files of a checkpoint in any format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from torchtune.models import Slices, rename_prefix, text_prefixes
+from torchtune.models import Description, ModelSpec, Slices, rename_prefix, text_prefixes
 from torchtune.training.checkpointing._compressed_tensors import CompressedFiles, is_compressed
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
@@ -15,27 +15,35 @@ from torchtune.training.checkpointing._sources import TORCH_SUFFIXES, Safetensor
 from torchtune.training.parallel._ranks import Ranks
 from torchtune.training.parallel._shards import spec_of
 
+_ALONE = {"": ""}
+
 
 class TextTower:
-    """The text decoder of a multimodal checkpoint, under the names of a checkpoint of its own.
+    """The text decoder of a checkpoint with more tensors, under the names of a checkpoint of its own.
 
     Args:
-        source: the multimodal checkpoint.
-        prefixes: from :func:`torchtune.models.text_prefixes`.
+        source: the checkpoint: of a multimodal model, or of a decoder with weights that are not trained.
+        prefixes: from :func:`torchtune.models.text_prefixes`, or ``{"": ""}``.
+        untrained: names, as of the decoder alone, that are not the model's.
 
     Attributes:
         prefixes: as given.
+        is_multimodal: whether there are other towers.
     """
 
     kind = None
 
-    def __init__(self, source: Source, prefixes: Mapping[str, str]) -> None:
+    def __init__(self, source: Source, prefixes: Mapping[str, str], untrained: Collection[str] = ()) -> None:
         self.prefixes = dict(prefixes)
+        self.is_multimodal = self.prefixes != _ALONE
         self._source = source
         inverse = {theirs: ours for ours, theirs in prefixes.items()}
-        self._theirs = {
-            rename_prefix(name, inverse): name for name in source.names() if name.startswith(tuple(inverse))
-        }
+        found = {rename_prefix(name, inverse): name for name in source.names() if name.startswith(tuple(inverse))}
+        self._theirs = {ours: name for ours, name in found.items() if ours not in untrained}
+
+    def without(self, untrained: Collection[str]) -> "TextTower":
+        """The same without some of its tensors, which join those of the other towers."""
+        return TextTower(self._source, self.prefixes, untrained)
 
     def names(self) -> list[str]:
         """Names of the text decoder's tensors, file by file."""
@@ -54,7 +62,7 @@ class TextTower:
         return self._source.read(self._theirs[name], slices)
 
     def other_towers(self, ranks: Ranks) -> list[Entry]:
-        """The tensors of all other towers, to be written unchanged; ranks take turns."""
+        """All other tensors, to be written unchanged; ranks take turns."""
         text = set(self._theirs.values())
         others = [name for name in self._source.names() if name not in text]
         return [self._copy(name, is_writer=ranks.rank == turn % ranks.size) for turn, name in enumerate(others)]
@@ -88,6 +96,14 @@ def open_source(paths: Sequence[Path]) -> Source:
         f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
         "GGUF file, or torch files."
     )
+
+
+def without_untrained(source: Source, spec: ModelSpec, description: Description) -> Source:
+    """The source without weights that are not the model's, such as those of multi-token prediction."""
+    untrained = spec.untrained_names(source.names(), description)
+    if not untrained:
+        return source
+    return source.without(untrained) if isinstance(source, TextTower) else TextTower(source, _ALONE, untrained)
 
 
 def _text_of(source: Source) -> Source:

@@ -16,6 +16,7 @@ from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import MAX_SHARD_BYTES, config_of, write_entries
 from torchtune.training.checkpointing._load import detect_format, identity, read_json
 from torchtune.training.checkpointing._model_source import ModelSource
+from torchtune.training.checkpointing._open_source import without_untrained
 from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
 from torchtune.training.checkpointing._sources import Source
 from torchtune.utils import atomic_directory, sign_of_life, write_json
@@ -101,13 +102,13 @@ def checked_groups(source: ModelSource, model: nn.Module) -> list[Group]:
             f"checkpoint_dir: {source.checkpoint_dir} has the names of the format '{kind}': quantise a checkpoint in "
             "Hugging Face's layout, as every training recipe writes."
         )
-    if source.towers is not None:
+    if source.whole(model) is not None:
         raise CheckpointError(
             f"checkpoint_dir: {source.checkpoint_dir} has more parts than a text decoder, which are not quantised: set "
             "checkpointer.text_only to True to write the decoder alone."
         )
     try:
-        return spec.weight_map("hf").select(opened.names(), description)
+        return spec.weight_map("hf").select(without_untrained(opened, spec, description).names(), description)
     except WeightMapError as error:
         raise CheckpointError(f"{source.checkpoint_dir}: {error}") from error
 

@@ -108,6 +108,24 @@ def _shared_seed() -> int:
     return broadcast_object(torch.initial_seed())
 
 
+def require_trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that require a gradient, by name.
+
+    Raises:
+        UserError: there are none.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        quantized = any(conversion.phase is Phase.QUANTIZED_BASE for conversion in get_conversions(model))
+        raise UserError(
+            "model: its base is quantised, so it is frozen and only an adapter can be trained: use a LoRA recipe "
+            "(lora_finetune_single_device or lora_finetune_distributed), or leave the conversion out."
+            if quantized
+            else "model: none of its parameters requires a gradient, so there is nothing to train."
+        )
+    return trained
+
+
 def setup_optimizer(
     factory: Callable[[list[torch.nn.Parameter]], Optimizer],
     model: torch.nn.Module,
@@ -126,15 +144,7 @@ def setup_optimizer(
     Raises:
         UserError: nothing requires a gradient, or see ``prepare_optimizer``.
     """
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not trained:
-        quantized = any(conversion.phase is Phase.QUANTIZED_BASE for conversion in get_conversions(model))
-        raise UserError(
-            "model: its base is quantised, so it is frozen and only an adapter can be trained: use a LoRA recipe "
-            "(lora_finetune_single_device or lora_finetune_distributed), or leave the conversion out."
-            if quantized
-            else "model: none of its parameters requires a gradient, so there is nothing to train."
-        )
+    trained = require_trained(model)
     parameters = [parameter for _, parameter in trained]
     described = factory(parameters[:1] if in_backward else parameters)
     if isinstance(described, GroupedOptimizer):

@@ -121,7 +121,7 @@ class ParallelDims:
     def __str__(self) -> str:
         if self.world_size == 1:
             return "1 process"
-        kinds = ("copies", "shards of data", "parts of a sequence", "parts of a layer")
+        kinds = ("copies", "shards of data", "context-parallel ranks", "tensor-parallel ranks")
         split = " x ".join(f"{getattr(self, name)} {kind}" for name, kind in zip(_MESH, kinds, strict=True))
         return f"{self.world_size} processes = {split}"
 

@@ -1,1 +1,1 @@
-"""What is known before a run: memory, rows and steps, and what keeps it from starting."""
+"""Estimates and checks before a run: memory, rows, steps, and settings that cannot work."""

@@ -1,4 +1,4 @@
-"""What keeps a run from starting, found before anything is loaded."""
+"""Checks that a run can start, before anything is loaded."""
 
 import os
 import sys
@@ -18,17 +18,19 @@ from torchtune.modules.peft import require_adapters
 from torchtune.training._distributed import is_distributed, is_restart
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training._vocabulary import fit_vocabulary
+from torchtune.training.optim._prepare_optimizer import require_trained
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.parallel._parallelize import check_split
 from torchtune.training.plan._plan import arrange, build_on_meta, optimizer_bytes_per_element
 from torchtune.training.plan._plan_data import nodes_of
 from torchtune.training.precision import get_dtype
+from torchtune.training.quantization import check_quantizer
 from torchtune.utils import UserError, is_simulated
 from torchtune.utils._device import find_device
 
 
 class RunError(UserError):
-    """Why a run cannot start: all that is known, in one message."""
+    """A run cannot start; the message lists all known reasons."""
 
     told_by_rank_0 = True  # one process of every machine says it
 
@@ -39,7 +41,7 @@ class RunError(UserError):
 
 
 def check_run(cfg: Any, processes: int | None = None) -> None:
-    """Find out, in about a second and before data are tokenized, whether a run can start.
+    """Check in about a second, before data are tokenized, that a run can start.
 
     Checked are the device, the output folder, the mesh against the heads and the plan of the model, names and shapes
     in the checkpoint, data files, and the packages of optimizer and logger. Nothing is loaded or written.
@@ -62,7 +64,7 @@ def check_run(cfg: Any, processes: int | None = None) -> None:
 
 
 def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) -> list[str]:
-    """What keeps a run from starting, a sentence each.
+    """The reasons that a run cannot start, a sentence each.
 
     Args:
         settings: see :func:`check_run`.
@@ -73,7 +75,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     cfg, problems = RecipeSettings.of(settings), []
 
     def attempt(check: Callable[[], Any]) -> Any:
-        """What ``check`` returns; None, and a problem noted, if it raises an error that a user can mend."""
+        """The result of ``check``; if it raises a user error, record it as a problem and return None."""
         try:
             return check()
         except UserError as error:
@@ -88,17 +90,25 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if device is not None and has("dtype"):
         attempt(lambda: get_dtype(cfg.dtype, device=device))
     checkpointer = attempt(lambda: config.instantiate(cfg.checkpointer)) if has("checkpointer") else None
+    teacher = attempt(lambda: config.instantiate(cfg.teacher_checkpointer)) if has("teacher_checkpointer") else None
+    if teacher is not None and hasattr(checkpointer, "add_source"):
+        attempt(lambda: checkpointer.add_source("teacher", teacher))
     resume = cfg.resume_from_checkpoint or is_restart()
-    if has("output_dir") and hasattr(checkpointer, "check_output_dir"):
+    if has("output_dir", "optimizer") and hasattr(checkpointer, "check_output_dir"):
         attempt(lambda: checkpointer.check_output_dir(resume=resume))
     if thorough and resume and hasattr(checkpointer, "check_resume"):
         attempt(lambda: checkpointer.check_resume(cfg.source))
     dims = attempt(lambda: arrange(cfg, processes))
     model = attempt(lambda: build_on_meta(cfg)[0]) if has("model") else None
+    if model is not None and has("quantizer") and (has("optimizer") or checkpointer is not None):
+        source = None if has("optimizer") else attempt(lambda: checkpointer.store.source())
+        attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
     if model is not None:
         attempt(lambda: check_split(model, dims or ParallelDims(), _plan(cfg)))
     if model is not None and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model))
+    if has("teacher_model") and hasattr(teacher, "check_model"):
+        attempt(lambda: teacher.check_model(build_on_meta(cfg.teacher())[0]))
     if model is not None and has("optimizer"):
         attempt(lambda: _check_trained(cfg, model, checkpointer))
     built = attempt(lambda: config.instantiate(cfg.tokenizer)) if thorough and has("tokenizer") else None
@@ -119,7 +129,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
 
 
 def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: Any) -> None:
-    """See that there is something to train, and that all of it would be saved; a recipe of adapters has a setting.
+    """Check that there are trained parameters and that all are saved; a recipe of adapters has a setting.
 
     What else a recipe of the user's own saves, it alone knows.
     """
@@ -129,6 +139,8 @@ def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: An
         require_adapters(model)
     elif file is None or recipe_at(file) is None:
         return
+    else:
+        require_trained(model)
     if hasattr(checkpointer, "check_contents"):
         merged = of_adapters and not cfg.save_adapter_weights_only
         contents = ("adapter", "merged") if merged else "adapter" if of_adapters else "model"
@@ -136,7 +148,7 @@ def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: An
 
 
 def _check_optimizer(cfg: RecipeSettings, device: torch.device | None, model: torch.nn.Module | None) -> None:
-    """Refuse optimizers that this device or a recipe's loop cannot run."""
+    """Reject optimizers that the device or the recipe's loop does not support."""
     path = str(cfg.optimizer["_component_"])
     offloads = path.endswith(".CPUOffloadOptimizer")
     if path.startswith("schedulefree."):
@@ -163,7 +175,7 @@ def _plan(cfg: RecipeSettings) -> Callable[[torch.nn.Module], Any] | None:
 
 
 def _check_component(node: Any, *, build: bool) -> None:
-    """Build a component, or, where building has effects, see whether the packages that it needs are there."""
+    """Build a component; if building has side effects, only check that its packages are installed."""
     if build:
         config.instantiate(node)
         return
@@ -173,7 +185,7 @@ def _check_component(node: Any, *, build: bool) -> None:
 
 
 def _check_sources(dataset: Any) -> None:
-    """See whether the files of the library's own datasets are there; those of others are not built for it."""
+    """Check that the files of built-in datasets exist; other datasets are not built for it."""
     for node in nodes_of(dataset):
         if str(node.get("_component_")).startswith("torchtune.datasets."):
             with preview(0), suppress(NotRead):
@@ -181,7 +193,7 @@ def _check_sources(dataset: Any) -> None:
 
 
 class _NoTokenizer:
-    """In the place of a tokenizer, where nothing is tokenized."""
+    """Placeholder for a tokenizer that is not used."""
 
     def __getattr__(self, name: str) -> None:
         return None if not name.startswith("__") else object.__getattribute__(self, name)

@@ -1,4 +1,4 @@
-"""Rules that hold between the settings of every training recipe."""
+"""Constraints between the settings of every training recipe."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run will need, said before anything is loaded.
+"""The memory that a run needs, estimated before anything is loaded.
 
 The estimate, in bytes, for a run on one device (numel: elements; T = batch_size * max_seq_len tokens, at most):
 
@@ -74,11 +74,12 @@ class MemoryEstimate:
     gathered: int = 0
     reduced: int = 0
     accumulates: bool = False
+    teacher: int = 0
 
     @property
     def offloaded(self) -> "MemoryEstimate":
         """What is left on a device if weights, gradients and states of the optimizer lie in host memory."""
-        return dataclasses.replace(self, weights=0, gradients=0, optimizer=0)
+        return dataclasses.replace(self, weights=0, gradients=0, optimizer=0, teacher=0)
 
     @property
     def total(self) -> int:
@@ -86,7 +87,7 @@ class MemoryEstimate:
         earlier = self.gradients if self.accumulates else 0
         forward = earlier + self.activations + self.loss + self.gathered
         backward = self.gradients + max(self.of_a_layer, self.reduced)
-        return self.weights + self.optimizer + max(forward, backward)
+        return self.weights + self.teacher + self.optimizer + max(forward, backward)
 
     def share(self, dims: ParallelDims, gathered: tuple[int, int], *, offload: bool = False) -> "MemoryEstimate":
         """What each of several processes needs.
@@ -98,7 +99,7 @@ class MemoryEstimate:
         """
         shards, parts = dims.dp_shard * dims.cp * dims.tp, dims.cp * dims.tp
         whole = shards > dims.tp or offload
-        sharded = {name: -(-getattr(self, name) // shards) for name in ("weights", "gradients", "optimizer")}
+        sharded = {name: -(-getattr(self, name) // shards) for name in ("weights", "gradients", "optimizer", "teacher")}
         split = {name: -(-getattr(self, name) // parts) for name in ("activations", "loss", "of_a_layer")}
         forward, backward = (size // dims.tp if whole else 0 for size in gathered)
         return dataclasses.replace(self, **sharded, **split, gathered=forward, reduced=backward)
@@ -107,14 +108,14 @@ class MemoryEstimate:
 def optimizer_bytes_per_element(
     cfg: Any, dtype: torch.dtype, precision: str, model: torch.nn.Module | None = None
 ) -> float:
-    """Bytes of state that the optimizer of ``cfg`` keeps for each trained element, found by one step on a matrix.
+    """Bytes of optimizer state per trained element, measured by one step on a matrix.
 
-    Of an optimizer of groups it is their mean. Those whose states are elsewhere or that run on CUDA alone are not
-    tried: bitsandbytes' count as what their names say, offloaded ones as nothing.
+    Optimizers with parameter groups have the mean of the groups. Optimizers with offloaded state or for CUDA only are
+    not run: those of bitsandbytes count by the bits in their names, offloaded state as 0.
 
     Args:
         cfg: component node of the optimizer.
-        dtype: type of the weights.
+        dtype: of the weights.
         precision: see ``prepare_optimizer``.
         model: with the trained parameters, for an optimizer that groups them by name.
     """
@@ -257,7 +258,7 @@ def _gathered_bytes(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
-    """How a recipe arranges its processes.
+    """The device mesh of a recipe.
 
     Raises:
         ParallelDimsError: the sizes do not fit the number of processes.
@@ -307,8 +308,15 @@ def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtyp
         return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
 
 
+def _teacher_bytes(settings: RecipeSettings) -> int:
+    """Bytes of the weights of a second model."""
+    if settings.teacher_model is None:
+        return 0
+    return sum(map(_num_bytes, build_on_meta(settings.teacher())[0].parameters()))
+
+
 def _recomputed(settings: RecipeSettings) -> bool | int | str:
-    """Which layers are recomputed, as :func:`estimate_memory` takes it."""
+    """Which layers use activation checkpointing, as :func:`estimate_memory` takes it."""
     if settings.ac_mode != "selective":
         return settings.enable_activation_checkpointing or settings.ac_mode == "full"
     return "op" if settings.ac_option == "op" else int(settings.ac_option)
@@ -405,9 +413,10 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     model, dtype, reports = build_on_meta(settings)
     total = sum(map(math.prod, full_shapes(model).values()))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    share = trained / max(total, 1)
     lines = [
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
-        f"parameters  {total:,}, of which {trained:,} are trained ({trained / max(total, 1):.2%})",
+        f"parameters  {total:,}" + (f", of which {trained:,} are trained ({share:.2%})" if settings.optimizer else ""),
         *(f"converted   {report}" for report in reports),
         f"mesh        {dims}, device {settings.device or 'chosen at start'}",
     ]
@@ -418,7 +427,8 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision, model)
     batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
     gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
-    estimate = _estimate(settings, model, state_bytes).share(dims, gathered, offload=offload)
+    estimate = dataclasses.replace(_estimate(settings, model, state_bytes), teacher=_teacher_bytes(settings))
+    estimate = estimate.share(dims, gathered, offload=offload)
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
     recomputed = "recomputed in the backward pass" if _recomputed(settings) else "all kept"
     return "\n".join(
@@ -432,6 +442,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
             f"  activations {_show(estimate.activations)}  {recomputed}",
             f"  loss        {_show(estimate.loss)}  logits of a chunk, gradient of the output",
             *([f"  gathered    {_show(estimate.gathered)}  embeddings and output"] if estimate.gathered else []),
+            *([f"  teacher     {_show(estimate.teacher)}  its weights"] if estimate.teacher else []),
             f"  total       {_show(estimate.total)}  at the same time, and some hundred MiB for the framework",
         ]
     )

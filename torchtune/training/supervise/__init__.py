@@ -1,1 +1,1 @@
-"""What watches a run: stop and save requests, skipped steps, stalled ranks, lack of memory, progress, the report."""
+"""Supervision of a run: signals, checkpoints due, skipped steps, watchdog, out-of-memory errors, progress, report."""

@@ -1,4 +1,4 @@
-"""What the processes of a run know of each other's progress, and what can be read from it."""
+"""Heartbeats: what every rank publishes of its progress, and which ranks are behind."""
 
 import json
 import os
@@ -19,16 +19,15 @@ FINISHED = "finished"
 
 @dataclass(frozen=True)
 class Beat:
-    """A process's last sign of life.
+    """The heartbeat of one rank.
 
     Attributes:
-        number: grows with every beat.
-        moves: see ``Activity``, as are ``step`` and ``phase``.
-        moved: when it last moved, seconds of the wall clock.
-        stirs: grows with other signs of life.
-        waits: whether it waits for other processes.
-        where: source line that it stands at, if it stands.
-        left: the error that it left the loop with, or ``"finished"``.
+        number: increases with every beat.
+        step, phase, moves, signs: of its ``Activity``.
+        moved: time of its last sign of life, seconds since the epoch.
+        waits: whether it waits in a collective.
+        where: source line, if it stalls.
+        left: name of the error that ended its loop, or ``"finished"``.
     """
 
     number: int = 0
@@ -36,7 +35,7 @@ class Beat:
     phase: str = "start"
     moves: int = 0
     moved: float = 0.0
-    stirs: int = 0
+    signs: int = 0
     waits: bool = False
     where: str = ""
     left: str = ""
@@ -44,7 +43,7 @@ class Beat:
 
 @dataclass
 class Seen:
-    """The last beat of another process, and when this process saw what of it change (``time.monotonic``)."""
+    """The last beat of another rank, and when this rank saw it change (``time.monotonic``)."""
 
     beat: Beat
     beaten: float
@@ -52,40 +51,37 @@ class Seen:
 
 
 class Heartbeats:
-    """Shows this process's beat to the others, and theirs to this process, through the store that they met at.
+    """Publishes this rank's beat in the store of the process group, and reads those of the other ranks.
 
-    The store's calls can block for good when the process that serves it is stopped: they are made in a thread of
-    their own, over a connection of their own, and :attr:`answered` says when they last came back.
+    Store calls block if the process that serves the store is stopped. A separate thread with its own connection makes
+    them; :attr:`answered` is the time of the last answer.
 
     Args:
         rank: of this process.
-        world_size: of the run.
+        world_size: number of ranks.
         interval: seconds between beats.
-        life: the same on all ranks, and another one whenever torchrun starts them again.
+        life: equal on all ranks, different after every restart by torchrun.
         first: the first beat.
 
     Attributes:
-        mine: the beat to show.
-        looking: whether to look at the others; nobody needs to while all goes well.
-        seen: what was seen of them.
-        over: whether one of them has found that the run stands still.
+        mine: the beat to publish.
+        looking: whether to read the beats of other ranks; only needed when this rank stalls.
+        seen: the beats that were read.
+        over: whether a rank has found that the run stalls.
         answered: when the store last answered.
     """
 
     def __init__(self, rank: int, world_size: int, interval: float, life: str, first: Beat) -> None:
-        self._rank = rank
-        self._ranks = range(world_size)
-        self._interval = interval
+        self._rank, self._interval = rank, interval
+        self._others = [other for other in range(world_size) if other != rank]
         self._prefix = f"torchtune/heartbeats/{life}"
         self._stopped = threading.Event()
         self._first_to_tell: bool | None = None
-        self._telling = False
+        self._telling = self.looking = self.over = False
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        self._none = Beat(moved=first.moved)  # of those that have not begun
+        self._none = Beat(moved=first.moved)  # of ranks without a beat yet
         self.mine = first
-        self.looking = False
         self.seen: dict[int, Seen] = {}
-        self.over = False
         self.answered = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
@@ -112,37 +108,32 @@ class Heartbeats:
         store.set(self._key(self._rank), json.dumps(asdict(self.mine)))
         if self._telling and self._first_to_tell is None:
             self._first_to_tell = store.add(f"{self._prefix}/over", 1) == 1
-        if self.looking:
-            others = [rank for rank in self._ranks if rank != self._rank]
-            # A process that has not begun has no beat yet, and the store would wait for it.
-            all_there = store.check([self._key(rank) for rank in others])
-            there = [rank for rank in others if all_there or store.check([self._key(rank)])]
-            values = store.multi_get([self._key(rank) for rank in there]) if there else []
-            beats = dict.fromkeys(others, self._none)
-            beats.update({rank: Beat(**json.loads(value)) for rank, value in zip(there, values, strict=True)})
-            for rank, beat in beats.items():
-                self._see(rank, beat)
-            self.over = self.over or store.check([f"{self._prefix}/over"])
-            self.answered = time.monotonic()
+        if not self.looking:
+            return
+        # The store would wait for the key of a rank that has no beat yet.
+        all_there = store.check([self._key(rank) for rank in self._others])
+        there = [rank for rank in self._others if all_there or store.check([self._key(rank)])]
+        values = store.multi_get([self._key(rank) for rank in there]) if there else []
+        beats = dict.fromkeys(self._others, self._none)
+        beats |= {rank: Beat(**json.loads(value)) for rank, value in zip(there, values, strict=True)}
+        for rank, beat in beats.items():
+            self._see(rank, beat)
+        self.over = self.over or store.check([f"{self._prefix}/over"])
+        self.answered = time.monotonic()
 
     def _see(self, rank: int, beat: Beat) -> None:
         now = time.monotonic()
-        known = self.seen.get(rank)
-        if known is None:
-            # How long it has stood before is known by the clocks on the walls alone, which may differ.
-            self.seen[rank] = Seen(beat, now, now)
-            return
-        self.seen[rank] = Seen(
-            beat,
-            now if beat.number != known.beat.number else known.beaten,
-            now if (beat.moves, beat.stirs) != (known.beat.moves, known.beat.stirs) else known.moved,
-        )
+        # Clocks of machines differ, so the time before the first look is not counted.
+        last = self.seen.get(rank, Seen(beat, now, now))
+        beaten = last.beaten if beat.number == last.beat.number else now
+        moved = last.moved if (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs) else now
+        self.seen[rank] = Seen(beat, beaten, moved)
 
     def tell(self, seconds: float) -> bool:
-        """Let the others know that the run stands still; whether this process was the first.
+        """Tell the other ranks that the run stalls; return whether this rank is the first.
 
         Args:
-            seconds: to wait for an answer; without one, every process is the first.
+            seconds: timeout of the answer; without an answer, every rank is the first.
         """
         self._telling = True
         deadline = time.monotonic() + seconds
@@ -151,7 +142,7 @@ class Heartbeats:
         return self._first_to_tell is not False
 
     def leave(self, seconds: float) -> None:
-        """Show the last beat and end; do not wait longer than ``seconds`` for that."""
+        """Publish the last beat and end, within ``seconds``."""
         self._stopped.set()
         self._thread.join(seconds)
 
@@ -164,24 +155,24 @@ def list_ranks(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts: list[str] = []
-    for run in runs:
-        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
-    if len(runs) == 1 and len(runs[0]) == 1:
-        return f"rank {parts[0]}"
-    return "ranks " + (f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0])
+    *parts, last = [
+        part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run])
+    ]
+    if not parts:
+        return f"rank {last}" if len(runs[0]) == 1 else f"ranks {last}"
+    return f"ranks {', '.join(parts)} and {last}"
 
 
 def explain(beats: dict[int, Beat], silent: set[int], now: float) -> str:
-    """One sentence that says which ranks keep the others waiting, and where.
+    """One sentence: which ranks stall the others, and where.
 
-    Those that gave no sign of life do; else those that got less far in the loop; else, where all got equally far,
-    those that do not wait for others.
+    These are the ranks without heartbeat or that ended with an error, else those that are behind in the loop, else
+    those that do not wait in a collective.
 
     Args:
-        beats: of all ranks that had one.
-        silent: ranks that show no new ones.
-        now: seconds of the wall clock.
+        beats: of all ranks that have one.
+        silent: ranks without a recent heartbeat.
+        now: seconds since the epoch.
     """
     missing = silent or {rank for rank, beat in beats.items() if beat.left not in ("", FINISHED)}
     if not missing:

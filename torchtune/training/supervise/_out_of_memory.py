@@ -1,4 +1,4 @@
-"""What to do when memory runs out, said by the run that knows its settings."""
+"""Out-of-memory errors that name the settings to change."""
 
 import dataclasses
 import pickle
@@ -24,7 +24,7 @@ from torchtune.utils import (
 
 _MOST = 4  # pieces of advice
 _SHORTEST = 256  # tokens below which sequences are not to blame
-# What torch says of memory of the host that is not there, on Linux and on Windows, and cuBLAS of the device's.
+# Messages of torch for host memory (Linux, Windows), and of CUDA and cuBLAS for device memory.
 _HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -32,11 +32,11 @@ Changes = dict[str, Any]
 
 
 class OutOfMemoryError(UserError, RuntimeError):
-    """Memory ran out; the message says where, and which settings would need less."""
+    """Memory ran out; the message says where, and which settings need less."""
 
 
 def _kind(error: BaseException) -> str | None:
-    """Whose memory it is that ran out, ``"device"`` or ``"host"``; None for another error."""
+    """The memory that ran out, ``"device"`` or ``"host"``; None for another error."""
     if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _DEVICE):
         return "device"
     return "host" if isinstance(error, MemoryError) or any(text in str(error) for text in _HOST) else None
@@ -46,21 +46,20 @@ def _kind(error: BaseException) -> str | None:
 def explain_out_of_memory(
     settings: Any, activity: Activity, dims: ParallelDims, *, record_history: bool = False
 ) -> Iterator[None]:
-    """Turn an error for lack of memory inside the block into one that says which settings would need less.
+    """Context manager: turns an out-of-memory error into one that says which settings need less memory.
 
-    On CUDA a snapshot of the memory is written to ``<output_dir>/memory/rank_<r>_step_<n>.pickle``, for
-    https://pytorch.org/memory_viz.
+    On CUDA it writes a memory snapshot for https://pytorch.org/memory_viz to
+    ``<output_dir>/memory/rank_<r>_step_<n>.pickle``.
 
     Args:
         settings: of the recipe.
-        activity: what the process is doing.
-        dims: the processes of the run.
-        record_history: let the snapshot say where in the code each block came from, which costs a little at every
-            allocation.
+        activity: of this process.
+        dims: the device mesh.
+        record_history: record the stack of every allocation in the snapshot, at a small cost.
 
     Raises:
-        OutOfMemoryError: in place of torch's error, of a ``MemoryError``, or of one for host memory.
-        RecipeSettingsError: when the block is entered, a name that the library reads is missing from the settings.
+        OutOfMemoryError: in place of torch's error for device or host memory, or of a ``MemoryError``.
+        RecipeSettingsError: a setting is missing, when the block is entered.
     """
     cfg = RecipeSettings.of(settings)
     on_cuda = torch.cuda.is_available()
@@ -74,9 +73,8 @@ def explain_out_of_memory(
             raise
         rank = torch.distributed.get_rank() if dims.mesh is not None else 0
         snapshot = _write_snapshot(cfg, rank, activity) if on_cuda and kind == "device" else None
-        message = _sentence(cfg, activity, dims, rank, kind) + (
-            f"; what filled it is in {snapshot}." if snapshot else "."
-        )
+        end = f"; what filled it is in {snapshot}." if snapshot else "."
+        message = _sentence(cfg, activity, dims, rank, kind) + end
         note_in_run_log(message)
         raise OutOfMemoryError(message) from error
     finally:
@@ -102,16 +100,11 @@ def _sentence(cfg: RecipeSettings, activity: Activity, dims: ParallelDims, rank:
     stats = get_memory_stats(device, reset_stats=False)
     if on_cuda:
         free, total = (amount / 2**30 for amount in torch.cuda.mem_get_info())
-        used = (
-            f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB in use, {stats['peak_memory_active']:.1f} at the peak, "
-        )
-        used += f"{free:.1f} of {total:.1f} free"
-        where = f"the GPU of {what}"
+        used = f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB in use, {stats['peak_memory_active']:.1f} at the peak"
+        where, used = f"the GPU of {what}", f"{used}, {free:.1f} of {total:.1f} free"
     else:
-        used = f"{stats['peak_memory_resident']:.1f} GiB at the peak"
-        where = what
-    shape = activity.shape
-    batch = f" with a batch of {' x '.join(map(str, shape))} tokens" if shape else ""
+        where, used = what, f"{stats['peak_memory_resident']:.1f} GiB at the peak"
+    batch = f" with a batch of {' x '.join(map(str, activity.shape))} tokens" if activity.shape else ""
     advice = [_show(changes) for changes in _advice(cfg, activity, dims, kind)][:_MOST]
     text = f"There is not enough memory for {where} {activity}{batch} ({used}): "
     if not advice:
@@ -124,10 +117,10 @@ def _show(changes: Changes) -> str:
 
 
 def _advice(settings: Any, activity: Activity, dims: ParallelDims, kind: str) -> Iterator[Changes]:
-    """Changes that need less memory, the cheapest first; only those that the recipe knows and accepts."""
+    """Changes that need less memory and that the recipe accepts, the cheapest first."""
     cfg = RecipeSettings.of(settings)
     on_cuda = torch.cuda.is_available()
-    if kind == "host" and on_cuda:  # what was moved there to make room on the device
+    if kind == "host" and on_cuda:  # offloading fills the host
         found = ({key: False} for key in ("fsdp_cpu_offload", "enable_activation_offloading") if getattr(cfg, key))
     else:
         found = (*_smaller_steps(cfg, activity), *_smaller_numbers(cfg, on_cuda), *_more_shards(cfg, dims))
@@ -137,23 +130,22 @@ def _advice(settings: Any, activity: Activity, dims: ParallelDims, kind: str) ->
 
 
 def _accepted(cfg: Any, changes: Changes) -> bool:
-    """Whether the recipe's own rules allow them."""
+    """Whether the recipe's own checks pass."""
     if any("." in key for key in changes) or not dataclasses.is_dataclass(cfg) or not hasattr(cfg, "check"):
         return True
     return not list(dataclasses.replace(cfg, **changes).check())
 
 
 def _smaller_steps(cfg: RecipeSettings, activity: Activity) -> Iterator[Changes]:
-    """Fewer tokens, or fewer activations of each."""
+    """Fewer tokens or activations."""
     if not cfg.enable_activation_checkpointing:
         yield {"enable_activation_checkpointing": True}
     if activity.phase == "validation":
         if (cfg.batch_size_val or cfg.batch_size) > 1:
             yield {"batch_size_val": 1}
-    elif cfg.batch_size > 1 and cfg.optimizer_in_bwd:
-        yield {"batch_size": 1}
     elif cfg.batch_size > 1:
-        yield {"batch_size": 1, "gradient_accumulation_steps": cfg.batch_size * cfg.gradient_accumulation_steps}
+        steps = {"gradient_accumulation_steps": cfg.batch_size * cfg.gradient_accumulation_steps}
+        yield {"batch_size": 1} | ({} if cfg.optimizer_in_bwd else steps)
     if not cfg.optimizer_in_bwd and not cfg.has(AdapterSettings):  # gradients of adapters are small
         yield {"optimizer_in_bwd": True}
     longest = cfg.max_seq_len
@@ -164,7 +156,7 @@ def _smaller_steps(cfg: RecipeSettings, activity: Activity) -> Iterator[Changes]
 
 
 def _smaller_numbers(cfg: RecipeSettings, on_cuda: bool) -> Iterator[Changes]:
-    """Fewer bytes for each, or in host memory."""
+    """Smaller dtypes, or offloading to the host."""
     if cfg.dtype == "fp32":
         yield {"dtype": "bf16"}
     if on_cuda and cfg.enable_activation_checkpointing and not cfg.enable_activation_offloading:
@@ -172,7 +164,7 @@ def _smaller_numbers(cfg: RecipeSettings, on_cuda: bool) -> Iterator[Changes]:
 
 
 def _more_shards(cfg: RecipeSettings, dims: ParallelDims) -> Iterator[Changes]:
-    """Less for each process."""
+    """Smaller shards."""
     if dims.world_size == 1:
         return
     if not cfg.fsdp_reshard_after_forward:

@@ -1,9 +1,8 @@
-"""The line that shows where a run is."""
+"""The progress bar of a run."""
 
 import os
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import IO, Any
 
 from tqdm import tqdm
@@ -17,15 +16,14 @@ _SHOWN = {
 
 
 class ProgressBar:
-    """Step, total, loss, tokens per second and time left; silent except on rank 0.
+    """Shows step, total, loss, tokens per second and remaining time on rank 0.
 
-    On a terminal it is one line that is redrawn; elsewhere (a log file, a pipe) a plain line is written at most
-    every ``interval`` seconds and at the end.
+    A terminal shows one line; a log file or pipe gets a plain line every ``interval`` seconds and at the end.
 
     Args:
         total: optimizer steps of the whole run.
-        initial: steps that were done before a resume.
-        file: where it is drawn; stderr by default.
+        initial: steps before a resume.
+        file: stderr by default.
         interval: seconds between plain lines.
     """
 
@@ -40,8 +38,7 @@ class ProgressBar:
             file=file if terminal else _Lines(file),
             disable=int(os.environ.get("RANK", "0")) != 0,
             dynamic_ncols=sized,
-            ncols=80 if terminal and not sized else None,
-            nrows=24 if terminal and not sized else None,
+            **({"ncols": 80, "nrows": 24} if terminal and not sized else {}),
             mininterval=0.1 if terminal else interval,
             miniters=1,
             unit="step",
@@ -52,39 +49,37 @@ class ProgressBar:
         return self
 
     def update_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Show the newest loss, validation loss, tokens per second and MFU; other metrics are left out."""
+        """Show loss, validation loss, tokens per second and MFU; other metrics are ignored."""
         for name, (label, form) in _SHOWN.items():
             if name in metrics:
                 self._shown[label] = form.format(float(metrics[name]))
         self._bar.set_postfix(self._shown, refresh=False)
 
     def advance(self, step: int) -> None:
-        """Say that ``step`` steps of the whole run are done."""
+        """Set the number of completed steps, including those before a resume."""
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        """Draw the last state and leave the line."""
+        """Draw the last state and end the line."""
         self._bar.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _has_size(file: IO[str]) -> bool:
-    """Whether a terminal knows its size; some do not, and a bar of width 0 is no bar."""
+    """Whether the terminal reports a size; some report 0."""
     return min(os.get_terminal_size(file.fileno())) > 0
 
 
 class _Bar(tqdm):
-    """Without the thread that watches over slow bars: it is not needed, and it outlives the bar."""
+    """Without tqdm's monitor thread, which outlives the bar."""
 
     monitor_interval = 0
 
 
 class _Lines:
-    """A file in which every redraw becomes a line of its own."""
+    """A file that gets a line for every redraw."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file

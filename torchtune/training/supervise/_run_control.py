@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,19 +15,19 @@ from torchtune.training.supervise._signals import StopSignal
 from torchtune.training.supervise._step_guard import StepGuard
 from torchtune.utils import get_logger
 
-# sysexits.h: a temporary failure, try again; schedulers are told to queue a job again that ends so.
+# EX_TEMPFAIL of sysexits.h: schedulers can be set to requeue a job with this exit code.
 EXIT_REQUEUE = 75
 _EXIT_CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: EXIT_REQUEUE}
 
 
 class Step(NamedTuple):
-    """What a step trains on.
+    """The micro-batches of this rank, and the global counts of all ranks.
 
     Attributes:
-        batches: this process's micro-batches.
-        num_tokens: of all processes.
-        num_labels: of all processes.
-        num_terms: of all processes: what the loss of the step is a mean over, labels unless a batch says otherwise.
+        batches: micro-batches of this rank.
+        num_tokens: global count of tokens.
+        num_labels: global count of labelled tokens.
+        num_terms: global divisor of the loss: labelled tokens unless a batch has ``terms``.
     """
 
     batches: list[Any]
@@ -38,30 +37,27 @@ class Step(NamedTuple):
 
 
 class RunControl:
-    """The steps of a run, and what asks it to save or to stop: its settings, the clock, a file ``SAVE``, and signals.
+    """Iterates over the steps of a run, and decides when it saves and stops: by settings, time, file and signals.
 
-    Processes send each other one message a step, an all-reduce of a few numbers, when the guard asks for the loss. It
-    carries what is decided about the step that ends (loss, whether all is finite), what rank 0's clock and file and
-    any process's signals ask for, and the counts of the step that comes, which is loaded for that before the host
-    waits for the device. Only the first step of an epoch, or after a resume, has its counts sent by themselves.
+    Ranks agree in one all-reduce per step, when the guard asks for the loss. It carries the loss and whether all is
+    finite, the wishes (time and file on rank 0, signals on any rank), and the counts of the next step, which is loaded
+    before the host waits for the device. Only the first step of an epoch or after a resume has a separate all-reduce.
 
-    Inside the block the first SIGTERM or SIGINT on any process is noticed with the message of a step, and obeyed after
-    that step; the second ends that process at once.
+    Inside the block the run stops after the step in which any rank gets SIGTERM or SIGINT; a second signal ends that
+    process at once.
 
     Args:
-        dims: the processes.
-        output_dir: a file named ``SAVE`` in it is removed, and asks for a checkpoint.
-        every_n_steps: of checkpoints; without it there is one after every epoch.
-        every_n_minutes: since the last checkpoint, or None.
-        clock: seconds, monotonic.
-        guard: its question for the loss becomes the message; without it :meth:`after_step` sends one.
-        throughput: is told of the time that loading takes.
+        dims: the device mesh.
+        output_dir: a file ``SAVE`` in it asks for a checkpoint, and is removed.
+        every_n_steps: interval of checkpoints; None saves after every epoch.
+        every_n_minutes: maximum time since the last checkpoint, or None.
+        clock: monotonic time in seconds.
+        guard: gets :attr:`StepGuard.exchange` from here, which several ranks need to agree.
+        throughput: measures the time of data loading.
 
     Attributes:
-        save_due: whether a checkpoint was asked for after this step, by whatever but the end of an epoch.
-        finished: whether this step is the last of the run.
-        exit_code: of the process that is asked to stop: 75 after SIGTERM, so that a scheduler queues it again, 130
-            after SIGINT; 0 as long as there was no signal.
+        finished: whether this is the last step of the run.
+        exit_code: 75 after SIGTERM, so that schedulers requeue the job; 130 after SIGINT; 0 without a signal.
     """
 
     def __init__(
@@ -76,38 +72,30 @@ class RunControl:
         throughput: Throughput | None = None,
     ) -> None:
         self._dims, self._file = dims, Path(output_dir) / "SAVE"
-        self._steps, self._clock = every_n_steps, clock
+        self._steps, self._clock, self._saved_at = every_n_steps, clock, clock()
         self._seconds = None if every_n_minutes is None else 60 * every_n_minutes
-        self._saved_at = clock()
         self._signals = StopSignal()
         self._throughput = Throughput(dims=dims) if throughput is None else throughput
         self._loader: BatchLoader | None = None
         self._epochs = 0
-        self._counts: list[int] | None = None  # tokens, labels and terms of the step that comes
-        self._asked = False
-        self.save_due = False
-        self.finished = False
+        self._counts: list[int] | None = None  # tokens, labels and terms of the next step
+        self._asked = self.finished = False
         self.exit_code = 0
         if guard is not None:
             guard.exchange = self._exchange
 
     @property
     def stopping(self) -> bool:
-        """Whether the run was asked to stop."""
+        """Whether a signal stops the run."""
         return self.exit_code != 0
 
     @property
     def ending(self) -> bool:
-        """Whether no step comes after this one: the checkpoint that is due is the last."""
+        """Whether this is the last step, so that the checkpoint is the last one."""
         return self.stopping or self.finished
 
     def steps(self, loader: BatchLoader, epochs: int) -> Iterator[Step]:
-        """The steps from the loader's position to the end of the last epoch, or until the run stops.
-
-        Args:
-            loader: of the training data.
-            epochs: of the whole run.
-        """
+        """The steps from the loader's position to the end of the last of ``epochs``, or until the run stops."""
         self._loader, self._epochs = loader, epochs
         while loader.epoch < epochs and not self.stopping:
             self._counts = None
@@ -118,7 +106,7 @@ class RunControl:
                     return
 
     def _exchange(self, numbers: list[Any], bad: torch.Tensor | bool) -> tuple[list[float], bool]:
-        """The message of a step; see :class:`StepGuard`."""
+        """The all-reduce of a step, see :class:`StepGuard`."""
         upcoming = self._throughput.load_ahead(self._loader)
         counts = _count(upcoming or [])
         sums, (bad, *wishes) = self._dims.exchange([*counts, *numbers], [bad, *self._wishes()])
@@ -127,7 +115,7 @@ class RunControl:
         return sums[len(counts) :], bad
 
     def _wishes(self) -> list[bool]:
-        """Whether this process asks for a checkpoint, and for a stop by each of the signals."""
+        """Whether this rank asks for a checkpoint, and for a stop by each signal."""
         found = [self._signals.number == number for number in _EXIT_CODES]
         return [self._dims.is_main and self._is_asked(), *found]
 
@@ -142,41 +130,29 @@ class RunControl:
         self.exit_code = next((code for code, found in zip(_EXIT_CODES.values(), wishes[1:], strict=True) if found), 0)
 
     def checkpoint_due(self, step: int) -> str | None:
-        """The name of the checkpoint that is to be written after a step, ``epoch_<n>`` or ``step_<n>``; or None.
+        """The name of the checkpoint to write now, ``epoch_<n>`` or ``step_<n>``; None if none is due.
 
         Args:
-            step: how many were done.
+            step: number of completed steps.
         """
-        if self._dims.world_size == 1:  # needs no message, and so does not miss what came after it
+        if self._dims.world_size == 1:  # also notices what came after the message of the step
             self._obey(self._wishes())
         epoch_ends = self._loader.at_epoch_end
         self.finished = epoch_ends and self._loader.epoch == self._epochs - 1
-        self._decide(step)
-        if epoch_ends and self._steps is None and (self.finished or not self.stopping):
-            self._saved_at = self._clock()
-            return f"epoch_{self._loader.epoch}"
-        return f"step_{step}" if self.save_due or self.finished else None
-
-    def after_step(self, step: int) -> None:
-        """Agree with the other processes on ``save_due``, by a message of its own, where no guard was given.
-
-        Args:
-            step: how many were done.
-        """
-        self._obey(self._dims.exchange((), self._wishes())[1])
-        self._decide(step)
-
-    def _decide(self, step: int) -> None:
-        self.save_due = self._asked or self.stopping or (self._steps is not None and step % self._steps == 0)
+        due = self._asked or self.stopping or (self._steps is not None and step % self._steps == 0)
         self._asked = False
-        if self.save_due:
+        whole_epoch = epoch_ends and self._steps is None and (self.finished or not self.stopping)
+        if due or whole_epoch:
             self._saved_at = self._clock()
+        if whole_epoch:
+            return f"epoch_{self._loader.epoch}"
+        return f"step_{step}" if due or self.finished else None
 
     def finish(self, step: int, total: int) -> int:
-        """The exit code, after everything is saved; a run that stopped early says how to go on.
+        """Return the exit code; if the run stopped early, log how to resume it.
 
         Args:
-            step: how many were done.
+            step: number of completed steps.
             total: steps of the whole run.
         """
         if step >= total:
@@ -192,15 +168,13 @@ class RunControl:
         self._signals.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._signals.__exit__(kind, error, trace)
+    def __exit__(self, *details: object) -> None:
+        self._signals.__exit__(*details)
         self._throughput.activity.move("closing")
 
 
 def _count(batches: list[Mapping[str, torch.Tensor]]) -> tuple[int, int, int]:
-    """Tokens, labels and terms of this process's micro-batches."""
+    """Tokens, labelled tokens and terms of this rank's micro-batches."""
     tokens = sum(batch["tokens"].numel() for batch in batches)
     labels = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
     others = [getattr(batch, "terms", None) is not None for batch in batches]

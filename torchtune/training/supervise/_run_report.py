@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step and after its last."""
+"""The log messages before the first step of a run and after its last."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def count_steps(cfg: RecipeSettings, per_epoch: int) -> str:
 
 
 def global_batch(cfg: RecipeSettings, data_size: int) -> str:
-    """What an optimizer step is made of."""
+    """The global batch: rows of an optimizer step."""
     parts = [f"{cfg.batch_size} (batch_size)", f"{cfg.gradient_accumulation_steps} (accumulation)"]
     parts += [f"{data_size} (data-parallel ranks)"] if data_size > 1 else []
     total = cfg.batch_size * cfg.gradient_accumulation_steps * data_size
@@ -48,12 +48,11 @@ def component_name(node: Any) -> str:
 
 
 def bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Sums, modulo 2**64, of the bits of what this rank holds of a tensor."""
-    if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantised: what is inside
-        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        for part in inner:
-            if isinstance(part, torch.Tensor):  # a sharded one also names its mesh
-                yield from bits(part)
+    """Sums, modulo 2**64, of the bits of this rank's shard of a tensor."""
+    if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantised
+        for name in tensor.__tensor_flatten__()[0]:
+            if isinstance(inner := getattr(tensor, name), torch.Tensor):  # others are the device mesh
+                yield from bits(inner)
         return
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
@@ -65,13 +64,13 @@ def bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def _fingerprint(model: torch.nn.Module) -> list[int]:
-    """Changes when any bit of a trained parameter does; no copy of the weights is kept."""
+    """Changes with any bit of a trained parameter."""
     sums = [one for parameter in model.parameters() if parameter.requires_grad for one in bits(parameter)]
     return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
 
 
 def count_tokens(dataset: Any) -> int | None:
-    """Tokens of a dataset, where they are known without reading all rows."""
+    """Tokens of a dataset, if known without reading all rows."""
     lengths = None if getattr(dataset, "store", dataset) is None else getattr(dataset, "lengths", None)
     return None if lengths is None else int(sum(map(int, lengths)))
 
@@ -83,7 +82,7 @@ def _duration(seconds: float) -> str:
 
 
 class TrainedRecipe(Protocol):
-    """What a report reads of a recipe that is set up."""
+    """The attributes of a recipe that a report reads, after ``setup``."""
 
     cfg: Any
     model: torch.nn.Module
@@ -97,16 +96,15 @@ class TrainedRecipe(Protocol):
 
 
 class RunReport:
-    """Says on rank 0 what a run is about to do, and, at its end, what came of it and which command comes next.
+    """Logs on rank 0 what a run does, and at its end the result and the next command.
 
-    A run that went through all of its steps without changing one trained parameter is warned of: it looks as any other
-    and has trained nothing.
+    It warns if no trained parameter has changed.
 
     Args:
-        recipe: set up.
+        recipe: after ``setup``.
 
     Raises:
-        RecipeSettingsError: the recipe lacks an attribute of ``TrainedRecipe``, or its settings lack a name.
+        RecipeSettingsError: the recipe lacks an attribute of ``TrainedRecipe``, or a setting.
     """
 
     def __init__(self, recipe: TrainedRecipe) -> None:
@@ -143,14 +141,7 @@ class RunReport:
         yield "settings", str(Path(cfg.output_dir) / "torchtune_config.yaml")
 
     def end(self, code: int) -> int:
-        """Say what came of the run; all processes call it after the last step.
-
-        Args:
-            code: exit code of ``train``.
-
-        Returns:
-            ``code``.
-        """
+        """Log the result of the run; all ranks call it after the last step. Returns ``code``, that of ``train``."""
         recipe, steps = self._recipe, self._recipe.global_step - self._first_step
         changed = recipe.dims.any(_fingerprint(recipe.model) != self._before)
         took = _duration(time.monotonic() - self._started)
@@ -190,7 +181,7 @@ class RunReport:
 
 
 def _resume_command(recipe: TrainedRecipe) -> str:
-    """The command that continues a run that stopped."""
+    """The command that resumes a stopped run."""
     from torchtune._recipe_registry import recipe_at
 
     processes, local = recipe.dims.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,22 +1,19 @@
-"""Stopping a run without losing it."""
+"""The signals that stop a run."""
 
 import itertools
 import os
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 
 from torchtune.utils import get_logger
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 class StopSignal:
-    """Inside the block, the first SIGINT or SIGTERM only sets ``requested``; the second one ends at once.
+    """Context manager: the first SIGINT or SIGTERM sets ``requested``; the second ends the process.
 
-    The loop looks at ``requested`` after every step, saves and leaves. The handlers that were there before come
-    back at the end of the block and after the first signal. A process that torchrun started hears of a signal twice,
-    from the scheduler and from torchrun, which kills it when its time is up: there, a second one does not count. Only
-    the main thread can be told of signals; elsewhere ``requested`` stays False.
+    The loop reads ``requested`` after every step. The first signal and the end of the block restore the previous
+    handlers. torchrun repeats the scheduler's signal, so under torchrun the second one is ignored; torchrun itself
+    kills the process after its grace period. Outside the main thread, ``requested`` stays False.
     """
 
     def __init__(self) -> None:
@@ -25,7 +22,7 @@ class StopSignal:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignal":
-        for number in _SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._previous[number] = signal.signal(number, self._handle)
             except ValueError:  # not in the main thread
@@ -34,7 +31,7 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether there was a signal; ``number`` says which."""
+        """Whether there was a signal; ``number`` is the signal."""
         return self.number is not None
 
     def _restore(self) -> None:
@@ -43,7 +40,7 @@ class StopSignal:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if next(self._count):  # in one step of the interpreter: a second signal may come inside of this function
+        if next(self._count):  # atomic: a second signal may interrupt this function
             return
         self.number, hint = signal.Signals(number), ""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -51,7 +48,5 @@ class StopSignal:
             hint = "; send it again to end at once"
         get_logger().warning(f"{self.number.name}: the run saves and stops after this step{hint}.")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()

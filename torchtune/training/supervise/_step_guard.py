@@ -1,4 +1,4 @@
-"""Steps that would spoil the weights, left out."""
+"""Skips steps that would destroy the weights."""
 
 import json
 import math
@@ -15,42 +15,77 @@ import torch
 from torchtune.data import BatchLoader
 from torchtune.modules.optim import OptimizerInBackward
 from torchtune.training.parallel._parallel_dims import ParallelDims
-from torchtune.training.supervise._means import Figures, Means
 from torchtune.utils import UserError, explain_os_error, get_logger, valid_json
 
-# Steps that a spike is measured against, and how many of them there must be.
+# Steps in the mean of the loss, and their minimum.
 _WINDOW, _ENOUGH = 128, 32
+# Name -> (sum, count).
+Figures = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | int]]
+
+
+class Means:
+    """Sums and counts by name, for means over all ranks; all ranks add the same names, with ``prefix`` before each."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._sums: dict[str, list[Any]] = {}
+
+    def add(self, figures: Figures) -> None:
+        """Add the sums and counts of a micro-batch, without a host sync."""
+        for name, pair in figures.items():
+            sums = self._sums.setdefault(self._prefix + name, [0.0, 0.0])
+            sums[:] = [before + _wide(value) for before, value in zip(sums, pair, strict=True)]
+
+    def numbers(self) -> list[Any]:
+        """Sum and count of every name, for an all-reduce."""
+        return [number for pair in self._sums.values() for number in pair]
+
+    def over(self, dims: ParallelDims) -> dict[str, float]:
+        """The means over all ranks; a collective."""
+        return self.of(dims.exchange(self.numbers())[0])
+
+    def of(self, sums: list[float]) -> dict[str, float]:
+        """The means, from the all-reduced :meth:`numbers`; names with a count of 0 are left out."""
+        pairs = zip(self._sums, sums[::2], sums[1::2], strict=True)
+        return {name: total / count for name, total, count in pairs if count}
+
+    def clear(self) -> None:
+        """Remove all values."""
+        self._sums = {}
+
+
+def _wide(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
 
 
 class SkippedStepsError(UserError, RuntimeError):
-    """So many steps in a row had to be skipped that training leads nowhere."""
+    """Too many consecutive steps were skipped."""
 
     told_by_rank_0 = True  # all ranks find the same
 
 
 class StepGuard:
-    """Decides, before the optimizer, whether a step is taken; all processes decide alike.
+    """Decides before the optimizer whether to take a step, equally on all ranks.
 
-    A step whose loss or gradient is not finite on any process is skipped: the weights, the states of the optimizer and
-    everything behind them would be lost. So is, if asked for, a step whose loss is far above that of the steps before
-    (OLMo's report calls it a fast spike, https://arxiv.org/abs/2501.00656). What was skipped is written, with the rows
-    of the data, to ``skipped_steps.jsonl`` in the output folder.
-
-    With an optimizer that steps in the backward pass, the loss alone decides, before that pass.
+    A step is skipped if the loss or the gradient norm is not finite on any rank, since it would destroy the weights and
+    the optimizer state, or, optionally, if the loss is a spike (a fast spike in https://arxiv.org/abs/2501.00656).
+    Skipped steps and their rows of data are written to ``skipped_steps.jsonl`` in ``output_dir``. An optimizer in the
+    backward pass is decided by the loss alone, before the backward pass.
 
     Attributes:
-        exchange: what agrees with the other processes: takes numbers of this process, the first its loss, and whether
-            something of the step is not finite here, returns the sums over all and whether something is not finite
-            anywhere. :class:`RunControl` puts its own in, which says more with the same message.
+        exchange: the all-reduce of a step: takes numbers of this rank (the first is its loss) and whether it found a
+            value that is not finite; returns the sums, and whether any rank did. :class:`RunControl` replaces it.
 
     Args:
         optimizer: of the run.
-        loader: of the training data; knows which rows a step is made of.
-        dims: the processes.
-        output_dir: where skipped steps are written down.
-        max_skipped_steps: so many in a row end the run.
-        spike_threshold: standard deviations above the mean loss of the last 128 steps from which a loss is a spike;
-            none is one before there were 32 steps. None takes them all.
+        loader: of the training data; knows the rows of a step.
+        dims: the device mesh.
+        output_dir: folder of ``skipped_steps.jsonl``.
+        max_skipped_steps: consecutive skipped steps that end the run.
+        spike_threshold: standard deviations above the mean loss of the last 128 steps (32 at least) at which a loss is
+            a spike; None disables it.
     """
 
     def __init__(
@@ -67,38 +102,34 @@ class StepGuard:
         self._path = Path(output_dir) / "skipped_steps.jsonl"
         self._max, self._threshold = max_skipped_steps, spike_threshold
         self._losses: list[torch.Tensor] = []
-        self._agreed: tuple[float, bool] | None = None  # loss of the step, whether something of it is not finite
-        self._means = Means()  # what is noted of the step besides its loss
+        self._agreed: tuple[float, bool] | None = None  # loss of the step, whether a value is not finite
+        self._means = Means()  # of values noted in the step
         self._noted: dict[str, float] = {}
         self.exchange = self._exchange
         self._window: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
         self.num_skipped = 0
-        self.first_loss: tuple[int, float] | None = None  # (step, loss) of this process's first step, and of its last
+        self.first_loss: tuple[int, float] | None = None  # (step, loss) since start or resume
         self.last_loss: tuple[int, float] | None = None
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add what a micro-batch contributes to the loss of the step, before its backward pass.
-
-        Args:
-            loss: scalar; the sum over micro-batches and processes is the loss of the step.
-        """
+        """Add the loss of a micro-batch, a scalar, before its backward pass; the step has the sum over all ranks."""
         self._losses.append(loss.detach())
         if self._in_backward is not None:
             total = self.total_loss()
             self._in_backward.skip_step = self._agreed[1] or self._is_spike(total)
 
     def note(self, figures: Figures) -> None:
-        """Note what a micro-batch shows besides its loss; :meth:`accepts` logs the means over the step.
+        """Add further values of a micro-batch; :meth:`accepts` logs their means over the step.
 
         Args:
-            figures: name -> (sum, number of what it is a sum of); the same names on all processes.
+            figures: name -> (sum, count); the same names on all ranks.
         """
         self._means.add(figures)
 
     @contextmanager
     def validation(self) -> Iterator[Means]:
-        """What is noted inside the block is of validation: it goes to the ``Means`` of the block, named ``val_…``."""
+        """Context manager: values noted inside go to the returned ``Means``, with the prefix ``val_``."""
         training, self._means = self._means, Means("val_")
         try:
             yield self._means
@@ -106,10 +137,10 @@ class StepGuard:
             self._means = training
 
     def total_loss(self, grad_norm: torch.Tensor | float | None = None) -> float:
-        """The loss of the step, summed over micro-batches and processes: the one message of a step.
+        """The loss of the step, summed over micro-batches and ranks: the one all-reduce of a step.
 
         Args:
-            grad_norm: of this process's step; not finite, the step is skipped on all.
+            grad_norm: if it is not finite, all ranks skip the step.
         """
         if self._agreed is None:
             bad = False if grad_norm is None else ~torch.isfinite(torch.as_tensor(grad_norm))
@@ -128,19 +159,16 @@ class StepGuard:
 
         Args:
             step: its number, for the record.
-            metrics: of the step; its ``grad_norm``, if it has one, is looked at, and ``loss``, which
-                :meth:`total_loss` returns, is put into it, as is what was noted, and ``skipped_steps``, once there was
-                one.
+            metrics: ``grad_norm`` is read if present; ``loss``, the means of noted values and, if above 0,
+                ``skipped_steps`` are added.
 
         Raises:
-            SkippedStepsError: this was one too many.
+            SkippedStepsError: ``max_skipped_steps`` consecutive steps were skipped.
         """
         grad_norm = metrics.get("grad_norm")
         loss = self.total_loss(grad_norm)
-        bad = self._agreed[1]
+        bad, spike, reason = self._agreed[1], self._is_spike(loss), None
         self._agreed = None
-        spike = self._is_spike(loss)
-        reason = None
         if bad or spike:
             grad_norm = None if grad_norm is None else float(grad_norm)
             reason = self._reason(loss, grad_norm, spike)
@@ -164,7 +192,7 @@ class StepGuard:
         return reason is None
 
     def _reason(self, loss: float, grad_norm: float | None, spike: bool) -> str:
-        """Why a step is not taken."""
+        """Why a step is skipped."""
         if not math.isfinite(loss):
             return f"its loss is {loss}"
         if grad_norm is not None and not math.isfinite(grad_norm):
@@ -184,9 +212,9 @@ class StepGuard:
         return math.fsum(self._window) / len(self._window)
 
     def _record(self, step: int, reason: str, loss: float, grad_norm: float | None) -> None:
-        if self.num_skipped == 1:  # a schedule that moves before the optimizer ever did; that is meant to be
+        if self.num_skipped == 1:  # a first step that is skipped: the schedule moves before the optimizer
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-        # Of the micro-batches, those whose own loss is not finite; a gradient alone does not tell.
+        # The micro-batches with a loss that is not finite; a gradient does not tell its micro-batch.
         mine = [bool(torch.isfinite(part)) for part in self._losses]
         finite = self._dims.gather((self._loader.rank, mine))
         culprits = {(number, rank) for rank, parts in finite for number, good in enumerate(parts) if not good}
@@ -207,10 +235,10 @@ class StepGuard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was skipped, and the losses that a spike is measured against."""
+        """Counts of skipped steps, and the losses in the mean."""
         return {"num_skipped": self.num_skipped, "in_a_row": self._in_a_row, "losses": list(self._window)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self.num_skipped, self._in_a_row = int(state["num_skipped"]), int(state["in_a_row"])
         self._window = deque(state["losses"], maxlen=_WINDOW)

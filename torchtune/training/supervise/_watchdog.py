@@ -1,17 +1,23 @@
-"""Ending a run that stands still, with a sentence that says who keeps the others waiting."""
+"""Ending a run that stalls, with one sentence that names the ranks behind."""
 
+import functools
 import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training.measure._throughput import Throughput
+from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.supervise._heartbeats import FINISHED, Beat, Heartbeats, explain
+from torchtune.training.supervise._out_of_memory import explain_out_of_memory
 from torchtune.utils import (
     LOOP_PHASES,
     Activity,
@@ -21,49 +27,88 @@ from torchtune.utils import (
     get_rank,
     note_in_run_log,
     set_collective_timeout,
+    watch_activity,
+    watched_activity,
 )
 
-if TYPE_CHECKING:
-    from torchtune.training.parallel._parallel_dims import ParallelDims
-
-# What a process that stands still ends with; neither torch nor Python use it.
+T = TypeVar("T")
+# Exit code of a stalled rank; neither torch nor Python use it.
 HANG_EXIT_CODE = 76
-# Names of threads that write checkpoints begin so.
+# Threads that write checkpoints have names with this prefix.
 WRITER = "checkpoint"
-_lives = itertools.count()  # of this process; the others, which run the same program, count alike
+_lives = itertools.count()  # of this process; equal on all ranks, which run the same program
+
+
+def watched(recipe_main: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Decorator of ``recipe_main``: a :class:`Watchdog` over set-up, loop and end.
+
+    The timeout is ``hang_timeout_minutes`` of the settings; None disables it.
+    """
+
+    @functools.wraps(recipe_main)
+    def run(cfg: Any) -> T:
+        activity, timeout = Activity(None, "set-up"), _seconds(RecipeSettings.of(cfg).hang_timeout_minutes)
+        with watch_activity(activity), Watchdog(activity, None, timeout):
+            return recipe_main(cfg)
+
+    return run
+
+
+@contextmanager
+def watch_run(
+    cfg: Any, dims: ParallelDims, throughput: Throughput, hang_timeout_minutes: float | None
+) -> Iterator[None]:
+    """Context manager of the training loop: :func:`explain_out_of_memory`, and a :class:`Watchdog` unless
+    :func:`watched` has started one.
+
+    Args:
+        cfg: settings of the recipe.
+        dims: the device mesh.
+        throughput: has the activity of this process.
+        hang_timeout_minutes: timeout of the watchdog; None disables it.
+
+    Raises:
+        OutOfMemoryError: see :func:`explain_out_of_memory`.
+    """
+    activity = throughput.activity
+    timeout = None if watched_activity() is activity else _seconds(hang_timeout_minutes)
+    with Watchdog(activity, dims, timeout), explain_out_of_memory(cfg, activity, dims):
+        yield
+
+
+def _seconds(minutes: float | None) -> float | None:
+    return None if minutes is None else 60 * minutes
 
 
 class Watchdog:
-    """Inside the block, a process that shows no sign of life for ``timeout`` seconds, nor does any other, is ended.
+    """Context manager: ends this process if no rank shows a sign of life for ``timeout`` seconds.
 
-    One sentence (on the screen of the first to find out, and in all log files) says which ranks are behind and where;
-    every process writes the stacks of its threads into its log file and exits with code 76. torch's own time limit for
-    collectives is set to twice as long, so that this message comes first.
+    The first rank to find out prints one sentence that names the ranks behind and their place in the code; it is also
+    in every log file. Every rank writes its stacks into its log file and exits with code 76. The timeout of torch's
+    collectives is set to more than twice ``timeout``, so that this message comes first.
 
-    A thread looks at ``activity`` once a second; the loop does nothing for it, and no step has a collective more.
-    The processes know of each other through the store of the process group, from when there is one. Signs of life in
-    the loop are batches, forward passes, steps, and the beginning and end of validation; in set-up, while a checkpoint
-    is loaded or written and at the end, any progress of the code.
+    A thread reads ``activity`` once a second: the loop does no work for it, and a step has no further collective.
+    Ranks exchange heartbeats through the store of the process group. Signs of life in the loop are batches, forward
+    passes, steps, and the beginning and end of validation; in other phases, any progress of the code.
 
     Args:
         activity: of this process, see :attr:`Throughput.activity`.
-        dims: not looked at any more; the process group is.
-        timeout: seconds; None watches nothing. It must be longer than anything in the loop takes between two signs of
-            life: compiling the model, loading a step's examples.
+        dims: not used.
+        timeout: seconds; None disables the watchdog. It must be longer than any time between two signs of life, such
+            as compilation or loading of data.
 
     Raises:
         ValueError: ``timeout`` is not above 0.
     """
 
-    def __init__(self, activity: Activity, dims: "ParallelDims | None", timeout: float | None) -> None:
+    def __init__(self, activity: Activity, dims: ParallelDims | None, timeout: float | None) -> None:
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be above 0, got {timeout}.")
-        self._activity = activity
-        self._timeout = timeout
+        self._activity, self._timeout = activity, timeout
         self._stopped = threading.Event()
         self._beats: Heartbeats | None = None
         self._number = self._groups = 0
-        self._since = 0.0  # no move before counts
+        self._since = 0.0  # signs of life before this time do not count
         self._spot: list[tuple[object, int]] = []
 
     def __enter__(self) -> "Watchdog":
@@ -79,9 +124,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._timeout is None:
             return
         self._stopped.set()
@@ -92,7 +135,7 @@ class Watchdog:
             self._beats.leave(seconds=2.0)
 
     def _meet(self) -> None:
-        """Give new process groups more time, and show this process to the others as soon as it can meet them."""
+        """Set the timeout of new process groups, and start the heartbeats once there is a store."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         self._groups = set_collective_timeout(2 * self._timeout + 60, self._groups)
@@ -102,28 +145,18 @@ class Watchdog:
             self._beats = Heartbeats(self._rank, size, self._interval, self._life, self._beat())
 
     def _beat(self, still: bool = False, left: str = "") -> Beat:
-        activity = self._activity
+        now = self._activity
         self._number += 1
-        moved = time.time() - (time.monotonic() - activity.moved)
+        moved = time.time() - (time.monotonic() - now.moved)
         where, waits = _where(self._watched) if still else ("", False)
-        return Beat(
-            number=self._number,
-            step=activity.step,
-            phase=activity.phase,
-            moves=activity.moves,
-            moved=moved,
-            stirs=activity.stirs,
-            waits=waits,
-            where=where,
-            left=left,
-        )
+        return Beat(self._number, now.step, now.phase, now.moves, moved, now.signs, waits, where, left)
 
     def _watch(self) -> None:
-        timeout, last = self._timeout, time.monotonic()
-        armed = last
+        timeout = self._timeout
+        armed = last = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
-            if now - last > max(timeout / 4, 5 * self._interval):  # it is we who were stopped: nobody could move
+            if now - last > max(timeout / 4, 5 * self._interval):  # this process was suspended
                 self._since = now
             last = now
             if now - armed > timeout / 4:
@@ -140,10 +173,7 @@ class Watchdog:
                 self._end(now)
 
     def _look_for_progress(self) -> None:
-        """Outside of the loop, code that is elsewhere than before is a sign of life: it takes long, and says nothing.
-
-        At the end the thread that writes the last checkpoint is looked at, too: this process waits for it.
-        """
+        """Outside the loop, a change of the stack is a sign of life, also of threads that write a checkpoint."""
         spot: list[tuple[object, int]] = []
         if self._activity.phase not in LOOP_PHASES:
             frames = sys._current_frames()
@@ -153,31 +183,27 @@ class Watchdog:
                     spot.append((frame.f_code, frame.f_lasti))
                     frame = frame.f_back
         if spot and spot != self._spot:
-            self._activity.stir()
+            self._activity.sign()
         self._spot = spot
 
     def _lost(self, now: float) -> bool:
-        """Whether the store has not answered since this process began to ask.
-
-        It may take seconds: for every connection it looks up a name, and some machines' names are not served well.
-        """
+        """Whether the store does not answer; a slow name server may delay it by seconds."""
         return now - self._beats.answered > self._timeout / 2
 
     def _all_stand(self, now: float) -> bool:
         if self._beats is None or self._lost(now):
             return True
-        seen = list(self._beats.seen.values())
-        return all(now - other.moved > self._timeout / 4 for other in seen)
+        return all(now - other.moved > self._timeout / 4 for other in list(self._beats.seen.values()))
 
     def _end(self, now: float) -> None:
-        """Say why, and leave; never returns, whatever lock the stopped code may hold."""
+        """Log the reason and exit, even if the stalled code holds a lock."""
         _within(5.0, lambda: dump_stacks("The run stands still; this is where this process is:"))
         sentence = self._sentence(now)
-        alone = self._beats is None
-        first = alone or self._lost(now) or self._beats.tell(seconds=5 * self._interval + 2)
+        beats = self._beats
+        first = beats is None or self._lost(now) or beats.tell(seconds=5 * self._interval + 2)
         _within(5.0, lambda: get_logger().error(sentence) if first else note_in_run_log(sentence))
-        if not alone:
-            time.sleep(5 * self._interval)  # for the others to write where they are
+        if beats is not None:
+            time.sleep(5 * self._interval)  # until the other ranks have written their stacks
         _within(1.0, sys.stdout.flush)
         _within(1.0, sys.stderr.flush)
         os._exit(HANG_EXIT_CODE)
@@ -199,14 +225,14 @@ class Watchdog:
 
 
 def _within(seconds: float, function: Callable[[], object]) -> None:
-    """Run what might wait for a lock that is never given back, and go on without it after ``seconds``."""
+    """Run a function that may wait for a lock, for ``seconds`` at most."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
 
 
 def _where(thread: int) -> tuple[str, bool]:
-    """(innermost line of code that is not torch's, whether the thread waits for other processes)."""
+    """(innermost line of code outside torch, whether the thread waits in a collective)."""
     frame: FrameType | None = sys._current_frames().get(thread)
     waits, depth, inside = False, 0, f"{os.sep}torch{os.sep}"
     while frame is not None and inside in frame.f_code.co_filename:

@@ -11,10 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.torchtune.training.checkpointing.small import write_folder
 from torchtune.models import ModelError, from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer
+from torchtune.training.checkpointing import CheckpointError
 
 _TEXT = {
     "vocab_size": 97,
@@ -43,6 +45,15 @@ def _whole(name: str) -> torch.nn.Module:
     if name == "Gemma3":
         config: Any = transformers.Gemma3Config(
             text_config={**_TEXT, "sliding_window": 9}, vision_config=_IMAGE, mm_tokens_per_image=1
+        )
+    elif name == "Qwen3_5":
+        small = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+        small |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+        config = transformers.Qwen3_5Config(
+            text_config={**_TEXT, **small, "initializer_range": 0.05, "tie_word_embeddings": True},
+            vision_config=sizes | {"patch_size": 4, "num_position_embeddings": 16},
+            tie_word_embeddings=True,
         )
     else:
         config = transformers.Mistral3Config(
@@ -98,6 +109,8 @@ def _folder_of(name: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]
     _whole(name).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     weights = {key: value.bfloat16() if "vision" in key else value for key, value in weights.items()}
+    if name == "Qwen3_5":  # which predicts further tokens by weights that transformers does not load
+        weights["mtp.layers.0.self_attn.q_proj.weight"] = torch.randn(3, 5, dtype=torch.bfloat16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder, weights
 
@@ -128,8 +141,10 @@ def _same_other_parts(found: dict[str, torch.Tensor], expected: dict[str, torch.
         assert torch.equal(found[key], expected[key]), key
 
 
-@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 50_000])
-@pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
+@pytest.mark.parametrize(
+    ("name", "max_shard_bytes"),
+    [("Gemma3", 5 * 10**9), ("Gemma3", 50_000), ("Mistral3", 5 * 10**9), ("Mistral3", 50_000), ("Qwen3_5", 50_000)],
+)
 def test_other_parts_are_written_back_bit_by_bit(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
     folder, source = _folder_of(name, tmp_path)
     checkpointer, model = _loaded(folder, tmp_path / "out")
@@ -190,6 +205,62 @@ def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path: Path) -> No
     found = _saved(checkpointer.save("epoch_0", model))
     _same_other_parts(found, source)
     assert all(torch.equal(found[key], source[key]) for key in source)
+
+
+def _folder_of_text(architecture: str, folder: Path, extra: tuple[str, ...], **options: Any) -> dict[str, torch.Tensor]:
+    """A text-only checkpoint with tensors that transformers does not load, and all of its tensors."""
+    write_folder(folder, (architecture, options), num_hidden_layers=2)
+    weights = load_file(folder / "model.safetensors")
+    weights |= {name: torch.randn(3, 5).to(torch.bfloat16) for name in extra}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+_GLM = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "num_mtp_layers": 1}
+_UNTRAINED = {
+    "Glm4Moe": ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.up_proj.weight"),
+    "Qwen3_5": ("mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("architecture", _UNTRAINED)
+def test_weights_of_multi_token_prediction_are_carried(architecture: str, tmp_path: Path) -> None:
+    options = _GLM if architecture == "Glm4Moe" else {"layer_types": ["full_attention"] * 2, "head_dim": 16}
+    source = _folder_of_text(architecture, tmp_path / "in", _UNTRAINED[architecture], **options)
+    checkpointer, model = _loaded(tmp_path / "in", tmp_path / "out")
+    with torch.no_grad():
+        model.norm.scale.mul_(1.25)
+    saved = checkpointer.save("epoch_0", model)
+    found = _saved(saved)
+    assert found.keys() == source.keys()
+    assert {key for key in source if not torch.equal(found[key], source[key])} == {"model.norm.weight"}
+    assert all(found[key].dtype is torch.bfloat16 for key in _UNTRAINED[architecture])
+    before, after = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "in", saved))
+    assert before == after
+    again = _loaded(saved, tmp_path / "more")[1]
+    assert torch.equal(again.norm.scale, model.norm.scale)
+    alone, model = _loaded(tmp_path / "in", tmp_path / "alone", text_only=True)
+    assert _saved(alone.save("epoch_0", model)).keys() == source.keys() - set(_UNTRAINED[architecture])
+
+
+def test_a_layer_too_many_is_no_multi_token_prediction(tmp_path: Path) -> None:
+    _folder_of_text("Glm4Moe", tmp_path / "in", _UNTRAINED["Glm4Moe"][1:], **_GLM)
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.mlp.* has no place .* .the model has 2 layers"):
+        _loaded(tmp_path / "in", tmp_path / "out")
+
+
+def test_experts_in_one_tensor_are_read(tmp_path: Path) -> None:
+    options = {"layer_types": ["full_attention"], "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
+    options |= {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    write_folder(tmp_path, ("Qwen3_5Moe", options), num_hidden_layers=1)
+    _, one_by_one = _loaded(tmp_path, tmp_path / "out")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    weights = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+    assert weights["model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 16, hf.config.hidden_size)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    _, fused = _loaded(tmp_path, tmp_path / "out")
+    for (name, first), second in zip(one_by_one.named_parameters(), fused.parameters(), strict=True):
+        assert torch.equal(first, second), name
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it

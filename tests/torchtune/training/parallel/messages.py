@@ -21,6 +21,7 @@ NAME = "full_finetune_distributed"
 _steps: list[dict[str, Any]] = []
 _calls: Counter[str] = Counter()
 _bytes: Counter[str] = Counter()
+_inherited = 0  # sockets that a fork begins with: the ports that the parent holds
 
 
 class Collectives(TorchDispatchMode):
@@ -44,8 +45,8 @@ def is_process_group(value: Any) -> bool:
 
 
 def sockets() -> int:
-    """Open sockets of this process."""
-    found = 0
+    """Sockets that this process has opened."""
+    found = -_inherited
     for name in os.listdir("/proc/self/fd"):
         try:
             found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
@@ -75,9 +76,10 @@ def torch_alone(size: int) -> int:
 
 def rank(size: int, config: Path, module: Any, alone: bool) -> dict[str, Any]:
     """One process of one run."""
-    before = sockets()
+    global _inherited
+    _inherited = sockets()
     if alone:
-        return {"sockets": torch_alone(size) - before}
+        return {"sockets": torch_alone(size)}
     cfg = load_and_check(config, [f"output_dir={config.parent / f'output_{size}'}"], module.recipe_main)
     with Collectives():
         recipe = class_of(module)(cfg)

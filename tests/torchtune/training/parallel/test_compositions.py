@@ -90,8 +90,8 @@ def test_trains_as_one_process_does(outcomes: dict[str, dict[str, float]], name:
 SHOWN = {
     "fsdp": "4 shards",
     "hsdp": "2 copies of 2 shards",
-    "cp": "4 parts of a sequence",
-    "tp": "2 parts of a layer, in 2 copies",
+    "cp": "4 context-parallel ranks",
+    "tp": "2 tensor-parallel ranks, in 2 copies",
 }
 
 

@@ -38,6 +38,6 @@ def test_what_is_done_has_a_name_and_comes_back() -> None:
         with doing("loading the checkpoint"):
             assert str(activity) == "loading the checkpoint"
             sign_of_life()
-        assert (activity.moves, activity.stirs, str(activity)) == (moves + 2, 1, "set-up")
+        assert (activity.moves, activity.signs, str(activity)) == (moves + 2, 1, "set-up")
         assert training.Throughput(step=3).activity is activity
         assert str(activity) == "in step 4"

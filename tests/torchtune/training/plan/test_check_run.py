@@ -62,6 +62,26 @@ def test_each_reason_is_found_alone(override: str, said: str, folder: Path) -> N
     assert "\n" not in problem
 
 
+NF4 = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("full_finetune_single_device", {"model_converters": [NF4]}, "its base is quantised, so it is frozen and only"),
+        ("qat_single_device", {"quantizer__groupsize": 24}, "groupsize 24 does not divide the 32 inputs of 'layers.0"),
+        (
+            "qat_single_device",
+            {"quantizer": {"_component_": "torchtune.training.quantization.Int8WeightOnlyQuantizer"}},
+            "Int8WeightOnlyQuantizer cannot be simulated in training: choose",
+        ),
+    ],
+)
+def test_quantisation_that_would_train_nothing(name: str, changes: dict, said: str, folder: Path) -> None:
+    (problem,) = find_problems(settings(name, folder, **changes))
+    assert said in problem
+
+
 def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder: Path) -> None:
     converters = [{"_component_": "torchtune.modules.peft.LoRA", "rank": 2, "alpha": 4}]
     (problem,) = find_problems(settings(DISTRIBUTED, folder, model_converters=converters))

@@ -13,7 +13,7 @@ IM_END = "<|im_end|>"
 
 
 class ChatMLTurns(MessageTransform, ModelTokenizer):
-    """Byte-level BPE whose turns are ChatML's.
+    """Byte-level BPE tokenizer with ChatML turns.
 
     Args:
         path: ``vocab.json``.

@@ -1,4 +1,4 @@
-"""Turns whose text spells a control token: the text stays text."""
+"""Text that spells a control token is encoded as text."""
 
 import json
 import re

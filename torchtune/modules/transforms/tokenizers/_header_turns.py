@@ -12,7 +12,7 @@ _REQUIRED = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id",
 
 
 class HeaderTurns(MessageTransform, ModelTokenizer):
-    """tiktoken tokenizer whose turns are a header with the role, text, and a token that ends them.
+    """tiktoken tokenizer; a turn is a header with the role, the text, and an end token.
 
     Args:
         path: file with the ranks.
@@ -70,9 +70,9 @@ class HeaderTurns(MessageTransform, ModelTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that a text can give; the rows that the embedding of a text model needs.
+        """Largest token id of a text plus 1: the rows of a text model's embedding.
 
-        ``<|image|>``, whose id lies beyond, is embedded by vision models alone.
+        The id of ``<|image|>`` is larger; only vision models embed it.
         """
         ids = {token_id for token, token_id in self.special_tokens.items() if token != "<|image|>"}
         return max(self.base_vocab_size - 1, *ids) + 1

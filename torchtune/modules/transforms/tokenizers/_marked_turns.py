@@ -1,4 +1,4 @@
-"""Layouts whose turns are marked by special tokens of their own."""
+"""Chat layouts with special tokens around turns."""
 
 from collections.abc import Sequence
 from typing import ClassVar

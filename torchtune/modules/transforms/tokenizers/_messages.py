@@ -1,4 +1,4 @@
-"""Conversations for tokenizers whose layout is plain text."""
+"""Conversations for tokenizers with a plain-text layout."""
 
 from collections.abc import Sequence
 from typing import Any

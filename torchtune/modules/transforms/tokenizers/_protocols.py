@@ -60,7 +60,7 @@ def _messages(sample: dict[str, Any]) -> Sequence[MessageLike]:
 
 
 class MessagesWithToolsTransform(MessageTransform):
-    """The same for tokenizers whose ``tokenize_messages`` takes descriptions of tools."""
+    """The same for tokenizers with a ``tokenize_messages`` that takes tool definitions."""
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """Replace ``messages`` (and ``tools``, if there are any) by ``tokens`` and ``mask`` (True = not trained on).

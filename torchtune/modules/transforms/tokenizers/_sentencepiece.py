@@ -46,9 +46,9 @@ class SentencePieceBaseTokenizer(BaseTokenizer):
             text: what is encoded.
             add_bos: put the token of the beginning first.
             add_eos: put the token of the end last.
-            trim_leading_whitespace: do not let the model add its own space in front, for a text that continues
-                another: it is encoded behind ``prefix``, whose ids are taken off again.
-            prefix: what stands in front for that; a newline by default.
+            trim_leading_whitespace: add no leading space, for a text that continues another: ``prefix`` is encoded
+                with it, and its ids are removed.
+            prefix: see above; a newline by default.
         """
         if trim_leading_whitespace and self.encodes_whitespace:
             prefix = "\n" if prefix is None else prefix

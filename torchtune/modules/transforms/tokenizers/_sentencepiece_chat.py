@@ -1,4 +1,4 @@
-"""Tokenizers of SentencePiece models whose layout of conversations is plain text."""
+"""SentencePiece tokenizers with a plain-text chat layout."""
 
 import re
 from collections.abc import Sequence

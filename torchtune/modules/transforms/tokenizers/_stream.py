@@ -29,7 +29,7 @@ class StreamDecoder:
         return self._added(before, after)
 
     def end(self) -> str:
-        """What is left: the replacement character where the tokens end inside a character."""
+        """The rest of the text: a replacement character if the tokens end inside a character."""
         before = self.tokenizer.decode(self._context)
         after = self.tokenizer.decode(self._context + self._pending)
         self._context, self._pending = [], []

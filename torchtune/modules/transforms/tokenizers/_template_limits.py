@@ -20,7 +20,7 @@ from torchtune.data import DataError
 
 SECONDS = 10.0
 ROUNDS = 1 << 18
-CHARACTERS = 1 << 24  # made in all by one rendering, plus so many times what goes in:
+CHARACTERS = 1 << 24  # total of one rendering, plus this multiple of its input:
 PER_CHARACTER = 64
 SOURCE = 1 << 20
 _RANGE = 10_000
@@ -30,7 +30,7 @@ _BITS = 1 << 14  # of a number
 _WIDTH = re.compile(r"\d{5,}|\*")
 _WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _COUNT, _JOIN = " count", " join"  # no template can write these names
-# Filters whose whole numbers say how large the result is.
+# Filters with integer arguments that set the size of the result.
 _SIZED_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"})
 
 
@@ -58,7 +58,7 @@ class Budget:
         self._is_extended = False
 
     def round(self, characters: int) -> None:
-        """Count a round of a loop, or a call of a macro, that writes so many constant characters."""
+        """Count the constant characters of one loop iteration or macro call."""
         self._rounds -= 1
         if self._rounds < 0:
             self._extend()
@@ -138,7 +138,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._running.budget = budget
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """The tree of a template whose loops and macros count, and whose ``~`` goes through :meth:`_joined`."""
+        """The syntax tree of a template, with counted loops and macros and ``~`` through :meth:`_joined`."""
         tree = super()._parse(source, name, filename)
         for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
             written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))

@@ -17,7 +17,7 @@ _LONG_RUN = re.compile(rf"\S{{{MAX_NO_WHITESPACE_CHARS}}}|\s{{{MAX_NO_WHITESPACE
 
 
 def read_ranks(path: str) -> dict[bytes, int]:
-    """Read a file whose lines are a token in base64 and its rank.
+    """Read a file with a base64 token and its rank per line.
 
     Raises:
         DataError: the file is missing or a line is not of that kind.

@@ -1,0 +1,185 @@
+"""Three steps of a composition, set up in the order in which recipes do it, and what they left."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torchao.optim
+
+from tests.torchtune.training.parallel.compositions import CPU, GLOBAL_BATCH, Conversations, whole
+from tools.composition_table import Cell
+from torchtune import training
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
+from torchtune.models import from_hf_config
+from torchtune.modules.conversion import (
+    Conversion,
+    apply_conversions,
+    run_post_optimizer_hooks,
+    run_pre_optimizer_hooks,
+)
+from torchtune.modules.fake_quant import FakeQuantize
+from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
+from torchtune.modules.low_precision import Float8Training, QuantizeBase
+from torchtune.modules.peft import LoRA, require_adapters
+from torchtune.training import FullModelHFCheckpointer, ParallelDims
+from torchtune.training.optim import _low_precision_optimizer
+from torchtune.training.quantization import Int8DynActInt4WeightQuantizer
+from torchtune.utils import UserError
+
+STEPS = 3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIZES: dict[str, dict[str, int]] = {"one": {}, "fsdp": {"dp_shard": 2}, "tp": {"dp_shard": 1, "tp": 2}}
+CHECKPOINTING: dict[str, tuple[bool, str | None, int | str | None]] = {
+    "none": (False, None, None),
+    "full": (True, None, None),
+    "every_2nd": (False, "selective", 2),
+    "op": (False, "selective", "op"),
+}
+
+
+@dataclass
+class Run:
+    """What three steps left.
+
+    Attributes:
+        losses: means over the labels of each step.
+        before: trained parameters before the first step, whole, in float32.
+        after: the same after the last one.
+        moved: frozen parameters that are not what they were.
+    """
+
+    losses: list[float]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+    moved: list[str]
+
+    def update(self) -> torch.Tensor:
+        """All that was learned, in one row."""
+        return torch.cat([(self.after[name] - self.before[name]).flatten() for name in sorted(self.before)])
+
+
+def quantized_base(dtype: str) -> QuantizeBase:
+    return QuantizeBase(dtype, **({"block_size": 16} if dtype == "nf4" else {}))
+
+
+def conversions(cell: Cell) -> list[Conversion]:
+    found: list[Conversion] = []
+    if cell["base"] in ("nf4", "int8", "float8"):
+        found.append(quantized_base(cell["base"]))
+    if cell["adapter"] != "none":
+        init = {"init": "pissa"} if cell["adapter"] == "pissa" else {}
+        # Not all of the layers' products have an adapter: what "op" keeps depends on their number
+        targets = ["q_proj", "v_proj", "mlp.w*"]
+        found.append(LoRA(rank=4, alpha=8, target_modules=targets, use_dora=cell["adapter"] == "dora", **init))
+    if cell["base"] == "fake_quant":
+        found.append(FakeQuantize(Int8DynActInt4WeightQuantizer(groupsize=16).base_config))
+    if cell["base"] == "float8_training":
+        found.append(Float8Training())
+    return found
+
+
+def optimizer(name: str, parameters: list[torch.nn.Parameter]) -> Any:
+    if name == "lora_plus":
+        return training.GroupedOptimizer(parameters, [{"pattern": "lora_b", "lr_ratio": 4}], lr=1e-2)
+    for module in (training, torchao.optim, torch.optim):
+        if hasattr(module, name):
+            return getattr(module, name)(parameters, lr=1e-2)
+    raise AssertionError(name)
+
+
+def settings(cell: Cell) -> dict[str, Any]:
+    """What the rules between settings read."""
+    every_layer, mode, option = CHECKPOINTING[cell["checkpointing"]]
+    found = {
+        "device": "cpu",
+        "optimizer_in_bwd": cell["in_backward"] == "on",
+        "enable_activation_checkpointing": every_layer,
+        "ac_mode": mode,
+        "ac_option": option,
+        "enable_activation_offloading": cell["offload"] == "activations",
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@patch.object(_low_precision_optimizer, "SMALLEST", 64)  # so that states of small matrices have few bits, too
+def train(checkpoint: Path, cell: Cell, dims: ParallelDims, *, rounded_like: str | None = None) -> Run:
+    """Train a cell for three steps.
+
+    Args:
+        checkpoint: folder of the model.
+        cell: see ``tools/composition_table.py``.
+        dims: its mesh.
+        rounded_like: a quantised base: the base weights are rounded to what it stores before training.
+    """
+    for name, problem in training.check_settings(settings(cell)):
+        raise UserError(f"{name}: {problem}.")
+    torch.manual_seed(0)
+    with training.set_default_dtype(DTYPES[cell["dtype"]]), torch.device("meta"):
+        model = from_hf_config(checkpoint)
+        apply_conversions(model, conversions(cell))
+    store = FullModelHFCheckpointer(str(checkpoint))
+    if cell["adapter"] != "none":
+        require_adapters(model)
+    store.check_contents(model, contents="model" if cell["adapter"] == "none" else "adapter")
+    training.parallelize(model, dims, device=CPU, cpu_offload=cell["offload"] == "parameters")
+    store.load_model(model, device=CPU)
+    if rounded_like is not None:
+        round_base(model, checkpoint, rounded_like)
+    training.checkpoint_activations(model, *CHECKPOINTING[cell["checkpointing"]])
+    if cell["compile"] == "on":
+        training.compile_model(model)
+    loss_fn = setup_loss(LinearCrossEntropyLoss(), model)
+    if cell["compile"] == "on":
+        training.compile_loss(loss_fn)
+    make = partial(optimizer, cell["optimizer"])
+    in_backward = cell["in_backward"] == "on"
+    stepped = training.setup_optimizer(make, model, precision=cell["precision"], in_backward=in_backward)
+    return _three_steps(model.train(), loss_fn, stepped, dims)
+
+
+@torch.no_grad()
+def round_base(model: torch.nn.Module, checkpoint: Path, dtype: str) -> None:
+    """Give every weight that a quantised base would store the value that it stores."""
+    with torch.device("meta"):
+        other = from_hf_config(checkpoint)
+    conversion = quantized_base(dtype)
+    conversion.convert(other)
+    parameters = dict(model.named_parameters())
+    for name in conversion.stored_weights(other):
+        weight = parameters[name]
+        weight.copy_(conversion.to_full(name, conversion.from_full(name, weight)))
+
+
+def _three_steps(model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDims) -> Run:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    run, kept = Run([], _values(trained), {}, []), _values(frozen)
+    loader = BatchLoader(
+        Conversations(),
+        batch_size=GLOBAL_BATCH // dims.data_size,
+        collate_fn=dims.collate(collate_documents),
+        shuffle=True,
+        seed=1,
+        rank=dims.data_rank,
+        world_size=dims.data_size,
+    )
+    for _, (batch,) in zip(range(STEPS), loader, strict=False):
+        count = dims.sum(int((batch.labels != CROSS_ENTROPY_IGNORE_IDX).sum()))[0]
+        hidden = model(**batch.model_inputs(), output="hidden")
+        loss = loss_fn.sum_and_count(hidden, batch.labels, model.output)[0] / count
+        loss.backward()
+        run.losses.append(dims.sum(loss.item())[0])
+        run_pre_optimizer_hooks(model)
+        stepped.step()
+        run_post_optimizer_hooks(model)
+        stepped.zero_grad(set_to_none=True)
+    run.after = _values(trained)
+    run.moved = [name for name, value in _values(frozen).items() if not torch.equal(value, kept[name])]
+    return run
+
+
+def _values(parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {name: whole(p.detach()).float().clone() for name, p in parameters.items()}
