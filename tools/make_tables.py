@@ -28,7 +28,7 @@ def cell(estimate: MemoryEstimate | None, offload: bool) -> str:
         return "—"
     kept = (estimate.weights + estimate.gradients + estimate.optimizer) if offload else 0
     host = f" + {kept / GIB:.0f} host" if offload else ""
-    return f"{(estimate.total - kept) / GIB:.1f}{host}"
+    return f"{(estimate.offloaded if offload else estimate).total / GIB:.1f}{host}"
 
 
 def table() -> str:

@@ -8,9 +8,22 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchtune.modules.transformer import text_decoder
-from torchtune.utils import UserError
+from torchtune.utils import UserError, allocates_on_host, is_simulated
 
 _Packed = torch.Tensor | int
+
+
+class _SimulatedStreams:
+    """What the namespace of a device has, for a simulated one: everything is done at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self
+
+    def __enter__(self) -> None:
+        """Of a stream: nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Of a stream: nothing."""
 
 
 class OffloadActivations(saved_tensors_hooks):
@@ -41,11 +54,13 @@ class OffloadActivations(saved_tensors_hooks):
         if max_fwd_stash_size < 1:
             raise ValueError(f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}.")
         self.device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if is_simulated():
+            self.device, use_pin_memory = torch.device("cpu"), False
         if self.device is None or self.device.type == "mps":
             raise UserError(
                 "enable_activation_offloading: there is no accelerator with memory of its own here: set it to False."
             )
-        self.namespace = getattr(torch, self.device.type)
+        self.namespace = _SimulatedStreams() if is_simulated() else getattr(torch, self.device.type)
         self.use_pin_memory = use_pin_memory
         self.min_offload_size = min_offload_size
         self.max_fwd_stash_size = max_fwd_stash_size
@@ -69,7 +84,7 @@ class OffloadActivations(saved_tensors_hooks):
             tensor.device.type != self.device.type
             or tensor.numel() * tensor.element_size() < self.min_offload_size
             or isinstance(base, torch.nn.Parameter)
-            or type(tensor) is not torch.Tensor
+            or (hasattr(tensor, "__tensor_flatten__") if is_simulated() else type(tensor) is not torch.Tensor)
         )
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
@@ -77,7 +92,8 @@ class OffloadActivations(saved_tensors_hooks):
             return tensor
         key = self._next_key
         self._next_key += 1
-        host = torch.empty_like(tensor, device="cpu", pin_memory=self.use_pin_memory)
+        with allocates_on_host():
+            host = torch.empty_like(tensor, device="cpu", pin_memory=self.use_pin_memory)
         if self.copy_stream is None:
             host.copy_(tensor)
         else:
@@ -94,19 +110,20 @@ class OffloadActivations(saved_tensors_hooks):
     def _fetch(self, key: int) -> None:
         if key in self._hosted and key not in self._fetched:
             with self.namespace.stream(self.copy_stream):
-                self._fetched[key] = self._hosted[key].to(self.device, non_blocking=True)
+                self._fetched[key] = self._hosted[key].to(self.device, non_blocking=True, copy=True)
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         if self.copy_stream is None:
-            return self._hosted[packed].to(self.device)
+            return self._hosted[packed].to(self.device, copy=True)
         self._drain()
         self._fetch(packed)
         compute = self.namespace.current_stream()
         compute.wait_stream(self.copy_stream)
         tensor = self._fetched.pop(packed)
-        tensor.record_stream(compute)
+        if tensor.device.type != "cpu":  # not a simulated one
+            tensor.record_stream(compute)
         self._fetch(packed - 1)
         return tensor
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 _active = False
+_on_host = False
 
 
 def is_simulated() -> bool:
@@ -29,3 +30,19 @@ def simulated() -> Iterator[None]:
         yield
     finally:
         _active = before
+
+
+@contextmanager
+def allocates_on_host() -> Iterator[None]:
+    """A block in which what is allocated on the CPU lies in host memory in a simulation, too."""
+    global _on_host
+    before, _on_host = _on_host, True
+    try:
+        yield
+    finally:
+        _on_host = before
+
+
+def is_on_host() -> bool:
+    """Whether this runs inside :func:`allocates_on_host`."""
+    return _on_host

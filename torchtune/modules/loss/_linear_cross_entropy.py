@@ -12,7 +12,7 @@ from torchtune.utils import computes_on_cpu
 
 # Number of scores per block of softmax; on CPU small enough to stay in cache.
 _CPU_BLOCK = 2**20
-_BLOCK = 2**26
+LOGITS_BLOCK = 2**26
 
 # (logits, target) -> losses of rows.
 RowLoss = Callable[[Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ def row_losses_and_gradient(logits: Tensor, target: Tensor) -> Tensor:
 
 def _in_blocks(function: RowLoss, logits: Tensor, target: Tensor) -> Tensor:
     """Apply ``function`` to blocks of rows and join what it returns."""
-    block = _CPU_BLOCK if computes_on_cpu(logits.device) else _BLOCK
+    block = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
     rows = max(1, block // logits.shape[1])
     parts = [function(*part) for part in zip(logits.split(rows), target.split(rows), strict=True)]
     return torch.cat(parts)

@@ -22,6 +22,16 @@ _MIN_CHUNK_ROWS = 256
 _MIN_CHUNK_ROWS_TRAINED = 512
 
 
+def rows_of_a_chunk(rows: int, num_output_chunks: int, trained: Tensor | None) -> int:
+    """Positions per chunk, where ``trained`` [v, d] is the weight of the output if it gets a gradient."""
+    even = -(-rows // num_output_chunks)
+    if trained is None:
+        return max(_MIN_CHUNK_ROWS, even)
+    if trained.dtype.itemsize < 4 and rows <= 2 * trained.shape[1]:
+        return rows  # these logits take less memory than summing the weight's gradient in float32 would
+    return max(_MIN_CHUNK_ROWS_TRAINED, even)
+
+
 class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     """Cross entropy over labelled positions, of hidden states and the output projection that makes logits of them.
 
@@ -100,15 +110,6 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             return hidden, target
         return hidden.index_select(0, index), target.index_select(0, index)
 
-    def _chunk_rows(self, rows: int, weight: Tensor | None) -> int:
-        """Positions per chunk."""
-        even = -(-rows // self.num_output_chunks)
-        if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
-            return max(_MIN_CHUNK_ROWS, even)
-        if weight.dtype.itemsize < 4 and rows <= 2 * weight.shape[1]:
-            return rows  # these logits take less memory than summing the weight's gradient in float32 would
-        return max(_MIN_CHUNK_ROWS_TRAINED, even)
-
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss over positions with a label, 0 (with zero gradients) where there is none.
 
@@ -147,7 +148,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         weight = plain_weight(projection)
         if len(target) == 0:
             return self._no_label(outputs, projection, weight), count
-        chunk_rows = self._chunk_rows(len(target), weight)
+        trained = weight is not None and torch.is_grad_enabled() and weight.requires_grad
+        chunk_rows = rows_of_a_chunk(len(target), self.num_output_chunks, weight if trained else None)
         if hasattr(weight, "device_mesh"):
             return self._split(rows, weight, target, chunk_rows, getattr(projection, "softcap", None)), count
         if weight is None:

@@ -8,16 +8,21 @@ The estimate, in bytes, for a run on one device (numel: elements; T = batch_size
 - optimizer: numel of every trained parameter times the bytes of state that one step of this very optimizer, prepared
   as the run prepares it, leaves for an element of a small matrix.
 - activations of a layer, by token: what its products, its norms, attention and the gated MLP keep for the backward
-  pass, ``5 d + 3 q + 4 kv + 4 i`` elements (d: width, q and kv: widths of queries and keys, i: width of the MLP).
+  pass, ``4 d + 2 q + 4 kv + 4 i`` elements (d: width, q and kv: widths of queries and keys, i: width of the MLP).
   A layer with a mixer in the place of attention keeps its projections three times, its output and
   gate, and a float32 state for every 64 positions. Times the layers without activation checkpointing; with it, ``d``
   by recomputed layer and one layer whole. Selective checkpointing by operator keeps about half of the products: half
-  of ``5 d + 3 q + 4 kv + 4 i``.
-- loss: a chunk of float32 logits and their gradient.
+  of ``4 d + 2 q + 4 kv + 4 i``.
+- loss: a chunk of logits, a block of them in float32 and its gradient, and the gradient of a trained output, which
+  the loss makes in the forward pass (in float32 as well if there are several chunks).
+
+The most is needed at one of two moments. When the loss is done, all activations live, and of the gradients only those
+of earlier micro-batches. When the backward pass ends, all gradients live and no activations but those of a layer.
 
 With several processes, weights, gradients and optimizer state are divided by the data-parallel shards, the context
-parallel and the tensor parallel size; activations and logits by the context and tensor parallel sizes. The parameters
-of an all-gather come on top: two layers, the embeddings and the output, divided by the tensor parallel size.
+parallel and the tensor parallel size; activations and logits by the context and tensor parallel sizes. What FSDP holds
+whole comes on top, divided by the tensor parallel size: the embeddings and the output at the first moment, and, where
+they are trained, their gradients and a float32 buffer to reduce them at the second; or those of two layers, if more.
 
 Attention scores, the slack of the allocator and the CUDA context (some hundred MiB) come on top.
 """
@@ -32,6 +37,8 @@ import torch
 
 from torchtune.config._locate import locate
 from torchtune.modules.conversion import full_shapes
+from torchtune.modules.loss._linear_cross_entropy import LOGITS_BLOCK
+from torchtune.modules.loss.cross_entropy_loss import rows_of_a_chunk
 from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.transformer import text_decoder
 from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
@@ -46,33 +53,56 @@ _ASSUMED_LENGTH = 2048
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a run needs, by component."""
+    """Bytes that a run needs, by component.
+
+    Attributes:
+        weights, gradients, optimizer: while they are kept.
+        activations: of all layers, when the loss is done.
+        loss: what the loss takes beside them.
+        of_a_layer: activations of the layer that is in the backward pass.
+        gathered: what FSDP holds whole when the loss is done.
+        reduced: what FSDP holds whole when the backward pass ends.
+        accumulates: whether gradients are kept from one micro-batch to the next.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     loss: int
+    of_a_layer: int = 0
     gathered: int = 0
+    reduced: int = 0
+    accumulates: bool = False
     teacher: int = 0
 
     @property
-    def total(self) -> int:
-        """Sum of the components."""
-        return sum(dataclasses.astuple(self))
+    def offloaded(self) -> "MemoryEstimate":
+        """What is left on a device if weights, gradients and states of the optimizer lie in host memory."""
+        return dataclasses.replace(self, weights=0, gradients=0, optimizer=0, teacher=0)
 
-    def share(self, dims: ParallelDims, gathered: int, *, offload: bool = False) -> "MemoryEstimate":
-        """The estimate of one rank among several.
+    @property
+    def total(self) -> int:
+        """The most that is needed at a time."""
+        earlier = self.gradients if self.accumulates else 0
+        forward = earlier + self.activations + self.loss + self.gathered
+        backward = self.gradients + max(self.of_a_layer, self.reduced)
+        return self.weights + self.teacher + self.optimizer + max(forward, backward)
+
+    def share(self, dims: ParallelDims, gathered: tuple[int, int], *, offload: bool = False) -> "MemoryEstimate":
+        """What each of several processes needs.
 
         Args:
             dims: the processes.
-            gathered: bytes of parameters that are whole at a time.
+            gathered: bytes that are whole at a time, when the loss is done and when the backward pass ends.
             offload: whether parameters are kept in host memory, so that these are copies.
         """
         shards, parts = dims.dp_shard * dims.cp * dims.tp, dims.cp * dims.tp
-        whole = gathered // dims.tp if shards > dims.tp or offload else 0
-        *kept, teacher = (-(-part // shards) for part in (self.weights, self.gradients, self.optimizer, self.teacher))
-        return MemoryEstimate(*kept, -(-self.activations // parts), -(-self.loss // parts), whole, teacher)
+        whole = shards > dims.tp or offload
+        sharded = {name: -(-getattr(self, name) // shards) for name in ("weights", "gradients", "optimizer", "teacher")}
+        split = {name: -(-getattr(self, name) // parts) for name in ("activations", "loss", "of_a_layer")}
+        forward, backward = (size // dims.tp if whole else 0 for size in gathered)
+        return dataclasses.replace(self, **sharded, **split, gathered=forward, reduced=backward)
 
 
 def optimizer_bytes_per_element(
@@ -135,12 +165,12 @@ def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, in
         return 0, 0, 0
     shapes, width = full_shapes(model), decoder.tok_embeddings.weight.shape[1]
     total = sum(_mixer_elements(layer.attn, shapes) + 4 * _inner_width(layer.mlp, width) for layer in layers)
-    return 5 * width + total // len(layers), width, len(layers)
+    return 4 * width + total // len(layers), width, len(layers)
 
 
 def _mixer_elements(mixer: torch.nn.Module, shapes: Mapping[torch.nn.Parameter, tuple[int, ...]]) -> int:
     if not isinstance(mixer, RecurrentMixer):
-        return 3 * shapes[mixer.q_proj.weight][0] + 4 * shapes[mixer.k_proj.weight][0]
+        return 2 * shapes[mixer.q_proj.weight][0] + 4 * shapes[mixer.k_proj.weight][0]
     linears = {name: child for name, child in mixer.named_children() if name.endswith("_proj")}
     inputs = sum(shapes[child.weight][0] for name, child in linears.items() if name != "output_proj")
     # Projected and convolved; what is read and its gate; a float32 state for every 64 positions.
@@ -165,6 +195,7 @@ def estimate_memory(
     checkpointing: bool | int | str,
     in_backward: bool,
     num_output_chunks: int,
+    accumulates: bool = False,
 ) -> MemoryEstimate:
     """Estimate the memory of training ``model``, which may lie on the meta device; the formulas are at the top.
 
@@ -175,6 +206,7 @@ def estimate_memory(
         checkpointing: whether activations of layers are recomputed; n: those of every n-th; ``op``: some of each.
         in_backward: whether the optimizer steps in the backward pass.
         num_output_chunks: chunks of the loss.
+        accumulates: whether a step has several micro-batches.
     """
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -186,21 +218,43 @@ def estimate_memory(
     else:
         recomputed = layers // int(checkpointing) if checkpointing else 0
         by_token = by_layer * (layers - recomputed + bool(recomputed)) + width * recomputed
-    decoder = text_decoder(model)
-    vocabulary = decoder.tok_embeddings.weight.shape[0] if hasattr(decoder, "tok_embeddings") else 0
     return MemoryEstimate(
         weights=sum(map(_num_bytes, parameters)),
         gradients=max(gradients, default=0) if in_backward else sum(gradients),
         optimizer=round(state_bytes * sum(parameter.numel() for parameter in trained)),
         activations=num_tokens * by_token * size,
-        loss=-(-num_tokens // num_output_chunks) * vocabulary * 4 * 2,
+        loss=_loss_bytes(model, num_tokens, num_output_chunks, size),
+        of_a_layer=num_tokens * by_layer * size,
+        accumulates=accumulates,
     )
 
 
-def _gathered_bytes(model: torch.nn.Module) -> int:
-    """Parameters that FSDP has all-gathered at a time: two layers, and those outside of layers."""
-    layers = [sum(map(_num_bytes, layer.parameters())) for layer in getattr(text_decoder(model), "layers", [])]
-    return sum(map(_num_bytes, model.parameters())) - sum(layers) + sum(layers[:2])
+def _loss_bytes(model: torch.nn.Module, num_tokens: int, num_output_chunks: int, size: int) -> int:
+    """Chunks of logits as ``LinearCrossEntropyLoss`` makes them, and the gradient of the output."""
+    decoder = text_decoder(model)
+    if not hasattr(decoder, "tok_embeddings"):
+        return 0
+    tied = getattr(getattr(decoder, "output", None), "weight", None)
+    output = decoder.tok_embeddings.weight if tied is None else tied
+    trained = output if output.requires_grad else None
+    rows = min(num_tokens, rows_of_a_chunk(num_tokens, num_output_chunks, trained))
+    logits = rows * decoder.tok_embeddings.weight.shape[0]
+    gradient = 0 if trained is None else output.numel() * (size + (4 if rows < num_tokens and size < 4 else 0))
+    return logits * size + 2 * 4 * min(logits, LOGITS_BLOCK) + gradient
+
+
+def _gathered_bytes(model: torch.nn.Module) -> tuple[int, int]:
+    """What FSDP holds whole: (parameters outside of the layers, or of two layers; gradients and their buffer)."""
+    layers = list(getattr(text_decoder(model), "layers", []))
+    inner = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outer = [parameter for parameter in model.parameters() if id(parameter) not in inner]
+    first = [parameter for layer in layers[:2] for parameter in layer.parameters()]
+    own, two = sum(map(_num_bytes, outer)), sum(map(_num_bytes, first))
+
+    def reduced(parameters: list[torch.nn.Parameter]) -> int:
+        return sum(_num_bytes(p) + 4 * p.numel() for p in parameters if p.requires_grad)
+
+    return own + (0 if own else two), max(reduced(outer), own + two + reduced(first) // 2)
 
 
 def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
@@ -277,7 +331,47 @@ def _estimate(settings: RecipeSettings, model: torch.nn.Module, state_bytes: flo
         checkpointing=_recomputed(settings),
         in_backward=settings.optimizer_in_bwd,
         num_output_chunks=(settings.loss.get("num_output_chunks") if settings.loss is not None else None) or 8,
+        accumulates=settings.gradient_accumulation_steps > 1,
     )
+
+
+class ClosedForm:
+    """The estimates of many settings of a recipe; what they share is built once.
+
+    Attributes:
+        smallest: (bytes, name) of the smallest estimate.
+    """
+
+    def __init__(self) -> None:
+        self.smallest: tuple[int, str] | None = None
+        self._models: dict[str, tuple[torch.nn.Module, torch.dtype]] = {}
+        self._states: dict[str, float] = {}
+
+    def estimate(self, settings: Any, processes: int, what: str = "") -> MemoryEstimate:
+        """Memory of each of several processes of a training run; parameters in host memory are not counted.
+
+        Args:
+            settings: see :func:`plan_run`.
+            processes: of the run.
+            what: name of the settings.
+
+        Raises:
+            ParallelDimsError, RecipeSettingsError: the mesh does not fit the number of processes.
+        """
+        cfg = RecipeSettings.of(settings)
+        dims, key = arrange(cfg, processes), repr((cfg.model, cfg.model_converters, cfg.dtype))
+        if key not in self._models:
+            self._models[key] = build_on_meta(cfg)[:2]
+        model, dtype = self._models[key]
+        key += repr((cfg.optimizer, cfg.optimizer_precision))
+        if key not in self._states:
+            self._states[key] = optimizer_bytes_per_element(cfg.optimizer, dtype, cfg.optimizer_precision, model)
+        offload = cfg.fsdp_cpu_offload and processes > 1
+        found = _estimate(cfg, model, self._states[key]).share(dims, _gathered_bytes(model), offload=offload)
+        found = found.offloaded if offload else found
+        if self.smallest is None or found.total < self.smallest[0]:
+            self.smallest = found.total, what
+        return found
 
 
 def memory_by_processes(settings: Any, counts: Sequence[int]) -> dict[int, MemoryEstimate]:
@@ -346,9 +440,9 @@ def plan_run(settings: Any, processes: int = 1) -> str:
             f"  gradients   {_show(estimate.gradients)}",
             f"  optimizer   {_show(estimate.optimizer)}  {optimizer_name}, {precision}, {state_bytes:.1f} bytes each",
             f"  activations {_show(estimate.activations)}  {recomputed}",
-            f"  loss        {_show(estimate.loss)}  logits of a chunk",
-            *([f"  gathered    {_show(estimate.gathered)}  layers in use, embeddings"] if estimate.gathered else []),
+            f"  loss        {_show(estimate.loss)}  logits of a chunk, gradient of the output",
+            *([f"  gathered    {_show(estimate.gathered)}  embeddings and output"] if estimate.gathered else []),
             *([f"  teacher     {_show(estimate.teacher)}  its weights"] if estimate.teacher else []),
-            f"  total       {_show(estimate.total)}  and some hundred MiB for the framework",
+            f"  total       {_show(estimate.total)}  at the same time, and some hundred MiB for the framework",
         ]
     )

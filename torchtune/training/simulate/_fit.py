@@ -1,7 +1,8 @@
 """The fastest settings with which a run fits: levers that trade time for memory, tried in the order of what they cost.
 
-A candidate is simulated with few layers, at two depths: memory and time grow by the same amount with every layer of a
-decoder. What seems to fit is simulated whole before it is shown.
+The closed form leaves out what cannot fit. Of the rest the cheapest are simulated with few layers, at two depths:
+memory and time grow by the same amount with every layer of a decoder. What seems to fit is simulated whole before it
+is shown.
 """
 
 import itertools
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training.plan._plan import ClosedForm
 from torchtune.training.simulate._devices import Accelerator
 from torchtune.training.simulate._report import peak_bytes, tokens_per_step
 from torchtune.training.simulate._roofline import step_time
@@ -18,8 +20,10 @@ from torchtune.training.simulate._simulate import Simulation
 from torchtune.utils import UserError
 
 DEPTHS = (2, 4)
-# Candidates that are tried at most, and that must fit before the fastest of them is taken.
-MOST, ENOUGH = 40, 4
+# Candidates that are simulated at most, and that must fit before the fastest of them is taken.
+MOST, ENOUGH = 8, 3
+# What the closed form may be wrong by, as a factor, without a candidate being left out.
+MARGIN = 1.25
 
 # Overrides, and how much longer a step takes with them, roughly: it decides the order, not the answer.
 Option = tuple[tuple[str, ...], float]
@@ -44,7 +48,7 @@ def _batches(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
     """The same rows a step and rank, more or fewer of them at a time."""
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     for size in (size for size in range(rows, 0, -1) if rows % size == 0 and (size & (size - 1) == 0 or size == rows)):
-        slower = 1.02 ** math.log2(rows / size)
+        slower = 1.05 ** math.log2(rows / size)
         yield (f"batch_size={size}", f"gradient_accumulation_steps={rows // size}"), slower
 
 
@@ -54,6 +58,19 @@ def _switch(key: str, slower: float, *more: str) -> Callable[[RecipeSettings, in
         yield (f"{key}=True", *more), slower
 
     return options
+
+
+def _recomputing(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+    """Activations of no layer, of cheap operators, of every second layer, of all."""
+    yield ("enable_activation_checkpointing=False", *(("ac_mode=null", "ac_option=null") if _selects(cfg) else ())), 1.0
+    if _selects(cfg):
+        for option, slower in (("op", 1.1), ("2", 1.17)):
+            yield ("enable_activation_checkpointing=False", "ac_mode=selective", f"ac_option={option}"), slower
+    yield ("enable_activation_checkpointing=True", *(("ac_mode=null", "ac_option=null") if _selects(cfg) else ())), 1.33
+
+
+def _selects(cfg: RecipeSettings) -> bool:
+    return cfg.can_set("ac_mode") and cfg.can_set("ac_option")
 
 
 def _splits(key: str, slower: float) -> Callable[[RecipeSettings, int], Iterator[Option]]:
@@ -94,7 +111,7 @@ def _bases(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
 # What a recipe must declare for a lever -> its options. A setting that the recipe lacks leaves its lever out.
 LEVERS: tuple[tuple[str, Callable[[RecipeSettings, int], Iterator[Option]]], ...] = (
     ("gradient_accumulation_steps", _batches),
-    ("enable_activation_checkpointing", _switch("enable_activation_checkpointing", 1.3)),
+    ("enable_activation_checkpointing", _recomputing),
     ("enable_activation_offloading", _switch("enable_activation_offloading", 1.25)),
     ("optimizer_in_bwd", _switch("optimizer_in_bwd", 1.02, "clip_grad_norm=null")),
     ("optimizer", _optimizers),
@@ -105,22 +122,31 @@ LEVERS: tuple[tuple[str, Callable[[RecipeSettings, int], Iterator[Option]]], ...
     ("fsdp_cpu_offload", _switch("fsdp_cpu_offload", 3.0)),
 )
 _ON_MANY = ("data_parallel_replicate_dim", "tensor_parallel_dim", "context_parallel_dim", "fsdp_cpu_offload")
+# Tried only where nothing fits without them.
+LAST = ("tensor_parallel_dim", "context_parallel_dim", "fsdp_cpu_offload")
 
 
-def candidates(settings: Any, processes: int) -> list[tuple[str, ...]]:
-    """Overrides of every combination of levers, those that cost least time first; what is as given is left out."""
+def candidates(settings: Any, processes: int, *, last: bool = False) -> list[tuple[str, ...]]:
+    """Overrides of every combination of levers, those that cost least time first; what is as given is left out.
+
+    Args:
+        settings: to start from.
+        processes: of the run.
+        last: combinations with a lever of ``LAST``, in the place of those without.
+    """
     cfg = RecipeSettings.of(settings)
-    options = [
-        list(make(cfg, processes))
+    levers = [
+        (key, make)
         for key, make in LEVERS
-        if cfg.can_set(key) and (processes > 1 or key not in _ON_MANY)
+        if cfg.can_set(key) and (processes > 1 or key not in _ON_MANY) and (last or key not in LAST)
     ]
     found: dict[tuple[str, ...], float] = {}
-    for chosen in itertools.product(*options):
+    for chosen in itertools.product(*(list(make(cfg, processes)) for _, make in levers)):
         overrides = tuple(dict.fromkeys(text for texts, _ in chosen for text in texts))
         changed = tuple(text for text in overrides if not _is_given(cfg, text))
-        slower = math.prod(factor for _, factor in chosen)
-        found[changed] = min(slower, found.get(changed, math.inf))
+        if last is any(text.startswith(LAST) for text in changed):
+            slower = math.prod(factor for _, factor in chosen)
+            found[changed] = min(slower, found.get(changed, math.inf))
     return sorted(found, key=lambda overrides: (found[overrides], len(overrides)))
 
 
@@ -157,29 +183,62 @@ def find_fastest(
     Raises:
         UserError: none was found.
     """
-    fitting: list[Candidate] = []
-    smallest: Candidate | None = None
-    tried = 0
-    for overrides in candidates(settings, processes):
-        if tried == MOST or len(fitting) == ENOUGH:
-            break
+    closed, nearest = ClosedForm(), None
+    for last in (False, True):
+        simulated: list[Candidate] = []
+        for overrides in _promising(settings, processes, limit, load, closed, last=last):
+            try:
+                changed = load(overrides)
+                shallow = [run(changed, layers) for layers in DEPTHS]
+            except UserError as error:
+                say(f"  refused: {' '.join(overrides)}: {error}")
+                continue
+            candidate = _extrapolate(overrides, shallow, shallow[0].layers, device)
+            say(describe(candidate, limit))
+            simulated.append(candidate)
+            if len(simulated) == MOST or sum(candidate.peak <= limit for candidate in simulated) == ENOUGH:
+                break
+        for candidate in sorted(simulated, key=lambda candidate: candidate.seconds):
+            if candidate.peak <= limit:
+                whole = run(load(candidate.overrides), None)
+                found = _of(candidate.overrides, whole, device)
+                if found.peak <= limit:
+                    return found, whole
+                say(f"{describe(found, limit)} (whole)")
+                candidate = found
+            nearest = min(filter(None, (nearest, candidate)), key=lambda one: one.peak)
+    raise UserError(_nothing(limit, nearest, closed))
+
+
+def _promising(
+    settings: Any,
+    processes: int,
+    limit: float,
+    load: Callable[[Sequence[str]], Any],
+    closed: ClosedForm,
+    *,
+    last: bool,
+) -> Iterator[tuple[str, ...]]:
+    """Candidates that go together and that may fit, as far as the closed form says."""
+    for overrides in candidates(settings, processes, last=last):
         try:
-            changed = load(overrides)
-            shallow = [run(changed, layers) for layers in DEPTHS]
+            estimate = closed.estimate(load(overrides), processes, what=" ".join(overrides))
         except UserError:
             continue  # a combination that the recipe, its model or its mesh refuses
-        tried, depth = tried + 1, shallow[0].layers
-        candidate = _extrapolate(overrides, shallow, depth, device)
-        smallest = candidate if smallest is None or candidate.peak < smallest.peak else smallest
-        say(describe(candidate, limit))
-        if candidate.peak <= limit:
-            fitting.append(candidate)
-    for candidate in sorted(fitting, key=lambda candidate: candidate.seconds):
-        whole = run(load(candidate.overrides), None)
-        if peak_bytes(whole) <= limit:
-            return _of(candidate.overrides, whole, device), whole
-    least = "" if smallest is None else f"; the smallest of {tried} tried needs {smallest.peak / 2**30:.1f} GiB"
-    raise UserError(
+        if estimate.total <= limit * MARGIN:
+            yield overrides
+
+
+def _nothing(limit: float, nearest: Candidate | None, closed: ClosedForm) -> str:
+    """The sentence for a search that found nothing."""
+    if nearest is None and closed.smallest is not None:
+        size, what = closed.smallest
+        nearest = Candidate((what,) if what else (), size, 0.0)
+    least = ""
+    if nearest is not None:
+        what = " ".join(nearest.overrides) or "the settings as configured"
+        least = f"; nearest come {nearest.peak / 2**30:.1f} GiB with {what}"
+    return (
         f"--fit: nothing that was tried fits into {limit / 2**30:.1f} GiB{least}: take more or larger devices, shorter "
         "rows (tokenizer.max_seq_len) or adapters."
     )

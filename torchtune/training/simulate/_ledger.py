@@ -115,6 +115,11 @@ class Ledger:
             if block is not None:
                 block.component, block.on_host = component, block.on_host or on_host
 
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in host memory."""
+        blocks = (self._live.get(storage._cdata) for storage in storages(tensor))
+        return any(block is not None and block.on_host for block in blocks)
+
     def peaks(self) -> dict[str, Peak]:
         """The peak of every phase that there was, on the device."""
         highest: dict[str, tuple[int, int]] = {}  # phase -> (bytes, time)

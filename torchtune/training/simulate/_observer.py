@@ -22,8 +22,10 @@ from torchtune.training.simulate._torch_private import (
     tree_leaves,
     unset_fake_temporarily,
 )
+from torchtune.utils import is_on_host
 
 _aten = torch.ops.aten
+_COPIES = (_aten.copy_.default, _aten._to_copy.default)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 _LIBRARY = "torchtune"
@@ -51,6 +53,7 @@ class Work:
         calls: (FLOPs, bytes read and written, dtype) -> how many operators.
         traffic: of collectives inside FSDP, which overlap with computation.
         waiting: of all other collectives.
+        hosted: bytes copied to host memory and back, beside the computation.
     """
 
     def __init__(self) -> None:
@@ -58,6 +61,7 @@ class Work:
         self.calls: dict[tuple[int, int, torch.dtype], int] = defaultdict(int)
         self.traffic: Traffic = {}
         self.waiting: Traffic = {}
+        self.hosted = 0
 
 
 class Observer(TorchDispatchMode):
@@ -135,6 +139,9 @@ class Observer(TorchDispatchMode):
             return
         dtype = produced[0].dtype
         flops = self._flops(func, args, kwargs, out)
+        if func in _COPIES and any(map(self.ledger.is_on_host, (*inputs, *produced))):
+            work.hosted += produced[0].numel() * produced[0].element_size()
+            return
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *produced))
         work.calls[flops, moved, dtype] += 1
         if flops:
@@ -167,7 +174,7 @@ class Observer(TorchDispatchMode):
                 name = "" if func is None else f"{func._schema.name.replace('::', '.')} "
                 shape = " x ".join(map(str, tensor.shape)) or "scalar"
                 what = f"{name}[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
-                on_host = self.offload and self.ledger.phase in ("set-up", "optimizer")
+                on_host = is_on_host() or (self.offload and self.ledger.phase in ("set-up", "optimizer"))
                 self.ledger.add(storage, self._component(), what, self._where(), on_host=on_host)
 
     def _component(self) -> str:

@@ -130,6 +130,8 @@ def _assumed(simulation: Simulation, device: Accelerator) -> list[tuple[str, str
         f"{_roofline.MEMORY:.0%} of {device.bandwidth:,.0f} GB/s; an operator takes the host "
         f"{_roofline.LAUNCH * 1e6:.0f} µs",
     ]
+    if step_time(simulation.observer, device).hosted:
+        lines.append(f"copies to host memory reach {_roofline.LINKS:.0%} of {_roofline.HOST_LINK / 1e9:.0f} GB/s")
     if simulation.dims.world_size > 1:
         lines.append(
             f"messages reach {_roofline.LINKS:.0%} of {device.link:,.0f} GB/s within a machine of "

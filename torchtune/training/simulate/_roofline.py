@@ -16,6 +16,8 @@ from torchtune.training.simulate._observer import Observer, Traffic, Work
 ARITHMETIC, MEMORY, LINKS = 0.7, 0.85, 0.8
 # Seconds that the host takes to start an operator, and a collective to begin.
 LAUNCH, LATENCY = 6e-6, 20e-6
+# Bytes a second to host memory: PCIe 4 with 16 lanes, one way. Newer links of some devices are twice as fast.
+HOST_LINK = 32e9
 
 
 @dataclass(frozen=True)
@@ -27,22 +29,25 @@ class StepTime:
         launching: the host, which runs ahead of the device where it is faster.
         overlapped: collectives of FSDP.
         waiting: all other collectives.
+        hosted: copies to host memory and back, beside the computation.
     """
 
     computing: float
     launching: float
     overlapped: float
     waiting: float
+    hosted: float = 0.0
 
     @property
     def total(self) -> float:
         """Of the whole step."""
-        return max(self.computing, self.launching, self.overlapped) + self.waiting
+        return max(self.computing, self.launching, self.overlapped, self.hosted) + self.waiting
 
     @property
     def bound(self) -> str:
         """What takes longest."""
         parts = {"computation": self.computing, "the host": self.launching, "FSDP's collectives": self.overlapped}
+        parts["copies to host memory and back"] = self.hosted
         return max(parts, key=parts.__getitem__)
 
 
@@ -53,7 +58,8 @@ def step_time(observer: Observer, device: Accelerator) -> StepTime:
     operators = sum(sum(work.calls.values()) for work in works)
     overlapped = sum(_send(work.traffic, device) for work in works)
     waiting = sum(_send(work.waiting, device) for work in works)
-    return StepTime(computing, operators * LAUNCH, overlapped, waiting)
+    hosted = sum(work.hosted for work in works) / (HOST_LINK * LINKS)
+    return StepTime(computing, operators * LAUNCH, overlapped, waiting, hosted)
 
 
 def _compute(work: Work, device: Accelerator) -> float:

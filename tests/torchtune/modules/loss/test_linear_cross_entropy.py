@@ -193,12 +193,11 @@ def test_only_labelled_rows_are_projected_in_chunks() -> None:
 
 def test_chunks_are_not_smaller_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    loss = LinearCrossEntropyLoss(num_output_chunks=8)
     weight = nn.Parameter(torch.empty(1000, 64))
-    assert loss._chunk_rows(8000, weight) == 1000
-    assert loss._chunk_rows(800, weight) == 512
-    assert loss._chunk_rows(800, weight.detach()) == 256
-    assert loss._chunk_rows(128, nn.Parameter(weight.bfloat16())) == 128
+    assert implementation.rows_of_a_chunk(8000, 8, weight) == 1000
+    assert implementation.rows_of_a_chunk(800, 8, weight) == 512
+    assert implementation.rows_of_a_chunk(800, 8, None) == 256
+    assert implementation.rows_of_a_chunk(128, 8, weight.bfloat16()) == 128
 
 
 def test_a_second_backward_pass_is_refused() -> None:
