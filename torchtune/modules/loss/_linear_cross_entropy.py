@@ -18,6 +18,21 @@ LOGITS_BLOCK = 2**26
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
+def take_gradients(ctx: Any, name: str) -> Any:
+    """The gradients that a forward pass stored in ``ctx.gradients``, once: they are scaled in place.
+
+    Raises:
+        RuntimeError: a first backward pass has taken them.
+    """
+    if ctx.gradients is None:
+        raise RuntimeError(
+            f"{name}: its gradients were used up by a first backward pass, call the loss again instead of passing "
+            "retain_graph=True."
+        )
+    gradients, ctx.gradients = ctx.gradients, None
+    return gradients
+
+
 def row_losses(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy of every row, in float32 at least: logits [n, v], target [n] -> [n]."""
     compute = torch.promote_types(logits.dtype, torch.float32)
@@ -101,12 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the stored gradients, scaled in place; raises at a second backward pass, which would scale again."""
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "LinearCrossEntropyLoss: its gradients were used up by a first backward pass, call the loss again "
-                "instead of passing retain_graph=True."
-            )
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = take_gradients(ctx, "LinearCrossEntropyLoss")
         scaled = [None if gradient is None else gradient.mul_(grad) for gradient in gradients]
         return *scaled, None, None, None
 

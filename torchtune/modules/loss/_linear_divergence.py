@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.loss._linear_cross_entropy import take_gradients
 from torchtune.modules.loss._projection import Projection, linear_parts
 
 # (student's logits [n, v], rows) -> divergences [n].
@@ -106,12 +107,7 @@ class _LinearDivergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The stored gradients, scaled; raises at a second backward pass, which would scale again."""
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "divergence_sum: its gradients were used up by a first backward pass, call it again instead of "
-                "passing retain_graph=True."
-            )
-        (hidden, *parameters), ctx.gradients = ctx.gradients, None
+        hidden, *parameters = take_gradients(ctx, "divergence_sum")
         return hidden.mul_(grad), None, None, None, *(parameter.mul_(grad) for parameter in parameters)
 
 

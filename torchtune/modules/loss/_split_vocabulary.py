@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
-from torchtune.modules.loss._linear_cross_entropy import _WeightGradient
+from torchtune.modules.loss._linear_cross_entropy import _WeightGradient, take_gradients
 
 
 def _losses_and_gradient(logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -71,12 +71,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The stored gradients, scaled in place; a second backward pass is refused."""
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "LinearCrossEntropyLoss: its gradients were used up by a first backward pass, call the loss again "
-                "instead of passing retain_graph=True."
-            )
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = take_gradients(ctx, "LinearCrossEntropyLoss")
         return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), None, None, None, None
 
 
