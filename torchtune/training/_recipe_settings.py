@@ -133,20 +133,6 @@ class TeacherSettings:
     teacher_checkpointer: Node | None = None
 
 
-GROUPS = (
-    ModelSettings,
-    StepSettings,
-    DataSettings,
-    OutputSettings,
-    MeshSettings,
-    SelectiveCheckpointingSettings,
-    AdapterSettings,
-    VocabularySettings,
-    QuantizerSettings,
-    TeacherSettings,
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecipeSettings(
     ModelSettings,
@@ -220,6 +206,10 @@ class RecipeSettings(
         else:
             known = _declares(self.source, first)
         return known and (not rest or _value(self.source, first) is not None)
+
+
+# Groups of settings that a recipe declares together.
+GROUPS = RecipeSettings.__bases__
 
 
 def _value(settings: Any, name: str) -> Any:
