@@ -149,3 +149,10 @@ class Fields:
         for name, value in self._config.items():
             if name not in self._seen and not name.startswith("_") and value not in (None, False, 0, [], {}, ""):
                 raise self.refusal(name, value, is_unread=True)
+
+
+def layers_without_experts(fields: Fields) -> tuple[int, ...]:
+    """Layers without experts, by ``mlp_only_layers`` and ``decoder_sparse_step`` of Qwen's mixtures of experts."""
+    layers, every = fields.take("num_hidden_layers"), max(fields.take("decoder_sparse_step", 1), 1)
+    dense = {*(fields.list_of("mlp_only_layers", layers, int) or ()), *(i for i in range(layers) if (i + 1) % every)}
+    return tuple(i for i in range(layers) if i in dense)

@@ -6,18 +6,16 @@ from typing import Any
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_fields import Fields, layers_without_experts
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_HALF, experts
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    layers, every = fields.take("num_hidden_layers"), max(fields.take("decoder_sparse_step", 1), 1)
-    dense = {*(fields.list_of("mlp_only_layers", layers, int) or ()), *(i for i in range(layers) if (i + 1) % every)}
     number = fields.take("num_local_experts", 128)  # the name in transformers 5
     return {
         "num_experts": fields.take("num_experts", number),
-        "expertless_layers": tuple(i for i in range(layers) if i in dense),
+        "expertless_layers": layers_without_experts(fields),
     }
 
 

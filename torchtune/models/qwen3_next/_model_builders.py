@@ -5,7 +5,7 @@ from typing import Any
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_fields import Fields, layers_without_experts
 from torchtune.models._hf_mixers import FUSED_DELTA_NET, linear_layers, read_delta_net, write_delta_net
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.models._spec import ModelSpec
@@ -13,10 +13,7 @@ from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expe
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    layers, every = fields.take("num_hidden_layers"), max(fields.take("decoder_sparse_step", 1), 1)
-    dense = {*(fields.list_of("mlp_only_layers", layers, int) or ()), *(i for i in range(layers) if (i + 1) % every)}
-    expertless = tuple(i for i in range(layers) if i in dense)
-    return {"expertless_layers": expertless, **read_delta_net(fields, fused=True)}
+    return {"expertless_layers": layers_without_experts(fields), **read_delta_net(fields, fused=True)}
 
 
 def _write(d: Description) -> dict[str, Any]:

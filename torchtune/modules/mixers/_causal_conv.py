@@ -1,7 +1,9 @@
 """A short causal convolution per channel that does not look into the document before."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from torchtune.modules.mixers._state_cache import StateCache
 
 
 class _CausalConv(torch.autograd.Function):
@@ -40,3 +42,35 @@ def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
         Tensor ``[b, s, c]``.
     """
     return _CausalConv.apply(x, weight, reach.expand(x.shape[0], -1))
+
+
+def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+    """:func:`causal_conv` that goes on from what the cache holds of earlier positions."""
+    if cache is None:
+        return causal_conv(x, weight, reach)
+    before = cache.tail.shape[1]
+    longer = nn.functional.pad(reach, (before, 0))
+    return causal_conv(cache.extend(x), weight, longer)[:, before:]
+
+
+class DepthwiseWeight(nn.Module):
+    """The weight of a convolution per channel, ``weight`` ``[c, 1, K]``, as checkpoints hold it.
+
+    Args:
+        channels: c.
+        taps: K, positions that the convolution sees, itself the last.
+    """
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight, as ``nn.Conv1d`` does."""
+        bound = self.weight.shape[-1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+        """``[b, s, c]`` to ``[b, s, c]``; see :func:`causal_conv`."""
+        return cached_conv(x, self.weight[:, 0], reach, cache)

@@ -4,32 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.modules.mixers._causal_conv import DepthwiseWeight
 from torchtune.modules.mixers._delta_rule import gated_delta_rule
-from torchtune.modules.mixers._mixer import RecurrentMixer, cached_conv
+from torchtune.modules.mixers._mixer import RecurrentMixer
 from torchtune.modules.mixers._state_cache import StateCache
-
-
-class DepthwiseWeight(nn.Module):
-    """The weight of a convolution per channel, ``weight`` ``[c, 1, K]``, as checkpoints hold it.
-
-    Args:
-        channels: c.
-        taps: K, positions that the convolution sees, itself the last.
-    """
-
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weight, as ``nn.Conv1d`` does."""
-        bound = self.weight.shape[-1] ** -0.5
-        nn.init.uniform_(self.weight, -bound, bound)
-
-    def forward(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        """``[b, s, c]`` to ``[b, s, c]``; see :func:`causal_conv`."""
-        return cached_conv(x, self.weight[:, 0], reach, cache)
 
 
 class GatedRMSNorm(nn.Module):

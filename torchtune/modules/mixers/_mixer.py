@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules.mixers._causal_conv import causal_conv
 from torchtune.modules.mixers._state_cache import StateCache
 
 
@@ -78,12 +77,3 @@ class RecurrentMixer(nn.Module, ABC):
             input_pos = torch.arange(x.shape[1], device=x.device)
         reach = input_pos.view(-1, x.shape[1]).expand(x.shape[0], -1)
         return self._mix(x, reach, self.kv_cache if self.cache_enabled else None)
-
-
-def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-    """:func:`causal_conv` that goes on from what the cache holds of earlier positions."""
-    if cache is None:
-        return causal_conv(x, weight, reach)
-    before = cache.tail.shape[1]
-    longer = torch.nn.functional.pad(reach, (before, 0))
-    return causal_conv(cache.extend(x), weight, longer)[:, before:]

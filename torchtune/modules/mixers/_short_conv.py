@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules.mixers._gated_delta_net import DepthwiseWeight
+from torchtune.modules.mixers._causal_conv import DepthwiseWeight
 from torchtune.modules.mixers._mixer import RecurrentMixer
 from torchtune.modules.mixers._state_cache import StateCache
 

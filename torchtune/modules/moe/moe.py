@@ -22,6 +22,8 @@ class TokenChoiceTopKRouter(nn.Module):
         scale: factor of the final scores.
         selection_bias: add a bias to the scores for the selection only (Wang et al. 2024, arXiv:2408.15664): a
             parameter ``selection_bias``, float32 ``[e]``, without gradient.
+        groups: number of groups of equal size that the experts form.
+        top_groups: a token selects among the experts of this many groups: those whose two best experts score highest.
 
     Raises:
         ValueError: ``experts_per_token`` exceeds ``num_experts``.
