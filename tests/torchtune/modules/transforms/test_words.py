@@ -19,7 +19,7 @@ SPLITS = {
     "caseless": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(CASELESS), behavior="isolated"), BYTES]),
 }
 PARTS = [
-    *"aBs \n\t.,'!12<|>", "  ", "\r\n", "'ll", "'S", "the", " cat", "<|end|>", "é", "e\u0301", "ß", "中文", "\u043aот",
+    *"aBs \n\t.,'!12<|>", "  ", "\r\n", "'ll", "'S", "the", " cat", "<|end|>", "é", "e\u0301", "ß", "中文", "\u043a\u043e\u0442",
     "½", "٣", "\u017f", "\u212a", "\u00a0", "\u2028", "\x1c", "\x85", "\u200b", "🙂", "\u0345", "\ud7ff", "\ufb01",
     "\u01c5", "\u3000", "\u180e",
 ]  # fmt: skip
@@ -35,7 +35,7 @@ def make(split: str, *, nfc: bool = False) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(["the cat's 12 cats they'll see the \u043aот 中文 " * 3], trainer)
+    tokenizer.train_from_iterator(["the cat's 12 cats they'll see the \u043a\u043e\u0442 中文 " * 3], trainer)
     return tokenizer
 
 
