@@ -63,4 +63,4 @@ def test_an_error_of_a_transform_comes_through(tmp_path: Path, monkeypatch: pyte
 
     with workers(2), pytest.raises(KeyError, match="no such key"):
         SFTDataset(source=[{"n": n} for n in range(COUNT)], message_transform=dict, model_transform=broken)
-    assert not [path for path in (tmp_path / "rows").rglob("*.tokens")]
+    assert not list((tmp_path / "rows").rglob("*.tokens"))

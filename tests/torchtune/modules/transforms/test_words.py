@@ -19,8 +19,8 @@ SPLITS = {
     "caseless": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(CASELESS), behavior="isolated"), BYTES]),
 }
 PARTS = [
-    *"aBs \n\t.,'!12<|>", "  ", "\r\n", "'ll", "'S", "the", " cat", "<|end|>", "é", "e\u0301", "ß", "中文", "\u043a\u043e\u0442",
-    "½", "٣", "\u017f", "\u212a", "\u00a0", "\u2028", "\x1c", "\x85", "\u200b", "🙂", "\u0345", "\ud7ff", "\ufb01",
+    *"aBs \n\t.,'!12<|>", "  ", "\r\n", "'ll", "'S", "the", " cat", "<|end|>", "é", "e\u0301", "ß", "中文",
+    "\u043a\u043e\u0442", "½", "٣", "\u017f", "\u212a", "\u00a0", "\u2028", "\x1c", "\x85", "\u200b", "🙂", "\u0345", "\ud7ff", "\ufb01",
     "\u01c5", "\u3000", "\u180e",
 ]  # fmt: skip
 
