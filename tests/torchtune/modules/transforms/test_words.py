@@ -10,7 +10,10 @@ from torchtune.modules.transforms.tokenizers._words import WordEncoder
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 # What Qwen's and Llama's checkpoints split by.
-CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CASELESS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = {
     "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "digits": pre_tokenizers.Sequence(
@@ -20,8 +23,8 @@ SPLITS = {
 }
 PARTS = [
     *"aBs \n\t.,'!12<|>", "  ", "\r\n", "'ll", "'S", "the", " cat", "<|end|>", "é", "e\u0301", "ß", "中文",
-    "\u043a\u043e\u0442", "½", "٣", "\u017f", "\u212a", "\u00a0", "\u2028", "\x1c", "\x85", "\u200b", "🙂", "\u0345", "\ud7ff", "\ufb01",
-    "\u01c5", "\u3000", "\u180e",
+    "\u043a\u043e\u0442", "½", "٣", "\u017f", "\u212a", "\u00a0", "\u2028", "\x1c", "\x85", "\u200b", "🙂", "\u0345",
+    "\ud7ff", "\ufb01", "\u01c5", "\u3000", "\u180e",
 ]  # fmt: skip
 
 
