@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from torchtune._cli.cat import Cat
+from torchtune._cli.chat import Chat
 from torchtune._cli.checkpoint import Checkpoint
 from torchtune._cli.cp import Copy
 from torchtune._cli.download import Download
@@ -28,7 +29,7 @@ class TuneCLIParser:
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
-        for subcommand in (Download, List, Copy, Run, Estimate, Validate, Cat, Checkpoint):
+        for subcommand in (Download, List, Copy, Run, Estimate, Validate, Cat, Chat, Checkpoint):
             subcommand.create(subparsers)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
