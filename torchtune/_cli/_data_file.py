@@ -158,13 +158,9 @@ def _others(path: Path) -> Iterator[tuple[int, Any]]:
         for number, line in _lines(path):
             yield number, {"text": line.decode("utf-8", "replace").rstrip("\n")}
     elif suffix == ".parquet":
-        import pyarrow.parquet
+        from torchtune.datasets._parquet import parquet_rows
 
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        yield from enumerate(parquet_rows(path), 1)
     else:
         raise UserError(f"{path}: a file of this kind is not shown: use .jsonl, .json, .csv, .tsv, .parquet or .txt.")
 

@@ -92,6 +92,8 @@ def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path: Path, capsys: An
     for path, said in (("empty.jsonl", "the file is empty"), ("no.jsonl", "there is no file")):
         assert said in run(capsys, monkeypatch, "show", tmp_path / path)[1]
     (tmp_path / "one.json").write_text("[3")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    assert "not a Parquet file, or not the whole" in run(capsys, monkeypatch, "show", tmp_path / "cut.parquet")[1]
     with pytest.raises(UserError, match=r"one.json, line 1: no JSON"):
         scan(tmp_path / "one.json", everything=True)
 
