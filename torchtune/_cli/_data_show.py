@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtune._cli._data_file import histogram
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.datasets._facts import histogram
 from torchtune.utils import UserError
 
 _COLOUR = ("\x1b[32m", "\x1b[0m")

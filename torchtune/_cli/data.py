@@ -59,13 +59,13 @@ class Data(Subcommand):
         for name in ("tokenizer", "validation"):
             if getattr(args, name) is not None:
                 raise UserError(f"--{name} goes with a file: the config names its own.")
-        from torchtune._cli._data_file import SAMPLE
         from torchtune._cli._data_show import show_config
+        from torchtune.datasets._facts import SAMPLE
 
         show_config(_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
 
     def _show_file(self, path: Path, args: argparse.Namespace) -> None:
-        from torchtune._cli._data_file import SAMPLE, report, scan, shared_rows
+        from torchtune.datasets._facts import SAMPLE, report, scan, shared_rows
 
         for file in filter(None, (path, args.validation)):
             if not file.is_file():

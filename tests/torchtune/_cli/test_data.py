@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiny import write_tokenizer
 from torchtune._cli import tune
-from torchtune._cli._data_file import format_of, histogram, scan
+from torchtune.datasets._facts import format_of, histogram, scan
 from torchtune.utils import UserError
 
 TURNS = [{"role": "user", "content": "red cat"}, {"role": "assistant", "content": "blue"}]
