@@ -16,6 +16,7 @@ from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
 from torchtune.config._secrets import hide
 from torchtune.utils import UserError
+from torchtune.utils._garbage import collect_as_usual, collect_seldom
 
 
 class TuneCLIParser:
@@ -44,6 +45,7 @@ def main() -> None:
     """Entry point of ``tune``: a mistake of the user is one sentence and exit code 2, without a traceback."""
     parser = TuneCLIParser()
     args = parser.parse_args()
+    collect_seldom()
     try:
         parser.run(args)
         sys.stdout.flush()
@@ -64,6 +66,8 @@ def main() -> None:
             raise  # inside a recipe: the traceback matters
         print(f"error: {error.filename}: {error.strerror}: choose another path.", file=sys.stderr)
         sys.exit(2)
+    finally:
+        collect_as_usual()
 
 
 if __name__ == "__main__":
