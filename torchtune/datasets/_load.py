@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from torchtune.data import DataError
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import limited, look
+from torchtune.datasets._preview import first_lines, limited, look
 from torchtune.utils import get_logger
 
 # Suffix of a file -> loader of the datasets package.
@@ -315,6 +315,8 @@ def load_rows(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
+            if filter_fn is None and (first := first_lines(names, split)) is not None:
+                return first
             if _is_saved(where):
                 rows = _saved_rows(where, split)
             elif names or Path(where).is_dir():

@@ -85,7 +85,7 @@ class PreferenceDataset(Dataset):
 
         self.stores, info = prepare(fingerprint, self._sides, self.source, build)
         self._read(info)
-        dropped = info.get("dropped", [])
+        self.dropped = dropped = info.get("dropped", [])
         self._rows = np.delete(np.arange(len(self) + len(dropped)), dropped)
         if dropped:
             said = f"{len(dropped)} of {len(self._rows) + len(dropped)} rows of {self.source} were left out"
