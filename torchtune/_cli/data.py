@@ -12,14 +12,14 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 
 class Data(Subcommand):
-    """Shows data before a run."""
+    """Shows and prepares data before a run."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         parser = subparsers.add_parser(
             "data",
             prog="tune data",
-            help="Look at data before a run",
-            description="Look at data before a run.",
+            help="Look at data before a run, and tokenize them once for many",
+            description="Look at data before a run, and tokenize them once for many.",
         )
         parser.set_defaults(func=lambda args: parser.print_help())
         self._subparsers = parser.add_subparsers(title="subcommands")
@@ -38,7 +38,22 @@ class Data(Subcommand):
                   $ tune data show smol/135M_lora_single_device dataset.data_files=chats.jsonl
                 """),
         )
+        self._prepare = self._subparsers.add_parser(
+            "prepare",
+            prog="tune data prepare",
+            help="Tokenize the data of a config once, for any number of runs and processes",
+            description="Tokenize the datasets of a config into a folder of mapped files. A run whose dataset has\n"
+            "prepared=<folder> reads them at once, and refuses them where the tokenizer, the template, the masks, the\n"
+            "data or the code have changed.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                examples:
+                  $ tune data prepare my_config.yaml --output /data/prepared
+                  $ tune run --config my_config.yaml dataset.prepared=/data/prepared
+                """),
+        )
         self._add_arguments()
+        self._prepare.set_defaults(func=self._prepare_cmd)
         self._show.set_defaults(func=self._show_cmd)
 
     def _add_arguments(self) -> None:
@@ -50,6 +65,19 @@ class Data(Subcommand):
         add("--max-seq-len", type=int, default=2048, help="longest row or pack of a file (2048)")
         add("--examples", type=int, default=2, help="rows to print (2)")
         add("--all", action="store_true", help="look into every row, not the first 2,000")
+
+        add = self._prepare.add_argument
+        add("config", help="name of a config, or path of a YAML file")
+        add("overrides", nargs="*", help="settings instead of the config's: key=value")
+        add("--output", type=Path, required=True, help="folder to write to")
+        add("--workers", type=int, help="processes that tokenize (one for every core)")
+
+    def _prepare_cmd(self, args: argparse.Namespace) -> None:
+        if args.workers is not None and args.workers < 1:
+            raise UserError(f"--workers {args.workers}: at least one process is needed.")
+        from torchtune._cli._data_prepare import prepare_config
+
+        prepare_config(_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
 
     def _show_cmd(self, args: argparse.Namespace) -> None:
         path = Path(args.source).expanduser()

@@ -170,6 +170,7 @@ class RowSource:
             ``datasets.Dataset``, or any iterable of mappings column -> value.
         filter_fn: rows for which it is false are left out.
         filter_kwargs: arguments of ``datasets.Dataset.filter``.
+        prepared: folder that ``tune data prepare`` has written; rows that are not in it are refused.
         **kwargs: arguments of ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
 
     Attributes:
@@ -185,8 +186,10 @@ class RowSource:
         *,
         filter_fn: Callable[..., bool] | None = None,
         filter_kwargs: Mapping[str, Any] | None = None,
+        prepared: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
+        self.prepared = None if prepared is None else Path(prepared).expanduser()
         self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs.copy()
         self._rows: Any = None
         self._is_here = not isinstance(source, str | Path)
@@ -213,7 +216,12 @@ class RowSource:
         Raises:
             DataError: a file is missing, or see :func:`load_rows`.
         """
-        fingerprint.add([self._filter, self._filter_kwargs])
+        fingerprint.add_part("filter", [self._filter, self._filter_kwargs])
+        data = Fingerprint()
+        self._add_data(data)
+        fingerprint.take("data", data)
+
+    def _add_data(self, fingerprint: Fingerprint) -> None:
         if not self._is_here:
             where, kwargs = resolve_source(self._source, self._kwargs)
             names = _flat(kwargs["data_files"]) if where in LOADERS.values() else [where]

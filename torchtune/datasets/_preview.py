@@ -58,6 +58,12 @@ def is_preview() -> bool:
     return _current.get() is not None
 
 
+def reads_nothing() -> bool:
+    """Whether this runs in a :func:`preview` that only sees whether sources are there."""
+    found = _current.get()
+    return found is not None and found.limit == 0
+
+
 def look(source: str, *, is_remote: bool) -> None:
     """Called by ``load_rows`` when a source was found to be there, before it is read."""
     found = _current.get()
