@@ -70,8 +70,9 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
     """The section of one family."""
     module = importlib.import_module(f"torchtune.models.{name}")
     sizes = module._model_builders.SIZES | getattr(module._model_builders, "REWARD_SIZES", {})
-    apart = features(next(iter(sizes.values())))
+    apart = features(next(iter(sizes.values()))) if sizes else []
     known = tokenizers[module.__name__] | {name for name in module.__all__ if name.endswith("_tokenizer")}
+    known = known or {"hf_tokenizer"}
     described = (module.__doc__ or name).strip().rstrip(".")
     lines = [
         described,
@@ -81,6 +82,10 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
         + ", ".join(f"``{architecture}``" for architecture in spec.architectures)
         + (f"; {', '.join(apart)}." if apart else "."),
         "",
+    ]
+    if not sizes:
+        return "\n".join([*lines, "Any size, from its ``config.json``: ``torchtune.models.from_hf_config``."]) + "\n"
+    lines += [
         ".. list-table::",
         "   :header-rows: 1",
         "",

@@ -1,0 +1,5 @@
+"""Hunyuan, the dense models: sizes from config.json."""
+
+from torchtune.models.hunyuan._model_builders import SPEC
+
+__all__ = ["SPEC"]
