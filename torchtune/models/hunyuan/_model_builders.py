@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
@@ -56,3 +57,5 @@ SPEC = ModelSpec(
 )
 
 SIZES: dict[str, Description] = {}  # config.json alone gives them
+BUILDERS = model_builders(__name__, "Hunyuan", SPEC, SIZES)
+globals().update(BUILDERS)
