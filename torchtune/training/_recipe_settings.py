@@ -134,6 +134,20 @@ class TeacherSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceSettings:
+    """What preferences are compared with; recipes whose loss compares with a frozen model declare it."""
+
+    ref_checkpointer: Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceCacheSettings:
+    """Where what the reference says is kept, if it is computed once."""
+
+    reference_cache: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeSettings(
     ModelSettings,
     StepSettings,
@@ -145,6 +159,8 @@ class RecipeSettings(
     VocabularySettings,
     QuantizerSettings,
     TeacherSettings,
+    ReferenceSettings,
+    ReferenceCacheSettings,
 ):
     """Typed values of a recipe's settings; a group that the recipe does not declare has the defaults above.
 
