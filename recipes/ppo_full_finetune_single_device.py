@@ -307,7 +307,7 @@ class PPOFullFinetuneRecipeSingleDevice:
         models = (self.reference, self.model["value"], cfg.temperature, cfg.forward_batch_size)
         tokens = rlhf.evaluate_answers(scored.rollouts, *models)
         rewards = {"kl_coeff": cfg.kl_coeff, "whiten_rewards": cfg.whiten_rewards}
-        found = rlhf.ppo_advantages(tokens, scored.rewards[:, 0], **rewards, gamma=cfg.gamma, lmbda=cfg.lmbda)
+        found = rlhf.ppo_advantages(tokens, scored, **rewards, gamma=cfg.gamma, lmbda=cfg.lmbda)
         self.guard.note(scored.figures() | found.figures)
         num_labels = int(tokens.mask.sum())
         means = found.advantages.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True)

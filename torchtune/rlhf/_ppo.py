@@ -33,6 +33,7 @@ class NumberedPrompts:
 
     def __init__(self, dataset: Any, stop_tokens: Sequence[int]) -> None:
         self._dataset, self._stop = dataset, set(stop_tokens)
+        _ = self[0]  # add_eos shows in the first prompt
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -246,7 +247,7 @@ class TokenAdvantages(NamedTuple):
 
 
 def ppo_advantages(
-    tokens: AnswerTokens, scores: Tensor, *, kl_coeff: float, gamma: float, lmbda: float, whiten_rewards: bool = False
+    tokens: AnswerTokens, scored: ScoredRollouts, *, kl_coeff: float, gamma: float, lmbda: float, whiten_rewards: bool
 ) -> TokenAdvantages:
     """Generalised advantage estimates of tokens.
 
@@ -254,16 +255,16 @@ def ppo_advantages(
 
     Args:
         tokens: of the answers.
-        scores: of the answers ``[n]``.
+        scored: the answers, with their scores.
         kl_coeff: weight of the log-ratio to the reference.
         gamma: discount of later rewards.
         lmbda: mixes one-step (0) and whole (1) returns.
         whiten_rewards: divide the rewards by their standard deviation; their mean stays.
     """
-    mask, values = tokens.mask, tokens.values
+    mask, values, scores = tokens.mask, tokens.values, scored.rewards[:, 0]
     lengths = mask.sum(1)
     rewards, ratios, of_kl = get_rewards_ppo(scores, tokens.log_probs, tokens.reference, kl_coeff, lengths - 1)
-    total, number = rewards.sum().item(), len(scores)
+    total, number, num_stops = rewards.sum().item(), len(scores), sum(one.finished for one in scored.rollouts)
     if whiten_rewards:
         rewards = whiten(rewards, mask).masked_fill(~mask, 0.0)
     advantages, returns = estimate_advantages(values, rewards, gamma, lmbda, mask, shift_mean=False)
@@ -275,6 +276,7 @@ def ppo_advantages(
         "kl": (ratios.sum().item(), number),
         "kl_reward": (of_kl.sum().item(), number),
         "response_lengths": (float(lengths.sum()), number),
+        "num_stop_tokens": (float(num_stops), 1),
     }
     if spread > 0:
         unexplained = (returns - values)[mask].var(correction=0) / spread
@@ -390,9 +392,11 @@ def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
     size = settings.ppo_batch_size or settings.batch_size
     if size > settings.batch_size:
         yield "ppo_batch_size", f"is {size}, but a step has batch_size={settings.batch_size} answers: lower it"
-    if size % settings.gradient_accumulation_steps:
-        count = settings.gradient_accumulation_steps
-        yield "gradient_accumulation_steps", f"is {count}, which must divide ppo_batch_size={size}"
+    count = settings.gradient_accumulation_steps
+    for name, number in {"ppo_batch_size": size, "batch_size": settings.batch_size}.items():
+        if number % count:
+            yield "gradient_accumulation_steps", f"is {count}, which must divide {name}={number}"
+            break
     if settings.min_response_length is not None and settings.min_response_length > settings.max_generated_tokens:
         yield "min_response_length", "is above max_generated_tokens, so that every answer is penalised: lower it"
     if settings.num_steps is None:

@@ -308,11 +308,19 @@ def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtyp
         return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
 
 
-def _teacher_bytes(settings: RecipeSettings) -> int:
-    """Bytes of the weights of a second model."""
-    if settings.teacher_model is None:
-        return 0
-    return sum(map(_num_bytes, build_on_meta(settings.teacher())[0].parameters()))
+def _with_others(estimate: MemoryEstimate, settings: RecipeSettings, state_bytes: float) -> MemoryEstimate:
+    """The estimate with the other models of the run: the weights of frozen ones, all of one that is trained too."""
+    frozen = 0
+    for name, (_, other) in settings.other_models().items():
+        model = build_on_meta(other)[0]
+        if name == "value":
+            second = _estimate(other, model, state_bytes)
+            names = ("weights", "gradients", "optimizer", "activations")
+            both = {part: getattr(estimate, part) + getattr(second, part) for part in names}
+            estimate = dataclasses.replace(estimate, **both)
+        else:
+            frozen += sum(map(_num_bytes, model.parameters()))
+    return dataclasses.replace(estimate, teacher=frozen)
 
 
 def _recomputed(settings: RecipeSettings) -> bool | int | str:
@@ -416,6 +424,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     share = trained / max(total, 1)
     lines = [
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
+        *(f"{name:<12}{other.model.get('_component_')}" for name, (_, other) in settings.other_models().items()),
         f"parameters  {total:,}" + (f", of which {trained:,} are trained ({share:.2%})" if settings.optimizer else ""),
         *(f"converted   {report}" for report in reports),
         f"mesh        {dims}, device {settings.device or 'chosen at start'}",
@@ -427,7 +436,9 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision, model)
     batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
     gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
-    estimate = dataclasses.replace(_estimate(settings, model, state_bytes), teacher=_teacher_bytes(settings))
+    estimate = _with_others(_estimate(settings, model, state_bytes), settings, state_bytes)
+    others = [name for name in settings.other_models() if name != "value"]
+    frozen = others[0] if len(others) == 1 else "frozen"
     estimate = estimate.share(dims, gathered, offload=offload)
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
     recomputed = "recomputed in the backward pass" if _recomputed(settings) else "all kept"
@@ -442,7 +453,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
             f"  activations {_show(estimate.activations)}  {recomputed}",
             f"  loss        {_show(estimate.loss)}  logits of a chunk, gradient of the output",
             *([f"  gathered    {_show(estimate.gathered)}  embeddings and output"] if estimate.gathered else []),
-            *([f"  teacher     {_show(estimate.teacher)}  its weights"] if estimate.teacher else []),
+            *([f"  {frozen:<11} {_show(estimate.teacher)}  weights of {' and '.join(others)}"] if others else []),
             f"  total       {_show(estimate.total)}  at the same time, and some hundred MiB for the framework",
         ]
     )
