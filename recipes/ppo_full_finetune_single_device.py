@@ -181,6 +181,8 @@ class Settings:
         """Yield what no single setting shows: (setting, what is wrong and what to do)."""
         yield from training.check_settings(self)
         yield from rlhf.check_ppo_settings(self)
+        if self.top_k is not None:
+            yield "top_k", "changes the distribution that ratios are taken of: set it to null"
 
 
 class PPOFullFinetuneRecipeSingleDevice:
@@ -268,13 +270,14 @@ class PPOFullFinetuneRecipeSingleDevice:
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """Batches of prompts, in an order that depends on the seed and the epoch alone."""
         prompts = rlhf.numbered_prompts(datasets.instantiate_dataset(dataset, self.tokenizer), self.tokenizer)
+        most = rlhf.steps_per_epoch(self.cfg.num_steps, len(prompts), batch_size) if training_data else None
         return BatchLoader(
             prompts,
             batch_size=batch_size,
             collate_fn=datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer),
             shuffle=self.cfg.shuffle and training_data,
             seed=self.seed,
-            max_steps_per_epoch=rlhf.steps_per_epoch(self.cfg, len(prompts)) if training_data else None,
+            max_steps_per_epoch=most or self.cfg.max_steps_per_epoch if training_data else None,
         )
 
     def setup_rollouts(self, cfg: Settings, models: torch.nn.ModuleDict) -> None:

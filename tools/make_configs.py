@@ -24,7 +24,6 @@ CONFIGS = RECIPES / "configs"
 ALWAYS_SHOWN = {
     *("batch_size", "gradient_accumulation_steps", "epochs", "dtype", "enable_activation_checkpointing", "compile"),
     *("max_new_tokens", "temperature", "kd_ratio"),
-    *("max_generated_tokens", "reward_penalty", "kl_coeff", "gamma", "lmbda", "ppo_epochs", "stop_token_ids"),
 }
 
 

@@ -387,8 +387,6 @@ _SETTING = {
 
 def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the settings of a recipe of PPO: (setting, what is wrong and what to do)."""
-    if settings.top_k is not None:
-        yield "top_k", "changes the distribution that ratios are taken of: set it to null"
     size = settings.ppo_batch_size or settings.batch_size
     if size > settings.batch_size:
         yield "ppo_batch_size", f"is {size}, but a step has batch_size={settings.batch_size} answers: lower it"
@@ -407,18 +405,18 @@ def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "num_steps", "says how long the run is, and so do epochs and max_steps_per_epoch: set it to null"
 
 
-def steps_per_epoch(settings: Any, num_prompts: int) -> int | None:
-    """Most steps of an epoch of training, by ``num_steps`` or ``max_steps_per_epoch``.
+def steps_per_epoch(num_answers: int | None, num_prompts: int, batch_size: int) -> int | None:
+    """Steps of a run of one epoch with so many answers; None where nobody says how many.
 
     Raises:
         RolloutError: there are fewer prompts than answers that are asked for.
     """
-    if settings.num_steps is None:
-        return settings.max_steps_per_epoch
-    if settings.num_steps > num_prompts:
-        epochs = -(-settings.num_steps // num_prompts)
+    if num_answers is None:
+        return None
+    if num_answers > num_prompts:
+        epochs = -(-num_answers // num_prompts)
         raise RolloutError(
-            f"num_steps: {settings.num_steps:,} answers are asked for, and the dataset has {num_prompts:,} prompts: "
-            f"set it to null and epochs={epochs}."
+            f"num_steps: {num_answers:,} answers are asked for, and the dataset has {num_prompts:,} prompts: set it to "
+            f"null and epochs={epochs}."
         )
-    return settings.num_steps // settings.batch_size
+    return num_answers // batch_size
