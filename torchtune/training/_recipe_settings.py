@@ -145,6 +145,20 @@ class ActorCriticSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceSettings:
+    """What preferences are compared with; recipes whose loss compares with a frozen model declare it."""
+
+    ref_checkpointer: Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceCacheSettings:
+    """Where what the reference says is kept, if it is computed once."""
+
+    reference_cache: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeSettings(
     ModelSettings,
     StepSettings,
@@ -157,6 +171,8 @@ class RecipeSettings(
     QuantizerSettings,
     TeacherSettings,
     ActorCriticSettings,
+    ReferenceSettings,
+    ReferenceCacheSettings,
 ):
     """Typed values of a recipe's settings; a group that the recipe does not declare has the defaults above.
 
@@ -219,7 +235,8 @@ class RecipeSettings(
         return found
 
     def _with(self, model: Node) -> "RecipeSettings":
-        return dataclasses.replace(self, model=model, model_converters=[])
+        alone = {"teacher_model": None, "reward_and_value_model": None}
+        return dataclasses.replace(self, model=model, model_converters=[], **alone)
 
     def has(self, group: type) -> bool:
         """Whether the recipe declares this group of settings."""
