@@ -58,7 +58,8 @@ def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
     folder = ROOT / "recipes" / "configs"
     for path in sorted(folder.rglob("*.yaml")):
         config = yaml.safe_load(path.read_text())
-        model, tokenizer = config["model"]["_component_"], config.get("tokenizer", {}).get("_component_", "")
+        model = (config.get("model") or config["policy_model"])["_component_"]
+        tokenizer = config.get("tokenizer", {}).get("_component_", "")
         module, _, builder = model.rpartition(".")
         name = path.relative_to(folder).with_suffix("").as_posix()
         found[f"{module}.{builder.removeprefix('q').removeprefix('lora_')}"].append(name)
