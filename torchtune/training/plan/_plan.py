@@ -311,11 +311,12 @@ def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtyp
 
 
 def _frozen_bytes(settings: RecipeSettings, model: torch.nn.Module, build: Callable[[RecipeSettings], Any]) -> int:
-    """Bytes of the weights of a second model: a teacher, or the reference of a loss that needs one."""
+    """Bytes of the weights of other models: a teacher, those of PPO, or the reference of a loss that needs one."""
     from torchtune import config
 
-    if settings.teacher_model is not None:
-        return sum(map(_num_bytes, build(settings.teacher()).parameters()))
+    if others := settings.other_models():
+        frozen = [build(other) for name, (_, other) in others.items() if name != "value"]
+        return sum(_num_bytes(parameter) for one in frozen for parameter in one.parameters())
     if "ref_checkpointer" not in settings.declared or settings.reference_cache is not None or settings.loss is None:
         return 0
     if not getattr(config.instantiate(settings.loss), "needs_reference", False):
@@ -349,6 +350,11 @@ def _estimate(
         num_output_chunks=(settings.loss.get("num_output_chunks") if settings.loss is not None else None) or 8,
         accumulates=settings.gradient_accumulation_steps > 1,
     )
+    if settings.reward_and_value_model is not None:
+        _, other = settings.other_models()["value"]
+        value = _estimate(other, build(other), state_bytes, build)
+        names = ("weights", "gradients", "optimizer", "activations")
+        found = dataclasses.replace(found, **{name: getattr(found, name) + getattr(value, name) for name in names})
     return dataclasses.replace(found, teacher=_frozen_bytes(settings, model, build))
 
 
@@ -443,6 +449,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     share = trained / max(total, 1)
     lines = [
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
+        *(f"{name:<12}{other.model.get('_component_')}" for name, (_, other) in settings.other_models().items()),
         f"parameters  {total:,}" + (f", of which {trained:,} are trained ({share:.2%})" if settings.optimizer else ""),
         *(f"converted   {report}" for report in reports),
         f"mesh        {dims}, device {settings.device or 'chosen at start'}",
@@ -456,7 +463,8 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
     estimate = _estimate(settings, model, state_bytes).share(dims, gathered, offload=offload)
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
-    second = "teacher" if settings.teacher_model is not None else "reference"
+    second = "reference" if settings.teacher_model is None else "teacher"
+    second = second if settings.reward_and_value_model is None else "frozen"
     if all(parameter.dtype not in HALF for parameter in model.parameters() if parameter.requires_grad):
         precision = "fp32"  # nothing is rounded
     recomputed = "recomputed in the backward pass" if _recomputed(settings) else "all kept"
