@@ -108,7 +108,10 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if model is not None and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model))
     if has("teacher_model") and hasattr(teacher, "check_model"):
-        attempt(lambda: teacher.check_model(build_on_meta(cfg.teacher())[0]))
+        second = attempt(lambda: build_on_meta(cfg.teacher())[0])
+        if second is not None:
+            attempt(lambda: check_split(second, dims or ParallelDims(), _plan(cfg)))
+            attempt(lambda: teacher.check_model(second))
     if model is not None and has("optimizer"):
         attempt(lambda: _check_trained(cfg, model, checkpointer))
     built = attempt(lambda: config.instantiate(cfg.tokenizer)) if thorough and has("tokenizer") else None
