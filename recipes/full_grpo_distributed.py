@@ -176,7 +176,14 @@ class FullGRPORecipeDistributed:
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
         self.device = utils.get_device(cfg.device)
-        self.dims = training.ParallelDims.start(self.device, cfg)
+        self.dims = training.ParallelDims.start(
+            self.device,
+            dp_replicate=cfg.data_parallel_replicate_dim,
+            dp_shard=cfg.data_parallel_shard_dim,
+            cp=cfg.context_parallel_dim,
+            tp=cfg.tensor_parallel_dim,
+            ep=cfg.expert_parallel_dim,
+        )
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)

@@ -6,7 +6,6 @@ Weights are sharded (FSDP2), layers and long sequences can be split; docs/prefer
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -152,9 +151,7 @@ class Settings:
     # Profiler of a window of steps.
     profiler: Component | None = None
 
-    def check(self) -> Iterator[tuple[str, str]]:
-        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
-        yield from training.check_settings(self)
+    check = training.check_settings  # what no single setting shows
 
 
 class LoRADPORecipeDistributed:
@@ -163,7 +160,14 @@ class LoRADPORecipeDistributed:
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
         self.device = utils.get_device(cfg.device)
-        self.dims = training.ParallelDims.start(self.device, cfg)
+        self.dims = training.ParallelDims.start(
+            self.device,
+            dp_replicate=cfg.data_parallel_replicate_dim,
+            dp_shard=cfg.data_parallel_shard_dim,
+            cp=cfg.context_parallel_dim,
+            tp=cfg.tensor_parallel_dim,
+            ep=cfg.expert_parallel_dim,
+        )
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)

@@ -109,29 +109,18 @@ class ParallelDims:
             )
 
     @classmethod
-    def of(cls, settings: Any, world_size: int, **sizes: int) -> "ParallelDims":
-        """The sizes that a recipe's settings say, such as ``tensor_parallel_dim``; one that they lack is as by default.
-
-        Raises:
-            ParallelDimsError: see the class.
-        """
-        said = {name: size for name, key in _SETTINGS.items() if (size := getattr(settings, key, None)) is not None}
-        return cls(**said, **sizes, world_size=world_size)
-
-    @classmethod
-    def start(cls, device: torch.device, settings: Any = None, **sizes: int) -> "ParallelDims":
+    def start(cls, device: torch.device, **sizes: int) -> "ParallelDims":
         """Join the process group that torchrun prepared, and arrange it; a process on its own is a mesh of one.
 
         Args:
             device: of this process.
-            settings: of a recipe, read as in :meth:`of`.
             sizes: as for the class, without ``world_size``.
 
         Raises:
             ParallelDimsError: see the class; raised before any process waits for another.
         """
         world_size = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
-        dims = cls.of(settings, world_size, **sizes)
+        dims = cls(**sizes, world_size=world_size)
         if is_distributed():
             if not dist.is_initialized():
                 backend = get_distributed_backend(device.type, offload_ops_to_cpu=True)

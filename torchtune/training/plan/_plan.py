@@ -285,7 +285,14 @@ def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
                 f"{', '.join(item.name for item in dataclasses.fields(MeshSettings))} in its Settings."
             )
         return ParallelDims()
-    return ParallelDims.of(settings, processes)
+    return ParallelDims(
+        dp_replicate=settings.data_parallel_replicate_dim,
+        dp_shard=settings.data_parallel_shard_dim,
+        tp=settings.tensor_parallel_dim,
+        cp=settings.context_parallel_dim,
+        ep=settings.expert_parallel_dim,
+        world_size=processes,
+    )
 
 
 def _place(settings: RecipeSettings) -> str:
