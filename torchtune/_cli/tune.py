@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from torchtune._cli.cat import Cat
+from torchtune._cli.chat import Chat
 from torchtune._cli.checkpoint import Checkpoint
 from torchtune._cli.cp import Copy
 from torchtune._cli.download import Download
@@ -15,6 +16,7 @@ from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
 from torchtune.config._secrets import hide
 from torchtune.utils import UserError
+from torchtune.utils._garbage import collect_as_usual, collect_seldom
 
 
 class TuneCLIParser:
@@ -27,7 +29,7 @@ class TuneCLIParser:
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
-        for subcommand in (Download, List, Copy, Run, Estimate, Validate, Cat, Checkpoint):
+        for subcommand in (Download, List, Copy, Run, Estimate, Validate, Cat, Chat, Checkpoint):
             subcommand.create(subparsers)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,6 +45,7 @@ def main() -> None:
     """Entry point of ``tune``: a mistake of the user is one sentence and exit code 2, without a traceback."""
     parser = TuneCLIParser()
     args = parser.parse_args()
+    collect_seldom()
     try:
         parser.run(args)
         sys.stdout.flush()
@@ -63,6 +66,8 @@ def main() -> None:
             raise  # inside a recipe: the traceback matters
         print(f"error: {error.filename}: {error.strerror}: choose another path.", file=sys.stderr)
         sys.exit(2)
+    finally:
+        collect_as_usual()
 
 
 if __name__ == "__main__":

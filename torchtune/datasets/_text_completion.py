@@ -63,10 +63,7 @@ class TextCompletionDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            def write(sample: Mapping[str, Any]) -> None:
-                writers["rows"].append(sample["tokens"], sample["labels"])
-
-            return tokenize_rows(found.rows(), self._tokenize, self.source, write, limit)
+            return tokenize_rows(found.rows(), self._tokenize, self.source, writers["rows"], limit)
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build)
         self.store = stores["rows"]

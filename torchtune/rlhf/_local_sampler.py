@@ -14,7 +14,8 @@ from torchtune.rlhf._rollouts import Rollout, RolloutError
 class LocalSampler:
     """Samples answers from the model in training, without a copy of its weights.
 
-    Each prompt is prefilled once for all of its answers, and finished answers leave the batch. Tokens are sampled from
+    Each prompt is prefilled once for all of its answers, finished answers leave the batch, and waiting prompts
+    join it. Tokens are sampled from
     the full distribution: top-k and top-p would change it, and make the probability ratio of the loss wrong.
 
     Args:
@@ -50,14 +51,6 @@ class LocalSampler:
         self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
         """See :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds the answers are the likeliest ones."""
-        size = len(prompts) if self.max_sequences is None else max(1, self.max_sequences // num_samples)
-        found: list[Rollout] = []
-        for start in range(0, len(prompts), size):
-            part = slice(start, start + size)
-            found += self._sample(prompts[part], num_samples, None if seeds is None else seeds[part])
-        return found
-
-    def _sample(self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None) -> list[Rollout]:
         device = self.model.tok_embeddings.weight.device
         draws = None
         if seeds is not None:
@@ -73,6 +66,7 @@ class LocalSampler:
             temperature=0.0 if seeds is None else self.temperature,
             stop_tokens=self.stop_tokens,
             draws=None if draws is None else draws.to(device),
+            max_sequences=self.max_sequences,
         )
         found = []
         for index, (new, log_probs) in enumerate(zip(generated.tokens, generated.log_probs, strict=True)):
