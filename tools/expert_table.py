@@ -56,11 +56,11 @@ def rows() -> Iterator[list[str]]:
                         for ep in sizes:
                             overrides = [*given, f"expert_parallel_dim={ep}"]
                             found[ep] = measured(main, config, overrides, processes, device)
-                        yield [f"{title}, {method}", str(processes), f"{tokens:,}", *cells(found)]
+                        yield [f"{title}, {method}", str(processes), f"{tokens:,}", *cells(found, device.memory)]
 
 
-def cells(found: dict[int, tuple[float, float]]) -> Iterator[str]:
-    """Time and peak of every size; what is slower than the fastest is plain, the fastest is bold."""
+def cells(found: dict[int, tuple[float, float]], memory: float) -> Iterator[str]:
+    """Time and peak of every size; the fastest is bold, and what needs more than ``memory`` GiB says so."""
     fastest = min(time for time, _ in found.values())
     for size in (1, 8, 64):
         if size not in found:
@@ -68,7 +68,7 @@ def cells(found: dict[int, tuple[float, float]]) -> Iterator[str]:
             continue
         time, peak = found[size]
         bold = "**" if time == fastest else ""
-        yield f"{bold}{time:,.0f} ms{bold}, {peak:,.1f} GiB"
+        yield f"{bold}{time:,.0f} ms{bold}, {peak:,.1f} GiB{' (does not fit)' * (peak > memory)}"
 
 
 def main() -> None:
