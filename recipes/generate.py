@@ -175,7 +175,7 @@ class InferenceRecipe:
         waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
         bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
         started, count = time.perf_counter(), 0
-        with closing(answers), bar:
+        with closing(answers), bar, generation.fast_linears(self.model, pack=True):
             for start in range(0, len(waiting), 64 * cfg.max_sequences):
                 part = waiting[start : start + 64 * cfg.max_sequences]
                 count += self._answer(part, given, limits, cfg, answers, bar)

@@ -185,10 +185,11 @@ class SFTDataset(Dataset):
         model_transform: ``messages`` -> ``tokens`` and ``mask``, usually a tokenizer.
         filter_fn: rows for which it is false are left out.
         filter_kwargs: arguments of ``datasets.Dataset.filter``.
-        **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
+        **load_dataset_kwargs: arguments of ``datasets.load_dataset``; ``prepared``: a folder of ``tune data prepare``.
 
     Raises:
-        DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number).
+        DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number); the
+            rows in ``prepared`` are others.
     """
 
     def __init__(
@@ -209,13 +210,15 @@ class SFTDataset(Dataset):
             getattr(model_transform, "truncation_type", "right"),
         )
         fingerprint = Fingerprint()
-        fingerprint.add([type(self), message_transform, model_transform])
+        fingerprint.add_part("dataset", type(self))
+        fingerprint.add_part("masks and columns", message_transform)
+        fingerprint.add_part("tokenizer", model_transform)
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
             return tokenize_rows(found.rows(), self._transform, self.source, writers["rows"], limit, side)
 
-        stores, info = prepare(fingerprint, ["rows"], self.source, build)
+        stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
         on_reading = bool(info.get("on_reading"))
         self._rows = found.rows() if on_reading else None
         self.store: TokenStore | None = None if on_reading else stores["rows"]

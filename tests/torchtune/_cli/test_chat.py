@@ -57,6 +57,7 @@ def _reference(checkpoint: Path, turns: list[str], adapter: Path | None = None) 
     return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 def test_answers_and_commands(
     checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
