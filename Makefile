@@ -17,8 +17,9 @@ help:  ## Show the verbs
 quickstart: $(BIN)/.quickstart  ## Fine-tune SmolLM2-135M on a small task, four to ten minutes on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/run.py
 
+# Many tests wait for processes of their own: three workers keep two cores busy.
 test: $(BIN)/.test  ## Lint, import contracts, docs and all tests
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(ENVIRONMENT) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(ENVIRONMENT) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 
 lint: $(BIN)/.test  ## Lint and import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports

@@ -130,13 +130,18 @@ def recipe_at(path: str | Path) -> str | None:
     return next((recipe.name for recipe in _scan() if recipe.path == Path(path).resolve()), None)
 
 
-def settings_of_recipe(recipe: Recipe) -> set[str]:
+def settings_of_recipe(recipe: Recipe) -> frozenset[str]:
     """Names of a recipe's settings, read from its text without importing it."""
-    classes = (
-        node for node in ast.parse(recipe.path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
-    )
+    return _settings_in(recipe.path, recipe.path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _settings_in(path: Path, changed: int) -> frozenset[str]:
+    """Names of the settings in a file, read once for every time at which it was ``changed``."""
+    classes = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
     fields = (item for node in classes if node.name == "Settings" for item in node.body)
-    return {item.target.id for item in fields if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+    named = (item.target for item in fields if isinstance(item, ast.AnnAssign))
+    return frozenset(target.id for target in named if isinstance(target, ast.Name))
 
 
 def find_config(name: str, recipe: str | None = None) -> Path | None:

@@ -33,6 +33,8 @@ NOT_RUN = {
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": "needs the hub",
     "tune download meta-llama/Llama-3.2-1B-Instruct --hf-token $HF_TOKEN": "needs the hub",
     "make quickstart": "makes an environment of its own and downloads a model",
+    "tune chat --model /tmp/SmolLM2-135M-Instruct": "reads the terminal",
+    'tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_2 --system "Answer in one sentence."': "",
     "make test": "runs this test",
     "tune estimate --config llama3_1/8B_full --simulate 8xH100 --fit 24GiB": "simulates for minutes",
     "python benchmarks/bf16_that_learns.py --checkpoint /tmp/SmolLM2-135M-Instruct": "takes minutes",

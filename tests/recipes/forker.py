@@ -5,6 +5,7 @@ the children's pids, then, when they have ended, their exit codes. Several ranks
 starts do. The parent runs no tensor operation, so that a fork is safe.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -13,16 +14,19 @@ import socket
 import sys
 import traceback
 
-import datasets  # noqa: F401  (imported here so that children need not)
-import torch._dynamo
-import torch.distributed.fsdp  # noqa: F401
-
-import torchtune._recipe_registry
-import torchtune.models  # noqa: F401
-
+MODULES = "datasets omegaconf torch._dynamo torch.distributed.fsdp torchtune._recipe_registry"
 ROOMS = "config data datasets models modules modules.loss modules.peft modules.transforms.tokenizers training utils"
 
 _held: list[socket.socket] = []
+
+
+def fork() -> int:
+    """``os.fork``; the child looks for garbage, but not in what it shares with its parent."""
+    gc.freeze()
+    pid = os.fork()
+    if pid == 0:
+        gc.enable()
+    return pid
 
 
 def child(recipe: str, argv: list[str], output: str) -> None:
@@ -61,7 +65,9 @@ def environments(ranks: int) -> list[dict[str, str]]:
 
 def import_rooms() -> None:
     """Import what recipes do, every public name included: once here, not once in every child."""
-    importlib.import_module("omegaconf")
+    gc.disable()  # what is imported stays
+    for module in MODULES.split():
+        importlib.import_module(module)
     for room in ROOMS.split():
         face = importlib.import_module(f"torchtune.{room}")
         for name in face.__all__:
@@ -76,7 +82,7 @@ def main() -> None:
         job = json.loads(line)
         pids = []
         for environment in environments(job.pop("ranks")):
-            pid = os.fork()
+            pid = fork()
             if pid == 0:
                 os.environ.update(environment)
                 child(**job)

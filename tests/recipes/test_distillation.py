@@ -124,7 +124,7 @@ def test_a_resume_with_another_teacher_is_refused(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"kd_loss": {"_component_": f"{LOSSES}LinearCrossEntropyLoss"}}, "LinearCrossEntropyLoss compares no two"),
-        ("another tokenizer", r"token \d+ is .*teacher/tokenizer.json.* distillation compares tokens by id"),
+        ("another tokenizer", r"token \d+ is .*teacher/tokenizer.json.* models are compared by token ids"),
         ("fewer tokens", r"teacher_model: it knows 300 tokens and the tokenizer has"),
     ],
 )
@@ -158,19 +158,15 @@ def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path: Path) 
     assert str(tmp_path / "teacher") in problem
 
 
-def test_two_processes_train_as_one_however_they_share_the_work(tmp_path: Path) -> None:
+def test_two_processes_train_as_one_however_they_share_the_work(forker: Forker, tmp_path: Path) -> None:
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2}
     whole = start(ONE, tmp_path, **settings, batch_size=6)
-    forker = Forker()
-    try:
-        for split in ("data_parallel_shard_dim", "tensor_parallel_dim"):
-            output_dir, batch_size = tmp_path / split, 3 if split == "data_parallel_shard_dim" else 6
-            config = write_config(MANY, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
-            forker.start(MANY, config, ranks=2)
-            assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
-            run = Run(None, output_dir)
-            assert run.losses == pytest.approx(whole.losses, rel=1e-5), split
-            for figure in ("class_loss", "kd_loss", "grad_norm"):
-                assert of(run, figure) == pytest.approx(of(whole, figure), rel=1e-4), (split, figure)
-    finally:
-        forker.close()
+    for split in ("data_parallel_shard_dim", "tensor_parallel_dim"):
+        output_dir, batch_size = tmp_path / split, 3 if split == "data_parallel_shard_dim" else 6
+        config = write_config(MANY, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
+        forker.start(MANY, config, ranks=2)
+        assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+        run = Run(None, output_dir)
+        assert run.losses == pytest.approx(whole.losses, rel=1e-5), split
+        for figure in ("class_loss", "kd_loss", "grad_norm"):
+            assert of(run, figure) == pytest.approx(of(whole, figure), rel=1e-4), (split, figure)

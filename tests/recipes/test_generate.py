@@ -1,5 +1,6 @@
-"""The recipe that answers a prompt."""
+"""The recipe that answers a prompt, or a file of prompts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import yaml
 from tests.recipes.runs import class_of, load_recipe
 from tests.tiny import write_checkpoint
 from torchtune.config import ConfigError, load_and_check
+from torchtune.generation import GenerationError, generate_tokens, read_prompts
 
 
-def answer(folder: Path, **settings: Any) -> str:
+def recipe_of(folder: Path, **settings: Any) -> tuple[Any, Any]:
+    """The recipe, set up, and its settings."""
     checkpoint = folder / "checkpoint"
     if not checkpoint.exists():
         write_checkpoint(checkpoint)
@@ -34,6 +37,11 @@ def answer(folder: Path, **settings: Any) -> str:
     cfg = load_and_check(path, [], module.recipe_main)
     recipe = class_of(module)(cfg)
     recipe.setup(cfg)
+    return recipe, cfg
+
+
+def answer(folder: Path, **settings: Any) -> str:
+    recipe, cfg = recipe_of(folder, **settings)
     text = recipe.generate(cfg)
     assert recipe.model.training  # as it was built
     return text
@@ -63,3 +71,59 @@ def test_a_checkpointer_without_a_folder_needs_both(tmp_path: Path) -> None:
         answer(tmp_path, checkpointer=other)
     for name in ("model", "tokenizer"):
         assert f"{name}: is not given, and checkpointer has no checkpoint_dir" in str(found.value)
+
+
+def test_answers_to_a_file(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    conversation = [{"role": "system", "content": "a big cat"}, {"role": "user", "content": "the cat sees"}]
+    given = ["the cat sees", {"prompt": "a dog", "id": 7}, {"messages": conversation}, conversation, "red " * 30]
+    prompts, output = tmp_path / "questions.jsonl", tmp_path / "questions.answers.jsonl"
+    prompts.write_text("\n\n".join(json.dumps(row) for row in given))
+    recipe, cfg = recipe_of(tmp_path, prompts=str(prompts), max_sequences=2, temperature=0, prompt={"system": "blue"})
+    recipe.answer_file(cfg)
+    whole = output.read_bytes()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [row["line"] for row in rows] == [1, 3, 5, 7, 9]
+    assert [row["prompt"] for row in rows] == given
+    assert rows[2]["answer"] == rows[3]["answer"]
+    messages = [{"role": "system", "content": "blue"}, {"role": "user", "content": "a dog"}]
+    ids = AutoTokenizer.from_pretrained(tmp_path / "checkpoint").apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    new = generate_tokens(recipe.model, [ids], max_new_tokens=12, temperature=0.0, stop_tokens=[2]).tokens[0].tolist()
+    assert rows[1]["tokens"] == len(new)
+    assert rows[1]["end"] == ("stop" if new[-1] == 2 else "max_new_tokens")
+    # Killed while it wrote the fourth answer; the answers before it are not made again.
+    lines = whole.splitlines(keepends=True)
+    edited = lines[2].replace(b'"answer": "', b'"answer": "kept ')
+    output.write_bytes(edited + lines[0] + lines[1] + lines[3][:20])
+    recipe.answer_file(cfg)
+    assert output.read_bytes() == b"".join([*lines[:2], edited, *lines[3:]])
+    cfg.temperature = 0.5
+    with pytest.raises(GenerationError, match="another model or other settings"):
+        recipe.answer_file(cfg)
+    output.unlink()
+    recipe.answer_file(cfg)
+    sampled = output.read_bytes()
+    output.write_bytes(b"".join(sampled.splitlines(keepends=True)[3:]))
+    recipe.answer_file(cfg)
+    assert output.read_bytes() == sampled  # by seed and line, whatever was answered before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ('"a"\nb', "line 2: it is not JSON"),
+        ('{"text": "a"}', "line 1: the object needs either prompt or messages, it has text"),
+        ("[]", "line 1: nothing is to be answered"),
+        ('[{"role": "assistant", "content": "a"}]', "end with a turn of the user"),
+        ("3", "line 1: .* give a text or a list of messages"),
+    ],
+)
+def test_prompts_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(GenerationError, match=message):
+        read_prompts(path)

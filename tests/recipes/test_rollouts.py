@@ -158,29 +158,25 @@ def test_what_cannot_be_is_one_sentence(settings: dict[str, Any], said: str, tmp
     assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
 
 
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
+def test_two_processes_train_as_one(forker: Forker, tmp_path: Path) -> None:
     """Answers depend on row and step alone, so that ranks that share the prompts make the same step."""
     settings = {**SGD, "clip_grad_norm": 1.0, "max_steps_per_epoch": 2, "num_samples": 3}
-    forker = Forker()
-    try:
-        for kind, split, batch_size in (
-            ("full", "data_parallel_shard_dim", 2),
-            ("lora", "tensor_parallel_dim", 4),
-        ):
-            name, output_dir = f"{kind}_grpo_distributed", tmp_path / split
-            config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
-            forker.start(name, config, ranks=2)
-            assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
-            whole = start(f"{kind}_grpo_single_device", tmp_path, **settings, batch_size=4)
-            run = Run(None, output_dir)
-            for value in ("rewards/total", "grad_norm", "policy/ratio", "answers/tokens"):
-                assert figure(run, value) == pytest.approx(figure(whole, value), rel=1e-3), (split, value)
-            files = ["rollouts.jsonl", "rollouts_rank1.jsonl"][: 2 if "shard" in split else 1]
-            assert sorted(path.name for path in output_dir.glob("rollouts*")) == sorted(files)
-            found = [(line["row"], line["answer"]) for file in files for line in rollouts(run, file)]
-            assert sorted(found) == sorted((line["row"], line["answer"]) for line in rollouts(whole))
-    finally:
-        forker.close()
+    for kind, split, batch_size in (
+        ("full", "data_parallel_shard_dim", 2),
+        ("lora", "tensor_parallel_dim", 4),
+    ):
+        name, output_dir = f"{kind}_grpo_distributed", tmp_path / split
+        config = write_config(name, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
+        forker.start(name, config, ranks=2)
+        assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+        whole = start(f"{kind}_grpo_single_device", tmp_path, **settings, batch_size=4)
+        run = Run(None, output_dir)
+        for value in ("rewards/total", "grad_norm", "policy/ratio", "answers/tokens"):
+            assert figure(run, value) == pytest.approx(figure(whole, value), rel=1e-3), (split, value)
+        files = ["rollouts.jsonl", "rollouts_rank1.jsonl"][: 2 if "shard" in split else 1]
+        assert sorted(path.name for path in output_dir.glob("rollouts*")) == sorted(files)
+        found = [(line["row"], line["answer"]) for file in files for line in rollouts(run, file)]
+        assert sorted(found) == sorted((line["row"], line["answer"]) for line in rollouts(whole))
 
 
 def test_rewards_of_this_file_are_found() -> None:

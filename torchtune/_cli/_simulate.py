@@ -48,10 +48,18 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     main = recipe.load_main()
     settings = load_and_check(config, overrides, main)
 
-    def run(settings: Any, layers: int | None = None) -> Any:
-        observer = Observer()
+    def run(settings: Any, layers: int | None = None, micro_batches: int | None = None) -> Any:
+        observer, machine = Observer(), device.per_machine
         with _progress(observer):
-            return simulate(main, settings, processes, per_machine=device.per_machine, observer=observer, layers=layers)
+            return simulate(
+                main,
+                settings,
+                processes,
+                per_machine=machine,
+                observer=observer,
+                layers=layers,
+                micro_batches=micro_batches,
+            )
 
     if fit is not None:
         print(f"Searching settings that need at most {limit / _GIB:.1f} GiB of each {device.name}:", flush=True)
@@ -62,7 +70,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
                 device,
                 limit,
                 lambda more: load_and_check(config, [*overrides, *more], main),
-                run,
+                lambda settings, layers: run(settings, layers, micro_batches=2),
                 lambda line: print(line, flush=True),
             )
         print(f"\nThe fastest that fits, simulated whole:\n{describe(found, limit)}\n", flush=True)

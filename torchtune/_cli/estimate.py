@@ -1,11 +1,16 @@
 """``tune estimate``."""
 
 import argparse
+import re
 import textwrap
 
 from torchtune._cli._target import recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli.run import Command, estimate, split
 from torchtune._cli.subcommand import Subcommand
+from torchtune.utils import UserError
+
+# 2xA100, or a name as devices have it, which no recipe has.
+_DEVICES = re.compile(r"\d+[xX]\w+|[A-Za-z]+[ -]?\d{2,4}[A-Za-z]?")
 
 
 class Estimate(Subcommand):
@@ -36,6 +41,10 @@ class Estimate(Subcommand):
         self._parser.set_defaults(func=self._estimate_cmd)
 
     def _estimate_cmd(self, args: argparse.Namespace) -> None:
+        before = ("", *args.tokens)
+        for flag, token in zip(before, args.tokens, strict=False):
+            if _DEVICES.fullmatch(token) and flag not in ("--simulate", "--fit", "--config"):
+                raise UserError(f"{token}: devices follow --simulate: tune estimate --config ... --simulate {token}.")
         command: Command = split(args.tokens)
         if command.help or command.config is None:
             self._parser.print_help()

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from torchtune._cli.cat import Cat
+from torchtune._cli.chat import Chat
 from torchtune._cli.checkpoint import Checkpoint
 from torchtune._cli.cp import Copy
+from torchtune._cli.data import Data
 from torchtune._cli.download import Download
 from torchtune._cli.estimate import Estimate
 from torchtune._cli.ls import List
@@ -15,6 +17,7 @@ from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
 from torchtune.config._secrets import hide
 from torchtune.utils import UserError
+from torchtune.utils._garbage import collect_as_usual, collect_seldom
 
 
 class TuneCLIParser:
@@ -27,12 +30,18 @@ class TuneCLIParser:
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
-        for subcommand in (Download, List, Copy, Run, Estimate, Validate, Cat, Checkpoint):
+        for subcommand in (Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat, Checkpoint):
             subcommand.create(subparsers)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse ``args``, or the command line."""
-        return self._parser.parse_args(args)
+        found, rest = self._parser.parse_known_args(args)
+        late = [text for text in rest if "=" in text and not text.startswith("-") and hasattr(found, "overrides")]
+        if late != rest:
+            self._parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text not in late)}")
+        if late:  # settings that follow an option
+            found.overrides = [*found.overrides, *late]
+        return found
 
     def run(self, args: argparse.Namespace) -> None:
         """Run the chosen subcommand."""
@@ -43,6 +52,7 @@ def main() -> None:
     """Entry point of ``tune``: a mistake of the user is one sentence and exit code 2, without a traceback."""
     parser = TuneCLIParser()
     args = parser.parse_args()
+    collect_seldom()
     try:
         parser.run(args)
         sys.stdout.flush()
@@ -63,6 +73,8 @@ def main() -> None:
             raise  # inside a recipe: the traceback matters
         print(f"error: {error.filename}: {error.strerror}: choose another path.", file=sys.stderr)
         sys.exit(2)
+    finally:
+        collect_as_usual()
 
 
 if __name__ == "__main__":

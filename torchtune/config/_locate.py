@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtune.config._errors import InstantiationError, did_you_mean
 from torchtune.utils import UserError
+from torchtune.utils._optional import without_noise
 
 # What importing somebody's module may raise; anything else is a bug that deserves its traceback.
 _IMPORT_FAILURES = (
@@ -22,7 +23,8 @@ _IMPORT_FAILURES = (
 
 def _import(name: str, path: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        with without_noise(name):
+            return importlib.import_module(name)
     except _IMPORT_FAILURES as error:
         raise _failed(name, path, error) from error
 

@@ -32,6 +32,7 @@ from torchtune.utils import (
     refuse_foreign,
     was_said,
 )
+from torchtune.utils._garbage import collect_as_usual, collect_seldom
 
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
 
@@ -160,6 +161,7 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
     def wrapper(*settings: Any) -> Any:
         if settings:
             return recipe_main(*settings)
+        collect_seldom()
         try:
             config_path, overrides = _split_arguments(sys.argv[1:], recipe_main)
             result = recipe_main(load_and_check(config_path, overrides, recipe_main))
@@ -176,6 +178,8 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
             # Torch's view of what another process has said already: for the log alone, so that this stands last.
             note_in_run_log(traceback.format_exc().rstrip())
             sys.exit(1)
+        finally:
+            collect_as_usual()
         sys.exit(result)
 
     return wrapper

@@ -27,6 +27,7 @@ class Fingerprint:
     """Collects what rows depend on.
 
     Attributes:
+        parts: name of what was added by name -> a digest, or the value itself where it is short.
         is_exact: everything was understood: rows of this fingerprint may be used again by another run.
         is_shared: the processes of this run see the same data, as far as can be told.
     """
@@ -36,16 +37,65 @@ class Fingerprint:
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # ids are unique as long as the objects live
         self._sources: set[str] = set()
+        self.parts: dict[str, str] = {}
         self.is_exact = self.is_shared = True
 
     @property
     def text(self) -> str:
         """64 hexadecimal digits."""
         total = self._hash.copy()
-        total.update(_library().encode())
+        total.update(self.code.encode())
+        return total.hexdigest()
+
+    @property
+    def code(self) -> str:
+        """Digest of the code that makes rows of what was added."""
+        total = hashlib.sha256(_library().encode())
         for path in sorted(self._sources):
             total.update(Path(path).read_bytes())
         return total.hexdigest()
+
+    def add_part(self, name: str, value: Any) -> None:
+        """Add a value under a name, so that a difference can be told by it; objects of this library by attribute."""
+        kind = type(value)
+        is_own = kind.__module__.split(".")[0] == torchtune.__name__ and not isinstance(value, Enum | type)
+        if (
+            is_own
+            and not hasattr(value, "fingerprint_parts")
+            and not isinstance(getattr(value, "fingerprint", None), str)
+        ):
+            self._add_whole(name, kind)
+            for attribute, inner in vars(value).items():
+                self._add_whole(f"{name}.{attribute}", inner)
+        else:
+            self._add_whole(name, value)
+
+    def _add_whole(self, name: str, value: Any) -> None:
+        part = Fingerprint()
+        part._seen, part._kept = self._seen, self._kept
+        part.add(value)
+        self.take(name, part)
+        if value is None or (isinstance(value, bool | int | float | str) and len(str(value)) <= 80):
+            self.parts[name] = repr(value)
+
+    def take(self, name: str, part: "Fingerprint") -> None:
+        """Add what another one has collected, under a name."""
+        digest = part._hash.hexdigest()
+        self._feed(name, digest)
+        self.parts[name] = digest
+        self._sources |= part._sources
+        self.is_exact, self.is_shared = self.is_exact and part.is_exact, self.is_shared and part.is_shared
+
+    def differences(self, then: Mapping[str, str]) -> list[str]:
+        """What differs from the :attr:`parts` and the ``code`` of another one, in words."""
+        now = {**self.parts, "code": self.code}
+        found = []
+        for name in dict.fromkeys([*now, *then]):
+            before, after = then.get(name), now.get(name)
+            if before != after:
+                short = all(text is None or len(text) < 64 for text in (before, after))
+                found.append(f"{name} (was {before}, now {after})" if short else name)
+        return found
 
     def _feed(self, *texts: str) -> None:
         for text in texts:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from torchtune.data import DataError
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import limited, look
+from torchtune.datasets._preview import first_lines, limited, look
 from torchtune.utils import get_logger
 
 # Suffix of a file -> loader of the datasets package.
@@ -170,6 +170,7 @@ class RowSource:
             ``datasets.Dataset``, or any iterable of mappings column -> value.
         filter_fn: rows for which it is false are left out.
         filter_kwargs: arguments of ``datasets.Dataset.filter``.
+        prepared: folder that ``tune data prepare`` has written; rows that are not in it are refused.
         **kwargs: arguments of ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
 
     Attributes:
@@ -185,8 +186,10 @@ class RowSource:
         *,
         filter_fn: Callable[..., bool] | None = None,
         filter_kwargs: Mapping[str, Any] | None = None,
+        prepared: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
+        self.prepared = None if prepared is None else Path(prepared).expanduser()
         self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs.copy()
         self._rows: Any = None
         self._is_here = not isinstance(source, str | Path)
@@ -213,7 +216,12 @@ class RowSource:
         Raises:
             DataError: a file is missing, or see :func:`load_rows`.
         """
-        fingerprint.add([self._filter, self._filter_kwargs])
+        fingerprint.add_part("filter", [self._filter, self._filter_kwargs])
+        data = Fingerprint()
+        self._add_data(data)
+        fingerprint.take("data", data)
+
+    def _add_data(self, fingerprint: Fingerprint) -> None:
         if not self._is_here:
             where, kwargs = resolve_source(self._source, self._kwargs)
             names = _flat(kwargs["data_files"]) if where in LOADERS.values() else [where]
@@ -315,6 +323,8 @@ def load_rows(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
+            if filter_fn is None and (first := first_lines(names, split)) is not None:
+                return first
             if _is_saved(where):
                 rows = _saved_rows(where, split)
             elif names or Path(where).is_dir():

@@ -62,7 +62,9 @@ class PreferenceDataset(Dataset):
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         self.source = found.shown
         fingerprint = Fingerprint()
-        fingerprint.add([type(self), message_transform, tokenizer, drop_bad_rows])
+        fingerprint.add_part("dataset", [type(self), drop_bad_rows])
+        fingerprint.add_part("masks and columns", message_transform)
+        fingerprint.add_part("tokenizer", tokenizer)
         limit = getattr(tokenizer, "max_seq_len", None)
         found.add_to(fingerprint)
 
@@ -83,9 +85,9 @@ class PreferenceDataset(Dataset):
             bad.check()
             return {"cut": cut, "dropped": bad.dropped, "reasons": bad.reasons, **self._notes()}
 
-        self.stores, info = prepare(fingerprint, self._sides, self.source, build)
+        self.stores, info = prepare(fingerprint, self._sides, self.source, build, found.prepared)
         self._read(info)
-        dropped = info.get("dropped", [])
+        self.dropped = dropped = info.get("dropped", [])
         self._rows = np.delete(np.arange(len(self) + len(dropped)), dropped)
         if dropped:
             said = f"{len(dropped)} of {len(self._rows) + len(dropped)} rows of {self.source} were left out"

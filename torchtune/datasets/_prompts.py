@@ -49,7 +49,8 @@ class PromptDataset(Dataset):
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         self.source = found.shown
         fingerprint = Fingerprint()
-        fingerprint.add([type(self), column, new_system_prompt, tokenizer])
+        fingerprint.add_part("dataset", [type(self), column, new_system_prompt])
+        fingerprint.add_part("tokenizer", tokenizer)
         found.add_to(fingerprint)
         limit = getattr(tokenizer, "max_seq_len", None)
 
@@ -69,7 +70,7 @@ class PromptDataset(Dataset):
             bad.check()
             return {}
 
-        stores, _ = prepare(fingerprint, ["prompts"], self.source, build)
+        stores, _ = prepare(fingerprint, ["prompts"], self.source, build, found.prepared)
         self._store, self._rows = stores["prompts"], found.rows()
 
     def _split(self, row: Mapping[str, Any]) -> tuple[list[Message], str | None]:

@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import is_preview
+from torchtune.datasets._preview import NotRead, is_preview, reads_nothing
 from torchtune.datasets._store import StoreWriter, TokenStore, open_store
 from torchtune.utils import UserError, atomic_directory, get_logger, log_rank_zero, sign_of_life, write_json
 
@@ -25,6 +26,9 @@ Build = Callable[[Mapping[str, StoreWriter]], dict[str, Any]]
 Prepared = tuple[dict[str, TokenStore], dict[str, Any]]
 
 _META = "meta.json"
+_PARTS = "made_of.json"
+_SAID = {"code": "another version of torchtune or of a package that tokenizes", "data": "other content of the data"}
+_FREE = "free space, or choose another --output; nothing is left of what was written"
 _STALE = 3600.0  # seconds after which a folder that nobody writes to was left by a process that was killed
 _made: Counter[str] = Counter()
 
@@ -49,10 +53,23 @@ def cache_folder() -> Path:
     return folder
 
 
+@contextmanager
+def preparing(folder: Path) -> Iterator[None]:
+    """Inside the block rows are written to ``folder``, to be read from there by ``prepared``."""
+    token = _output.set(folder)
+    try:
+        yield
+    finally:
+        _output.reset(token)
+
+
+_output: ContextVar[Path | None] = ContextVar("output", default=None)
 _HINT = "set the environment variable TORCHTUNE_CACHE to a folder of your own"
 
 
-def prepare(fingerprint: Fingerprint, names: Sequence[str], source: str, build: Build) -> Prepared:
+def prepare(
+    fingerprint: Fingerprint, names: Sequence[str], source: str, build: Build, folder: Path | None = None
+) -> Prepared:
     """The rows of a fingerprint: those that are there, or those that ``build`` writes.
 
     One process builds while the others of the machine wait. A fingerprint that is exact is kept for later runs. One
@@ -63,19 +80,28 @@ def prepare(fingerprint: Fingerprint, names: Sequence[str], source: str, build: 
         names: the stores.
         source: what the rows are from, for messages.
         build: called once; fills the writers.
+        folder: where ``tune data prepare`` has put them; nothing is built then.
 
     Returns:
         the stores by name, and what ``build`` returned.
 
     Raises:
-        DataError: ``build`` does, or the cache folder cannot be used.
+        DataError: ``build`` does, or the cache folder cannot be used; ``folder`` has no such rows.
     """
-    root = cache_folder()
+    output = _output.get()
+    if folder is not None and output is None:
+        return _prepared_before(fingerprint, names, source, folder)
+    if output is not None and not fingerprint.is_exact:
+        raise DataError(
+            f"The rows of {source} cannot be prepared for later runs: a transform or filter that is not of this "
+            "library needs an attribute fingerprint, a text that changes when it does."
+        )
+    root, hint = (cache_folder(), _HINT) if output is None else (_made_folder(output), _FREE)
     key = fingerprint.text if fingerprint.is_exact else _key_of_this_run(fingerprint)
     if key is None or is_preview():
-        with tempfile.TemporaryDirectory(dir=root, prefix="own-") as folder:
-            _write(Path(folder), names, build)
-            return _found(_open(Path(folder), names), folder)
+        with tempfile.TemporaryDirectory(dir=root, prefix="own-") as own:
+            _write(Path(own), names, build)
+            return _found(_open(Path(own), names), own)
     folder = root / key
     if fingerprint.is_exact and (prepared := _open(folder, names)):
         return prepared
@@ -86,15 +112,47 @@ def prepare(fingerprint: Fingerprint, names: Sequence[str], source: str, build: 
             shutil.rmtree(folder, ignore_errors=True)  # there is none, or it is damaged
             try:
                 with atomic_directory(folder, replace=False) as temporary:
+                    if output is None:
+                        temporary.chmod(0o700)
                     _write(temporary, names, build)
+                    write_json(temporary / _PARTS, {**fingerprint.parts, "code": fingerprint.code})
             except UserError as error:
                 if isinstance(error, DataError):
                     raise
-                raise DataError(f"{error} The rows are prepared there: {_HINT}.") from error
+                raise DataError(f"{error} The rows are prepared there: {hint}.") from error
             prepared = _open(folder, names)
         if not fingerprint.is_exact:
             _leave(folder)
         return _found(prepared, folder)
+
+
+def _made_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"Cannot make the folder {folder} ({error.strerror}): choose another --output.") from error
+    return folder
+
+
+def _prepared_before(fingerprint: Fingerprint, names: Sequence[str], source: str, root: Path) -> Prepared:
+    """The rows in a folder of ``tune data prepare``. Raises :class:`DataError` where it has others, and says how."""
+    if not root.is_dir():
+        raise DataError(f"There is no folder {root} with prepared rows: write it with tune data prepare.")
+    if reads_nothing():
+        raise NotRead(f"{root} is there")
+    if prepared := _open(root / fingerprint.text, names):
+        return prepared
+    found = [fingerprint.differences(json.loads(path.read_text())) for path in sorted(root.glob(f"[!.]*/{_PARTS}"))]
+    if not found:
+        raise DataError(f"There are no prepared rows in {root}: write them with tune data prepare.")
+    changed = min(found, key=len)
+    public = [name for name in changed if "._" not in name] or changed  # what a private one holds follows from these
+    said = [_SAID.get(name, f"another {name}") for name in public[:5]]
+    what = f"made with {' and '.join(said)}" if changed else "damaged"
+    raise DataError(
+        f"The rows in {root} do not fit {source} as it is read now, they were {what}: prepare them again with tune "
+        "data prepare, or set that back."
+    )
 
 
 def _found(prepared: Prepared | None, folder: Any) -> Prepared:
@@ -122,7 +180,6 @@ def _local_processes() -> int:
 
 
 def _write(folder: Path, names: Sequence[str], build: Build) -> None:
-    folder.chmod(0o700)
     writers = {name: StoreWriter(folder, name) for name in names}
     try:
         info = build(writers)

@@ -79,11 +79,16 @@ class StoreWriter:
     def append(self, tokens: Sequence[int], labels: Sequence[int]) -> None:
         """Add a row. Raises :class:`DataError` where the two differ in length or are no token ids."""
         ids, targets = check_row(tokens, labels)
-        self._written += len(ids)
-        self._buffered += len(ids)
-        for kind, values in (("tokens", ids), ("labels", targets), ("boundaries", [self._written])):
+        self.extend(ids, targets, np.array([len(ids)]))
+
+    def extend(self, tokens: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> None:
+        """Add rows that have been checked: int32 tokens and labels of all, and how many each has."""
+        ends = self._written + np.cumsum(lengths)
+        self._written += len(tokens)
+        self._buffered += len(tokens)
+        for kind, values in (("tokens", tokens), ("labels", labels), ("boundaries", ends)):
             self._buffers[kind].append(values)
-        self.rows += 1
+        self.rows += len(lengths)
         if self._buffered >= _BUFFER:
             self._flush()
 

@@ -59,16 +59,15 @@ class TextCompletionDataset(Dataset):
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         self.source = found.shown
         fingerprint = Fingerprint()
-        fingerprint.add([type(self), tokenizer, column, add_eos, limit])
+        parts = {"dataset": type(self), "tokenizer": tokenizer, "column": column, "add_eos": add_eos, "limit": limit}
+        for name, value in parts.items():
+            fingerprint.add_part(name, value)
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            def write(sample: Mapping[str, Any]) -> None:
-                writers["rows"].append(sample["tokens"], sample["labels"])
+            return tokenize_rows(found.rows(), self._tokenize, self.source, writers["rows"], limit)
 
-            return tokenize_rows(found.rows(), self._tokenize, self.source, write, limit)
-
-        stores, info = prepare(fingerprint, ["rows"], self.source, build)
+        stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
         self.store = stores["rows"]
         say_what_is_cut(info, len(self), self.source, limit)
 

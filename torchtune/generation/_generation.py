@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtune.data._documents import Documents
 from torchtune.generation._masks import get_causal_mask_from_padding_mask, get_position_ids_from_padding_mask
 from torchtune.modules.transformer import TransformerDecoder
 
@@ -75,9 +76,16 @@ def _last_logits(model: TransformerDecoder, x: Tensor, input_pos: Tensor, mask: 
     return model.output(last_hidden(model, x, input_pos, mask, -1)).float()
 
 
-def last_hidden(model: TransformerDecoder, x: Tensor, input_pos: Tensor, mask: Tensor | None, at: int) -> Tensor:
+def last_hidden(
+    model: TransformerDecoder,
+    x: Tensor,
+    input_pos: Tensor,
+    mask: Tensor | None,
+    at: int,
+    documents: Documents | None = None,
+) -> Tensor:
     """Hidden states ``[b, 1, d]`` of one position, independent of ``skip_output_layer``."""
-    hidden = model(x, input_pos=input_pos, mask=mask, output="hidden")
+    hidden = model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden")
     hidden = hidden[-1] if model.output_hidden_states else hidden
     return hidden.narrow(1, at % hidden.shape[1], 1)
 
@@ -230,10 +238,6 @@ class Progress:
         first = tokens.shape[1] - torch.as_tensor(lengths, device=tokens.device)
         self._real = torch.arange(tokens.shape[1], device=tokens.device) >= first[:, None]
         self._padded = not bool(self._real.all())
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; rows may repeat."""
-        self.tokens, self._real = self.tokens[rows], self._real[rows]
 
     def append(self, tokens: Tensor) -> None:
         """Add a column ``[b, 1]``."""

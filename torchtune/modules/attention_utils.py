@@ -48,7 +48,7 @@ def attention(
         v: values ``[b, t, n_kv, h]``.
         documents: boundaries in the flattened ``b * s`` positions; attention is causal within each document.
         mask: bool ``[b, s, t]`` (True: attend), or a FlexAttention ``BlockMask``.
-        is_causal: ignored with ``mask`` or ``documents``.
+        is_causal: ignored with ``mask`` or ``documents``. A single query comes after all keys.
         dropout_p: dropout probability of attention weights.
         window: sliding window in positions, the query's own included. With a mask, the last visible key is the query's
             own position.
@@ -74,6 +74,10 @@ def attention(
             raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
         heads = (t.transpose(1, 2) for t in (q, k, v))
         return compile_friendly_flex_attention(*heads, mask, window, softcap, sinks).transpose(1, 2)
+    if q.shape[1] == 1 < k.shape[1] and mask is None and is_causal:  # a token after all cached keys
+        is_causal = False
+        if window is not None:
+            k, v, window = k[:, -window:], v[:, -window:], None
     special = scored or (window is not None and window < k.shape[1])
     if (
         mask is None
@@ -187,6 +191,11 @@ def _scored_attention(
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
     """SDPA on ``[b, s, n, h]`` tensors; ``mask`` is bool ``[b, s, t]``."""
+    b, s, n, h = q.shape
+    if s == 1 and n != k.shape[2]:  # the queries of a group as positions, so that no kernel repeats keys
+        groups = (q.view(b, k.shape[2], -1, h), k.transpose(1, 2), v.transpose(1, 2))
+        visible = None if mask is None else mask[:, None]
+        return F.scaled_dot_product_attention(*groups, attn_mask=visible, dropout_p=dropout_p).reshape(b, 1, n, h)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

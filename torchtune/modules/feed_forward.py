@@ -9,7 +9,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` (Shazeer 2020), elementwise; keeps only its two inputs for the backward pass."""
     if torch.compiler.is_compiling():
         return F.silu(gate) * up  # the compiler fuses it and decides what to save
-    return _SwiGLU.apply(gate, up)
+    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 
 class _SwiGLU(torch.autograd.Function):

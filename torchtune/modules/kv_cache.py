@@ -1,7 +1,24 @@
 """The KV cache: keys and values of earlier positions during generation."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+
+
+@dataclass
+class Place:
+    """Where the caches of a continuous batch read and write in a forward pass; one object, shared by all layers.
+
+    Args:
+        row: first row of the batch.
+        first: first column that attention reads.
+        end: first column that is written; equal to ``first`` if nothing was cached before.
+    """
+
+    row: int = 0
+    first: int = 0
+    end: int = 0
 
 
 class KVCache(nn.Module):
@@ -24,6 +41,7 @@ class KVCache(nn.Module):
         self.register_buffer("v_cache", torch.zeros(shape, dtype=dtype), persistent=False)
         self.register_buffer("cache_pos", torch.arange(0, max_seq_len), persistent=False)
         self.batch_size = batch_size
+        self.place: Place | None = None
 
     @property
     def size(self) -> int:
@@ -36,14 +54,22 @@ class KVCache(nn.Module):
         self.v_cache.zero_()
         self.cache_pos -= self.cache_pos[0].clone()
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may come more than once."""
+    def copy_rows(self, source: Tensor, target: Tensor, first: int, end: int) -> None:
+        """Copy columns ``first`` to ``end`` of the rows ``source`` to the rows ``target``."""
         for kept in (self.k_cache, self.v_cache):
-            kept[: len(rows)] = kept[rows]
+            kept[target, :, first:end] = kept[source, :, first:end]
 
-    def drop(self, positions: int) -> None:
-        """Forget the last positions."""
-        self.cache_pos.sub_(positions)
+    def move(self, first: int, end: int, to: int, columns: int) -> None:
+        """Move columns ``first`` to ``end`` so that they begin at ``to``, in a cache of ``columns`` positions."""
+        for name in ("k_cache", "v_cache"):
+            kept = getattr(self, name)
+            moved = kept[:, :, first:end]
+            if columns == kept.shape[2]:
+                moved = moved.clone()
+            else:
+                kept = kept.new_zeros(*kept.shape[:2], columns, kept.shape[3])
+                setattr(self, name, kept)
+            kept[:, :, to : to + end - first] = moved
 
     def update(self, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
         """Append positions and return the whole cache.
@@ -53,13 +79,16 @@ class KVCache(nn.Module):
             v_val: values of the same shape.
 
         Returns:
-            Keys and values ``[b', n_kv, max_seq_len, h]``; unfilled positions are zero.
+            Keys and values ``[b', n_kv, max_seq_len, h]``; unfilled positions are zero. With a :class:`Place`, those of
+            its rows and columns only.
 
         Raises:
             ValueError: more rows than the cache has.
             AssertionError: more positions than the cache's capacity.
         """
         bsz, _, seq_len, _ = k_val.shape
+        if self.place is not None:
+            return self._update_at(self.place, k_val, v_val)
         if bsz > self.k_cache.shape[0]:
             raise ValueError(f"The cache holds {self.k_cache.shape[0]} rows, but got a batch of {bsz}: make it larger.")
         assert self.cache_pos[0] + seq_len <= self.k_cache.shape[2], (
@@ -70,3 +99,11 @@ class KVCache(nn.Module):
         self.v_cache[:bsz].index_copy_(2, where, v_val.to(self.v_cache.dtype))
         self.cache_pos.add_(seq_len)
         return self.k_cache[:bsz], self.v_cache[:bsz]
+
+    def _update_at(self, place: Place, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
+        rows, end = slice(place.row, place.row + k_val.shape[0]), place.end + k_val.shape[2]
+        self.k_cache[rows, :, place.end : end] = k_val
+        self.v_cache[rows, :, place.end : end] = v_val
+        if place.first == place.end:
+            return k_val, v_val
+        return self.k_cache[rows, :, place.first : end], self.v_cache[rows, :, place.first : end]

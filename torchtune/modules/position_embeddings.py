@@ -25,7 +25,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     if turning < x.shape[-1]:
         first, rest = x.split([turning, x.shape[-1] - turning], dim=-1)
         return torch.cat((apply_rope(first, cos, sin, layout), rest), dim=-1)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _rotate(x, cos, sin, layout)
     return _Rotation.apply(x, cos, sin, layout)
 

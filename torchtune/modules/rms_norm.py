@@ -19,9 +19,24 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
         Tensor ``[..., d]`` of the dtype of ``x``.
     """
     if computes_on_cpu(x.device) and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return _eager_rms_norm(x, scale, eps)[0]
         return _EagerRMSNorm.apply(x, scale, eps)
     normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)
     return normed if scale is None else normed * scale
+
+
+def _eager_rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The normalised ``x`` and the reciprocal root mean square of every row."""
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    if scale is None:
+        return torch.mul(wide, rstd).to(x.dtype), rstd
+    if x.dtype == torch.float32:
+        return torch.mul(wide, rstd).mul_(scale), rstd
+    # Rounded before scaling, as checkpoints expect.
+    return torch.mul(wide, rstd, out=wide).to(x.dtype).mul_(scale), rstd
 
 
 class _EagerRMSNorm(torch.autograd.Function):
@@ -29,15 +44,9 @@ class _EagerRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed, rstd = _eager_rms_norm(x, scale, eps)
         ctx.save_for_backward(x, scale, rstd)
-        if scale is None:
-            return torch.mul(wide, rstd).to(x.dtype)
-        if x.dtype == torch.float32:
-            return torch.mul(wide, rstd).mul_(scale)
-        return torch.mul(wide, rstd, out=wide).to(x.dtype).mul_(scale)  # rounded before scaling, as checkpoints expect
+        return normed
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -24,6 +24,7 @@ class TiedLinear:
             raise AttributeError(f"{type(tied_module).__name__} has no attribute 'weight' to tie to.")
         self.tied_module = tied_module
         self.softcap = softcap
+        self.linear = F.linear  # generation replaces it
 
     @property
     def weight(self) -> Tensor:
@@ -37,7 +38,7 @@ class TiedLinear:
             from torchtune.modules.parallel import vocabulary_parallel_linear  # slow to import
 
             return soft_cap(vocabulary_parallel_linear(x, weight), self.softcap)
-        return soft_cap(F.linear(x, weight), self.softcap)
+        return soft_cap(self.linear(x, weight), self.softcap)
 
 
 class CappedLinear(nn.Linear):

@@ -344,9 +344,11 @@ class TransformerDecoder(nn.Module):
                 "documents, or input_pos with the position of each token in its document, beside it."
             )
         if self.caches_are_enabled():
-            if mask is None or input_pos is None:
+            attn = getattr(self.layers[0], "attn", None)
+            placed = getattr(getattr(attn, "kv_cache", None), "place", None) is not None  # by a continuous batch
+            if (mask is None and not placed) or input_pos is None:
                 raise ValueError("With key-value caches, forward needs both mask and input_pos.")
-            if documents is not None:
+            if documents is not None and not placed:
                 raise ValueError("Documents are for training; with key-value caches, give a mask.")
             if not torch.compiler.is_compiling() and self.outgrows_caches(input_pos):
                 raise ValueError(

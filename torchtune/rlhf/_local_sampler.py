@@ -14,7 +14,8 @@ from torchtune.rlhf._rollouts import Rollout, RolloutError
 class LocalSampler:
     """Samples answers from the model in training, without a copy of its weights.
 
-    Each prompt is prefilled once for all of its answers, and finished answers leave the batch. Tokens are sampled from
+    Each prompt is prefilled once for all of its answers, finished answers leave the batch, and waiting prompts
+    join it. Tokens are sampled from
     the full distribution: top-k and top-p would change it, and make the probability ratio of the loss wrong.
 
     Args:
@@ -23,6 +24,7 @@ class LocalSampler:
         max_new_tokens: most tokens of an answer.
         temperature: divides the logits, when sampling and in the loss.
         max_sequences: answers that are sampled at once, which bounds the memory of the KV cache; null takes all.
+        stop_tokens: tokens that end an answer; null takes the tokenizer's.
 
     Raises:
         RolloutError: a number is out of range.
@@ -36,6 +38,7 @@ class LocalSampler:
         max_new_tokens: int = 256,
         temperature: float = 1.0,
         max_sequences: int | None = None,
+        stop_tokens: Sequence[int] | None = None,
     ) -> None:
         if temperature <= 0:
             raise RolloutError(
@@ -43,21 +46,13 @@ class LocalSampler:
             )
         if max_new_tokens < 1 or (max_sequences is not None and max_sequences < 1):
             raise RolloutError("sampler.max_new_tokens and sampler.max_sequences must be at least 1.")
-        self.model, self.stop_tokens = model, list(tokenizer.stop_tokens)
+        self.model, self.stop_tokens = model, list(stop_tokens or tokenizer.stop_tokens)
         self.max_new_tokens, self.temperature, self.max_sequences = max_new_tokens, temperature, max_sequences
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
         """See :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds the answers are the likeliest ones."""
-        size = len(prompts) if self.max_sequences is None else max(1, self.max_sequences // num_samples)
-        found: list[Rollout] = []
-        for start in range(0, len(prompts), size):
-            part = slice(start, start + size)
-            found += self._sample(prompts[part], num_samples, None if seeds is None else seeds[part])
-        return found
-
-    def _sample(self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None) -> list[Rollout]:
         device = self.model.tok_embeddings.weight.device
         draws = None
         if seeds is not None:
@@ -73,6 +68,7 @@ class LocalSampler:
             temperature=0.0 if seeds is None else self.temperature,
             stop_tokens=self.stop_tokens,
             draws=None if draws is None else draws.to(device),
+            max_sequences=self.max_sequences,
         )
         found = []
         for index, (new, log_probs) in enumerate(zip(generated.tokens, generated.log_probs, strict=True)):

@@ -21,7 +21,6 @@ import os, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torchtune import config, training, utils
 
 
@@ -39,11 +38,15 @@ def recipe_main(cfg: Settings) -> int:
     if cfg.todo == "all":
         raise utils.UserError("every rank lacks it.")
     if cfg.todo == "mistake":
+        import torch  # here: most of what is done needs none, and starts at once
+
         dims = training.ParallelDims.start(torch.device("cpu"), dp_shard=-1)
         if rank == "1":
             raise utils.UserError("rank 1 alone lacks its file.")
         dims.sum(1)  # waits for the other
     if cfg.todo == "again":
+        import torch
+
         life = os.environ["TORCHELASTIC_RESTART_COUNT"]
         if rank == "0":
             time.sleep(int(life))  # the other may read what this rank wrote in the life before

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.torchtune.models.conftest import load_model, make_hf_model
-from torchtune.generation import generate, stream
+from torchtune.generation import generate, generate_tokens, stream
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.common_utils import delete_kv_caches
 
@@ -76,8 +76,12 @@ def test_rows_of_a_padded_batch_go_each_by_its_own_length(models: Any) -> None:
         found, _ = generate(ours, batch, max_generated_tokens=_NEW, temperature=0.0, prompt_lengths=lengths)
     finally:
         delete_kv_caches(ours)
-    for row, prompt in zip(found, prompts, strict=True):
-        assert torch.equal(row[longest:], _steps(hf, prompt)[0][0, prompt.shape[1] :])
+    rows = [prompt[0] for prompt in prompts]
+    few = generate_tokens(ours, rows, max_new_tokens=_NEW, temperature=0.0, max_sequences=2)
+    for row, tokens, prompt in zip(found, few.tokens, prompts, strict=True):
+        wanted = _steps(hf, prompt)[0][0, prompt.shape[1] :]
+        assert torch.equal(row[longest:], wanted)
+        assert torch.equal(tokens, wanted)
 
 
 def test_a_text_that_outgrows_its_cache_is_not_read_on(models: Any) -> None:

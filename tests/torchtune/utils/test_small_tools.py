@@ -23,6 +23,7 @@ from torchtune.utils import (
     require,
     torch_version_ge,
 )
+from torchtune.utils._optional import without_noise
 
 
 def test_get_device() -> None:
@@ -124,3 +125,14 @@ def test_documents() -> None:
     for wrong in ([], [2, 0]):
         with pytest.raises(ValueError, match="at least one token"):
             Documents.from_lengths(wrong)
+
+
+def test_only_what_torchao_says_of_missing_kernels_is_left_out(caplog):
+    logger = logging.getLogger("torchao")
+    with without_noise("torchao.optim"):
+        logger.warning("Failed to load kernels.so")
+        logger.warning("this version is broken")
+    logger.warning("Failed to load it later")
+    with without_noise("other"):
+        logger.warning("Failed to load something")
+    assert [record.message.split()[-1] for record in caplog.records] == ["broken", "later", "something"]

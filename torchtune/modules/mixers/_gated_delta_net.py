@@ -104,10 +104,10 @@ class GatedDeltaNet(RecurrentMixer):
             t.unflatten(-1, (-1, size)) for t, size in zip(mixed.split(self.widths, -1), self._sizes, strict=True)
         )
         decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        state = None if cache is None else cache.state[: x.shape[0]]
+        state = None if cache is None else cache.state[cache.rows(x.shape[0])]
         out, state = gated_delta_rule(q, k, v, decay, b.sigmoid(), reach == 0, state)
         if cache is not None:
-            cache.state[: x.shape[0]] = state
+            cache.state[cache.rows(x.shape[0])] = state
         gate = z.unflatten(-1, (-1, self.value_dim))
         return self.output_proj(self.norm(out, gate).flatten(-2))
 

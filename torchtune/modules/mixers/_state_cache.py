@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchtune.modules.kv_cache import Place
+
 
 class StateCache(nn.Module):
     """What earlier positions have left: a state of fixed size, and the last inputs of a convolution.
@@ -21,25 +23,30 @@ class StateCache(nn.Module):
         super().__init__()
         self.register_buffer("state", torch.zeros(state), persistent=False)
         self.register_buffer("tail", torch.zeros(tail, dtype=dtype), persistent=False)
+        self.place: Place | None = None
 
     def reset(self) -> None:
         """Forget everything."""
         self.state.zero_()
         self.tail.zero_()
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order; a row may come more than once."""
+    def rows(self, count: int) -> slice:
+        """The rows of a forward pass of ``count`` sequences."""
+        first = 0 if self.place is None else self.place.row
+        return slice(first, first + count)
+
+    def copy_rows(self, source: Tensor, target: Tensor, first: int, end: int) -> None:
+        """Copy the rows ``source`` to the rows ``target``; a state has no columns."""
         for kept in (self.state, self.tail):
             if kept.ndim > 1:
-                kept[: len(rows)] = kept[rows]
+                kept[target] = kept[source]
 
-    def drop(self, positions: int) -> None:
-        """Forget the last positions. Raises ``RuntimeError``: a state cannot."""
-        raise RuntimeError("The state of a layer without attention cannot forget positions.")
+    def move(self, first: int, end: int, to: int, columns: int) -> None:
+        """Do nothing: a state has no columns."""
 
     def extend(self, x: Tensor) -> Tensor:
         """``x`` ``[b', s, c]`` behind the inputs before it, ``[b', K - 1 + s, c]``; remembers its end."""
-        rows, length = x.shape[0], self.tail.shape[1]
-        x = torch.cat([self.tail[:rows].to(x.dtype), x], dim=1)
-        self.tail[:rows] = x[:, x.shape[1] - length :]
+        rows, length = self.rows(x.shape[0]), self.tail.shape[1]
+        x = torch.cat([self.tail[rows].to(x.dtype), x], dim=1)
+        self.tail[rows] = x[:, x.shape[1] - length :]
         return x

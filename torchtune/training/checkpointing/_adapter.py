@@ -19,10 +19,11 @@ from torchtune.models import (
     rename_prefix,
     text_prefixes,
 )
+from torchtune.modules.peft import LoRA
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_entry
 from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
-from torchtune.training.checkpointing._load import identity, load_tensor
+from torchtune.training.checkpointing._load import identity, load_tensor, read_json
 from torchtune.training.checkpointing._open_source import TextTower, open_source
 from torchtune.training.checkpointing._peft_settings import (
     check_settings,
@@ -293,3 +294,50 @@ def _shortest(names: list[str], weight_map: WeightMap, description: Description)
     ]
     chosen = {name for name in modules if name.rpartition(".")[2] in leaves}
     return leaves if chosen == set(names) else sorted(names)
+
+
+def adapter_folder(folder: Path) -> Path:
+    """The folder with the adapter's files: ``folder``, or ``adapter`` in a checkpoint of merged weights.
+
+    Raises:
+        CheckpointError: neither has an adapter in PEFT's layout.
+    """
+    for candidate in (folder, folder / ADAPTER_DIR):
+        if (candidate / ADAPTER_FILE).is_file() and (candidate / ADAPTER_CONFIG_FILE).is_file():
+            return candidate
+    raise CheckpointError(
+        f"{folder}: there is no {ADAPTER_FILE} with an {ADAPTER_CONFIG_FILE}: give an adapter's folder."
+    )
+
+
+def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
+    """The conversion that gives ``model`` the adapter layers of a PEFT folder.
+
+    Args:
+        model: without adapters, on the meta device or real.
+        folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Raises:
+        CheckpointError: a file is missing, or the adapter is of another model.
+    """
+    file, settings = folder / ADAPTER_FILE, read_json(folder / ADAPTER_CONFIG_FILE)
+    names = [name for name in open_source([file]).names() if ".lora_A." in name]
+    composite = text_prefixes(name.removeprefix(_PEFT_PREFIX) for name in names)
+    prefixes = {_PEFT_PREFIX + theirs: _PEFT_PREFIX + ours for ours, theirs in composite.items()}
+    names = [rename_prefix(name, prefixes) for name in names]
+    spec, description = identity(model)
+    found = {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.external}
+    if unknown := [name for name in names if name not in found]:
+        raise CheckpointError(
+            f"{file}: it holds '{unknown[0]}', for which the model has no layer: it is of another one."
+        )
+    if not names or "r" not in settings:
+        raise CheckpointError(f"{folder}: there is no LoRA adapter in it: give the folder that a recipe or peft wrote.")
+    layers = sorted({tune.partition(".lora_")[0] for name in names for tune in found[name].tune})
+    return LoRA(
+        rank=settings["r"],
+        alpha=settings.get("lora_alpha", 8),
+        target_modules=layers,
+        use_dora=bool(settings.get("use_dora")),
+        use_rslora=bool(settings.get("use_rslora")),
+    )

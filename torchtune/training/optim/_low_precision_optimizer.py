@@ -17,7 +17,7 @@ from torchtune.training.optim._low_bit_states import SMALLEST, LowBitState
 from torchtune.training.optim._stand_ins import Piece, Scratch, grad_like, own_slice, whole
 from torchtune.training.optim._stochastic_rounding import chunk_size, shares_storage
 from torchtune.training.parallel._shards import ShardGrid, own_part, shard_key
-from torchtune.utils import UserError, get_logger
+from torchtune.utils import UserError, get_logger, log_rank_zero
 
 # Their update of an element depends on that element and on scalars alone, so a parameter may be cut into pieces.
 _ELEMENTWISE = {
@@ -75,6 +75,8 @@ class LowPrecisionOptimizer(Optimizer, ABC):
             for key, value in state.items():
                 self.state[parameter][key] = self._to_storage(parameter, value)
         optimizer.state.clear()
+        if low_bit is not None:
+            self._say_what_stays()
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             getattr(self, hooks).update(getattr(optimizer, hooks))
             getattr(optimizer, hooks).clear()
@@ -107,6 +109,20 @@ class LowPrecisionOptimizer(Optimizer, ABC):
         """Whether states are stored in few bits: as in torchao, where the whole parameter is large, in full blocks."""
         numel = parameter.numel()
         return self._low_bit is not None and numel >= SMALLEST and numel % self._low_bit.block_size == 0
+
+    def _say_what_stays(self) -> None:
+        """Say which states are not stored in few bits, as a setting promised."""
+        all_of = [parameter for group in self.param_groups for parameter in group["params"]]
+        stay = [parameter for parameter in all_of if not self._is_low_bit(parameter)]
+        if stay:
+            # Two states of an element, as those optimizers have that torchao offers.
+            size = sum(2 * p.numel() * self._storage_dtype(p).itemsize for p in stay)
+            log_rank_zero(
+                get_logger(),
+                f"Optimizer: states of {len(stay)} of {len(all_of)} parameters are not stored as "
+                f"{self._low_bit.name} ({size / 2**20:.1f} MiB over all ranks): these have fewer than {SMALLEST:,} "
+                f"elements, or no multiple of {self._low_bit.block_size}.",
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -29,7 +29,7 @@ Attention scores, the slack of the allocator and the CUDA context (some hundred 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,11 @@ from torchtune.modules.conversion import full_shapes
 from torchtune.modules.loss._linear_cross_entropy import LOGITS_BLOCK
 from torchtune.modules.loss.cross_entropy_loss import rows_of_a_chunk
 from torchtune.modules.mixers import RecurrentMixer
+from torchtune.modules.peft import get_adapter_params
 from torchtune.modules.transformer import text_decoder
 from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
 from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
+from torchtune.training.optim._low_precision_optimizer import HALF
 from torchtune.training.optim._prepare_optimizer import prepare_optimizer
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
@@ -308,11 +310,21 @@ def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtyp
         return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
 
 
-def _teacher_bytes(settings: RecipeSettings) -> int:
-    """Bytes of the weights of a second model."""
-    if settings.teacher_model is None:
+def _frozen_bytes(settings: RecipeSettings, model: torch.nn.Module, build: Callable[[RecipeSettings], Any]) -> int:
+    """Bytes of the weights of other models: a teacher, those of PPO, or the reference of a loss that needs one."""
+    from torchtune import config
+
+    if others := settings.other_models():
+        frozen = [build(other) for name, (_, other) in others.items() if name != "value"]
+        return sum(_num_bytes(parameter) for one in frozen for parameter in one.parameters())
+    if "ref_checkpointer" not in settings.declared or settings.reference_cache is not None or settings.loss is None:
         return 0
-    return sum(map(_num_bytes, build_on_meta(settings.teacher())[0].parameters()))
+    if not getattr(config.instantiate(settings.loss), "needs_reference", False):
+        return 0
+    # Without its adapters a model is its own reference; of one with other trained weights a copy is kept.
+    own = set(map(id, get_adapter_params(model).values()))
+    is_changed = any(parameter.requires_grad and id(parameter) not in own for parameter in model.parameters())
+    return sum(map(_num_bytes, model.parameters())) if is_changed or settings.ref_checkpointer is not None else 0
 
 
 def _recomputed(settings: RecipeSettings) -> bool | int | str:
@@ -322,9 +334,14 @@ def _recomputed(settings: RecipeSettings) -> bool | int | str:
     return "op" if settings.ac_option == "op" else int(settings.ac_option)
 
 
-def _estimate(settings: RecipeSettings, model: torch.nn.Module, state_bytes: float) -> MemoryEstimate:
-    """Memory of a run on one process."""
-    return estimate_memory(
+def _estimate(
+    settings: RecipeSettings,
+    model: torch.nn.Module,
+    state_bytes: float,
+    build: Callable[[RecipeSettings], Any] = lambda settings: build_on_meta(settings)[0],
+) -> MemoryEstimate:
+    """Memory of a run on one process; ``build`` makes a second model on the meta device."""
+    found = estimate_memory(
         model,
         num_tokens=settings.batch_size * _row_length(settings, model)[0],
         state_bytes=state_bytes,
@@ -333,6 +350,12 @@ def _estimate(settings: RecipeSettings, model: torch.nn.Module, state_bytes: flo
         num_output_chunks=(settings.loss.get("num_output_chunks") if settings.loss is not None else None) or 8,
         accumulates=settings.gradient_accumulation_steps > 1,
     )
+    if settings.reward_and_value_model is not None:
+        _, other = settings.other_models()["value"]
+        value = _estimate(other, build(other), state_bytes, build)
+        names = ("weights", "gradients", "optimizer", "activations")
+        found = dataclasses.replace(found, **{name: getattr(found, name) + getattr(value, name) for name in names})
+    return dataclasses.replace(found, teacher=_frozen_bytes(settings, model, build))
 
 
 class ClosedForm:
@@ -347,6 +370,18 @@ class ClosedForm:
         self._models: dict[str, tuple[torch.nn.Module, torch.dtype]] = {}
         self._states: dict[str, float] = {}
 
+    def model(self, settings: Any) -> tuple[torch.nn.Module, torch.dtype]:
+        """The model of a run on the meta device, and the dtype of its weights."""
+        cfg = RecipeSettings.of(settings)
+        key = self._key(cfg)
+        if key not in self._models:
+            self._models[key] = build_on_meta(cfg)[:2]
+        return self._models[key]
+
+    @staticmethod
+    def _key(cfg: RecipeSettings) -> str:
+        return repr((cfg.model, cfg.model_converters, cfg.dtype))
+
     def estimate(self, settings: Any, processes: int, what: str = "") -> MemoryEstimate:
         """Memory of each of several processes of a training run; parameters in host memory are not counted.
 
@@ -359,15 +394,13 @@ class ClosedForm:
             ParallelDimsError, RecipeSettingsError: the mesh does not fit the number of processes.
         """
         cfg = RecipeSettings.of(settings)
-        dims, key = arrange(cfg, processes), repr((cfg.model, cfg.model_converters, cfg.dtype))
-        if key not in self._models:
-            self._models[key] = build_on_meta(cfg)[:2]
-        model, dtype = self._models[key]
-        key += repr((cfg.optimizer, cfg.optimizer_precision))
+        dims, (model, dtype) = arrange(cfg, processes), self.model(cfg)
+        key = self._key(cfg) + repr((cfg.optimizer, cfg.optimizer_precision))
         if key not in self._states:
             self._states[key] = optimizer_bytes_per_element(cfg.optimizer, dtype, cfg.optimizer_precision, model)
         offload = cfg.fsdp_cpu_offload and processes > 1
-        found = _estimate(cfg, model, self._states[key]).share(dims, _gathered_bytes(model), offload=offload)
+        whole = _estimate(cfg, model, self._states[key], lambda other: self.model(other)[0])
+        found = whole.share(dims, _gathered_bytes(model), offload=offload)
         found = found.offloaded if offload else found
         if self.smallest is None or found.total < self.smallest[0]:
             self.smallest = found.total, what
@@ -416,6 +449,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     share = trained / max(total, 1)
     lines = [
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
+        *(f"{name:<12}{other.model.get('_component_')}" for name, (_, other) in settings.other_models().items()),
         f"parameters  {total:,}" + (f", of which {trained:,} are trained ({share:.2%})" if settings.optimizer else ""),
         *(f"converted   {report}" for report in reports),
         f"mesh        {dims}, device {settings.device or 'chosen at start'}",
@@ -427,9 +461,12 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision, model)
     batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
     gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
-    estimate = dataclasses.replace(_estimate(settings, model, state_bytes), teacher=_teacher_bytes(settings))
-    estimate = estimate.share(dims, gathered, offload=offload)
+    estimate = _estimate(settings, model, state_bytes).share(dims, gathered, offload=offload)
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
+    second = "reference" if settings.teacher_model is None else "teacher"
+    second = second if settings.reward_and_value_model is None else "frozen"
+    if all(parameter.dtype not in HALF for parameter in model.parameters() if parameter.requires_grad):
+        precision = "fp32"  # nothing is rounded
     recomputed = "recomputed in the backward pass" if _recomputed(settings) else "all kept"
     return "\n".join(
         [
@@ -442,7 +479,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
             f"  activations {_show(estimate.activations)}  {recomputed}",
             f"  loss        {_show(estimate.loss)}  logits of a chunk, gradient of the output",
             *([f"  gathered    {_show(estimate.gathered)}  embeddings and output"] if estimate.gathered else []),
-            *([f"  teacher     {_show(estimate.teacher)}  its weights"] if estimate.teacher else []),
+            *([f"  {second:<12}{_show(estimate.teacher)}  its weights"] if estimate.teacher else []),
             f"  total       {_show(estimate.total)}  at the same time, and some hundred MiB for the framework",
         ]
     )

@@ -1,8 +1,8 @@
 """The fastest settings with which a run fits: levers that trade time for memory, tried in the order of what they cost.
 
-The closed form leaves out what cannot fit. Of the rest the cheapest are simulated with few layers, at two depths:
-memory and time grow by the same amount with every layer of a decoder. What seems to fit is simulated whole before it
-is shown.
+The closed form leaves out what cannot fit. Of the rest the cheapest are simulated with few layers, at two depths, and
+the fastest of those is taken: memory and time grow by the same amount with every layer of a decoder. What seems to fit
+is simulated with all layers before it is shown. Of a step's micro-batches two are simulated.
 """
 
 import itertools
@@ -13,17 +13,20 @@ from typing import Any
 
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.plan._plan import ClosedForm
+from torchtune.training.simulate._depths import extrapolate, peak_of_all, two_depths
 from torchtune.training.simulate._devices import Accelerator
 from torchtune.training.simulate._report import peak_bytes, tokens_per_step
 from torchtune.training.simulate._roofline import step_time
 from torchtune.training.simulate._simulate import Simulation
 from torchtune.utils import UserError
 
-DEPTHS = (2, 4)
 # Candidates that are simulated at most, and that must fit before the fastest of them is taken.
 MOST, ENOUGH = 8, 3
 # What the closed form may be wrong by, as a factor, without a candidate being left out.
 MARGIN = 1.25
+
+# One more override that leaves less of the memory is worth a try.
+SAVES_NOTHING = 1.02
 
 # Overrides, and how much longer a step takes with them, roughly: it decides the order, not the answer.
 Option = tuple[tuple[str, ...], float]
@@ -189,11 +192,12 @@ def find_fastest(
         for overrides in _promising(settings, processes, limit, load, closed, last=last):
             try:
                 changed = load(overrides)
-                shallow = [run(changed, layers) for layers in DEPTHS]
+                depths = two_depths(closed.model(changed)[0])
+                simulations = [run(changed, layers) for layers in depths or (None,)]
             except UserError as error:
                 say(f"  refused: {' '.join(overrides)}: {error}")
                 continue
-            candidate = _extrapolate(overrides, shallow, shallow[0].layers, device)
+            candidate = _of_all(overrides, simulations, depths, device)
             say(describe(candidate, limit))
             simulated.append(candidate)
             if len(simulated) == MOST or sum(candidate.peak <= limit for candidate in simulated) == ENOUGH:
@@ -219,12 +223,17 @@ def _promising(
     *,
     last: bool,
 ) -> Iterator[tuple[str, ...]]:
-    """Candidates that go together and that may fit, as far as the closed form says."""
+    """Candidates that go together, that may fit as far as the closed form says, and whose every lever saves memory."""
+    before: list[tuple[set[str], int]] = []
     for overrides in candidates(settings, processes, last=last):
         try:
             estimate = closed.estimate(load(overrides), processes, what=" ".join(overrides))
         except UserError:
             continue  # a combination that the recipe, its model or its mesh refuses
+        texts = set(overrides)
+        if any(less < texts and size <= estimate.total * SAVES_NOTHING for less, size in before):
+            continue
+        before.append((texts, estimate.total))
         if estimate.total <= limit * MARGIN:
             yield overrides
 
@@ -249,15 +258,14 @@ def _of(overrides: tuple[str, ...], simulation: Simulation, device: Accelerator)
     return Candidate(overrides, peak_bytes(simulation), seconds)
 
 
-def _extrapolate(
-    overrides: tuple[str, ...], shallow: Sequence[Simulation], depth: int, device: Accelerator
+def _of_all(
+    overrides: tuple[str, ...], simulations: Sequence[Simulation], depths: tuple[int, int] | None, device: Accelerator
 ) -> Candidate:
-    """Continue the line through two depths."""
-    (low, high), (first, second) = DEPTHS, (_of(overrides, one, device) for one in shallow)
-    factor = (depth - high) / (high - low)
-    before, after = (one.observer.ledger.peaks() for one in shallow)
-    peak = max(after[phase].total + factor * (after[phase].total - before[phase].total) for phase in after)
-    return Candidate(overrides, peak, second.seconds + factor * (second.seconds - first.seconds))
+    """What all layers take."""
+    if depths is None:
+        return _of(overrides, simulations[0], device)
+    seconds = extrapolate(simulations, depths, lambda one: _of(overrides, one, device).seconds)
+    return Candidate(overrides, peak_of_all(simulations, depths), seconds)
 
 
 def describe(candidate: Candidate, limit: float) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -63,6 +63,15 @@ class Work:
         self.waiting: Traffic = {}
         self.hosted = 0
 
+    def multiply(self, factor: float) -> None:
+        """Do everything so often."""
+        for counts in (self.flops, self.calls):
+            for key in counts:
+                counts[key] = round(counts[key] * factor)
+        for entry in (*self.traffic.values(), *self.waiting.values()):
+            entry[:] = [round(number * factor) for number in entry]
+        self.hosted = round(self.hosted * factor)
+
 
 class Observer(TorchDispatchMode):
     """Counts what a run does; enter it inside a fake tensor mode, or around a run on real tensors.
@@ -106,13 +115,11 @@ class Observer(TorchDispatchMode):
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator returns; values that a fake tensor does not have are made up."""
         first = args[0] if args else None
-        if all(not isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if (
-                tensors and all(not t.is_meta for t in tensors) and _is_small(tensors)
-            ) or func is _aten.arange.start_step:
-                with unset_fake_temporarily():
-                    return func(*args, **kwargs)
+        tensors = list(_tensors((args, kwargs)))
+        is_real = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+        if is_real and (func is _aten.arange.start_step or (tensors and _is_small(tensors))):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             return False if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 1
         if func is _aten.nonzero.default:
@@ -127,10 +134,10 @@ class Observer(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        produced = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        produced = list(_tensors(out))
         for tensor in produced:
             self.see(tensor, func)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = list(_tensors((args, kwargs)))
         work = self.work[self.step, self.ledger.phase]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._communicates(work, func, args, kwargs, inputs)
@@ -176,6 +183,12 @@ class Observer(TorchDispatchMode):
                 what = f"{name}[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
                 on_host = is_on_host() or (self.offload and self.ledger.phase in ("set-up", "optimizer"))
                 self.ledger.add(storage, self._component(), what, self._where(), on_host=on_host)
+
+    def multiply(self, factor: float) -> None:
+        """Count the work of forward and backward passes more than once: for micro-batches that were not run."""
+        for (_, phase), work in self.work.items():
+            if factor != 1 and phase in ("forward", "backward"):
+                work.multiply(factor)
 
     def _component(self) -> str:
         return "other" if self.in_fsdp or self.ledger.phase in ("set-up", "optimizer") else "activations"
@@ -313,6 +326,18 @@ class Observer(TorchDispatchMode):
                 parameter.register_post_accumulate_grad_hook(
                     lambda parameter: self.ledger.mark(parameter.grad, "gradients")
                 )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors among the arguments or results of an operator."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
 
 
 def _is_small(tensors: list[torch.Tensor]) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from torchtune.modules.conversion import full_shapes
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.plan._plan import arrange
@@ -61,6 +63,7 @@ def simulate(
     per_machine: int = 8,
     observer: Observer | None = None,
     layers: int | None = None,
+    micro_batches: int | None = None,
 ) -> Simulation:
     """Run ``main`` for two steps and count what they take. No file is read but a ``config.json``, and none written.
 
@@ -72,6 +75,8 @@ def simulate(
         observer: counts; one that is not ``fake`` lets the recipe compute with real tensors, on as many real processes,
             which the caller has started.
         layers: to leave of the model, from the first; all by default.
+        micro_batches: of a step to run at most, all by default. The work of forward and backward passes is multiplied
+            to that of all; the peak of two is that of more.
 
     Raises:
         ParallelDimsError, RecipeSettingsError: the mesh does not fit the processes.
@@ -84,7 +89,9 @@ def simulate(
     observer = Observer() if observer is None else observer
     observer.offload = cfg.fsdp_cpu_offload and processes > 1
     models: list[nn.Module] = []
-    rows = STEPS * cfg.batch_size * cfg.gradient_accumulation_steps * dims.data_size
+    accumulated = min(cfg.gradient_accumulation_steps, micro_batches or cfg.gradient_accumulation_steps)
+    changes = {"gradient_accumulation_steps": accumulated, **_cut(cfg, layers)}
+    rows = STEPS * cfg.batch_size * accumulated * dims.data_size
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(simulated())
         stack.enter_context(one_thread())
@@ -105,15 +112,15 @@ def simulate(
 
         stack.enter_context(_set(_stand_ins.before_load, begin))
         stack.enter_context(_set(_stand_ins.on_load, loaded))
-        main(_replaced(settings, cfg, folder, rows, length, layers))
+        main(_replaced(settings, cfg, folder, rows, length, changes))
     if not models:
         raise SimulationError(
             f"{main.__module__}: the recipe loads no model by checkpointer.load_model(model), so there is nothing to "
             "simulate."
         )
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in parameters)
+    observer.multiply(cfg.gradient_accumulation_steps / accumulated)
+    sizes = [(p.requires_grad, math.prod(shape)) for model in models for p, shape in full_shapes(model).items()]
+    trained, total = sum(size for is_trained, size in sizes if is_trained), sum(size for _, size in sizes)
     described = getattr(models[0], "description", None)
     depth = getattr(described, "num_layers", 0)
     return Simulation(observer, cfg, dims, length, is_assumed, (total, trained), depth)
@@ -127,11 +134,21 @@ def row_length(cfg: RecipeSettings) -> tuple[int, bool]:
     return (min(known), False) if known else (ASSUMED_LENGTH, True)
 
 
-def _replaced(settings: Any, cfg: RecipeSettings, folder: str, rows: int, length: int, layers: int | None) -> Any:
-    """The settings with stand-ins for files, and two steps to do."""
+def _cut(cfg: RecipeSettings, layers: int | None) -> dict[str, Any]:
+    """The setting of a model with few layers."""
+    if layers is None:
+        return {}
+    return {"model": {"_component_": f"{_HERE}.shallow", "model": cfg.model, "layers": layers}}
+
+
+def _replaced(
+    settings: Any, cfg: RecipeSettings, folder: str, rows: int, length: int, changes: Mapping[str, Any]
+) -> Any:
+    """The settings with these changes, stand-ins for files, and two steps to do."""
     pairs = "preference" in str(cfg.collate_fn) or "dpo" in str(cfg.collate_fn)
     data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "pairs": pairs}
     changes = {
+        **changes,
         "output_dir": folder,
         "tokenizer": {"_component_": f"{_HERE}.StandInTokenizer", "max_seq_len": length},
         "metric_logger": {"_component_": f"{_HERE}.StandInLogger"},
@@ -147,8 +164,6 @@ def _replaced(settings: Any, cfg: RecipeSettings, folder: str, rows: int, length
         "hang_timeout_minutes": None,
         "log_level": "ERROR",
     }
-    if layers is not None:
-        changes["model"] = {"_component_": f"{_HERE}.shallow", "model": cfg.model, "layers": layers}
     for key, value in _items(settings):
         if isinstance(value, Mapping) and "Checkpointer" in str(value.get("_component_")):
             changes[key] = {"_component_": f"{_HERE}.StandInCheckpointer"}

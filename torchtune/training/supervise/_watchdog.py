@@ -30,6 +30,7 @@ from torchtune.utils import (
     watch_activity,
     watched_activity,
 )
+from torchtune.utils._garbage import collect_as_usual
 
 T = TypeVar("T")
 # Exit code of a stalled rank; neither torch nor Python use it.
@@ -70,6 +71,7 @@ def watch_run(
     Raises:
         OutOfMemoryError: see :func:`explain_out_of_memory`.
     """
+    collect_as_usual()  # set-up has ended
     activity = throughput.activity
     timeout = None if watched_activity() is activity else _seconds(hang_timeout_minutes)
     with Watchdog(activity, dims, timeout), explain_out_of_memory(cfg, activity, dims):

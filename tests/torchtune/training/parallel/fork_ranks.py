@@ -10,15 +10,16 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.recipes.forker import environments
+from tests.recipes.forker import environments, fork, import_rooms
 
 
 def main(module: str, processes: int, folder: Path) -> int:
     """Exit status: 0 if all ranks ended well; the first that does not ends the others."""
+    import_rooms()
     program = importlib.import_module(module)
     alive = set()
     for environment in environments(processes):
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             os.environ.update(environment)
             status = 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.recipes.forker import environments
+from tests.recipes.forker import environments, fork, import_rooms
 from tests.recipes.runs import after_each_step, class_of, load_recipe, write_config
 from torchtune.config import load_and_check
 
@@ -92,6 +92,7 @@ def rank(size: int, config: Path, module: Any, alone: bool) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    import_rooms()
     module = load_recipe(
         NAME, folder, after_each_step("from tests.torchtune.training.parallel.messages import step_done; step_done()")
     )
@@ -100,7 +101,7 @@ def main(folder: Path) -> None:
         for alone in (False,) if size == SIZES[0] else (True, False):
             pids = []
             for environment in environments(size):
-                pid = os.fork()
+                pid = fork()
                 pids.append(pid)
                 if pid == 0:
                     os.environ.update(environment)

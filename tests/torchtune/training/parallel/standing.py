@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from tests.recipes.forker import environments
+from tests.recipes.forker import environments, fork, import_rooms
 
 
 def note_fault() -> None:
@@ -60,7 +60,7 @@ def _attempt(
         for name, size in runs.items():
             (folder / name).mkdir(parents=True)
             for rank, environment in enumerate(environments(size)):
-                pid = os.fork()
+                pid = fork()
                 if pid == 0:
                     os.environ.update(environment, STANDING_FOLDER=str(folder / name))
                     _child(rank, limit, folder / name, lambda: body(name, rank, limit, folder / name))  # noqa: B023
@@ -117,6 +117,7 @@ def run_all(
         look: says in words what is not as it should be, given (run, folder, exit codes by rank, limit).
         lasting: (run, rank) of those that do not end by themselves.
     """
+    import_rooms()
     ended: dict[str, dict] = {}
     for limit in limits:
         again = {

@@ -65,6 +65,25 @@ def test_the_text():
     assert "all kept" in plan_run(settings(enable_activation_checkpointing=False))
 
 
+def test_weights_in_float32_are_not_rounded():
+    assert "AdamW, fp32, 8.0 bytes each" in plan_run(settings(dtype="fp32"))
+
+
+def test_a_reference_is_a_second_model_unless_adapters_are_left_out():
+    preferences = {
+        "ref_checkpointer": None,
+        "reference_cache": None,
+        "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"},
+    }
+    text = plan_run(settings(**preferences))
+    weights = next(line for line in text.splitlines() if line.startswith("  weights"))
+    assert f"  reference {weights.removeprefix('  weights   ')}  its weights" in text
+    lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "attn_modules": ["q_proj", "v_proj"]}
+    alone = ({"reference_cache": "folder"}, {"loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss"}})
+    for changes in (*alone, {"model_converters": [lora]}):
+        assert "  reference " not in plan_run(settings(**preferences | changes))
+
+
 def test_converters_and_what_they_leave_to_train():
     lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "attn_modules": ["q_proj", "v_proj"]}
     text = plan_run(settings(model_converters=[lora]))

@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.recipes.forker import fork, import_rooms
 from tests.recipes.runs import load_recipe, write_config
 from torchtune.config import load_and_check
 from torchtune.training.simulate._observer import Observer
@@ -98,14 +99,12 @@ def measure_rank(rank: int, processes: int, names: list[str], folder: Path) -> N
 
 def main(folder: Path) -> None:
     """Fork as many ranks as each case has; this process runs no tensor operation, so that a fork is safe."""
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401  (imported here so that children need not)
-
+    import_rooms()
     for processes in (2, 4):
         names = [name for name, case in CASES.items() if case[0] == processes]
         pids = set()
         for rank in range(processes):
-            pid = os.fork()
+            pid = fork()
             if pid == 0:
                 status = 1
                 try:

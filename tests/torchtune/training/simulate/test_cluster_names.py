@@ -1,5 +1,6 @@
 """Devices by name, mistakes as one sentence, and what the ledger makes of allocations."""
 
+import argparse
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import torch
 
 from torchtune._cli._simulate import simulate_run
 from torchtune._cli._target import recipe_named_by, resolve_config
+from torchtune._cli.estimate import Estimate
 from torchtune.training.simulate._devices import parse_cluster, parse_memory
 from torchtune.training.simulate._fit import candidates
 from torchtune.training.simulate._ledger import Ledger
@@ -35,6 +37,15 @@ def test_a_mistake_is_one_sentence(config: str, cluster: str, overrides: list[st
     path = resolve_config(config)
     with pytest.raises(UserError, match=said):
         simulate_run(recipe_named_by(path), path, overrides, cluster, None)
+
+
+@pytest.mark.parametrize("tokens", [["2xA100"], ["full_finetune_distributed", "H100"]])
+def test_devices_without_their_option(tokens: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    Estimate(parser.add_subparsers())
+    args = parser.parse_args(["estimate", "--config", "llama3_1/8B_full", *tokens])
+    with pytest.raises(UserError, match=f"^{tokens[-1]}: devices follow --simulate: tune estimate"):
+        args.func(args)
 
 
 def test_a_peak_has_what_lives_then() -> None:

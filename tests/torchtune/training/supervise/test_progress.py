@@ -95,8 +95,9 @@ def test_outside_the_main_thread_it_does_nothing():
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 1)])
 def test_the_second_signal_ends_at_once(number, code):
     script = (
-        "import os, sys, time\n"
+        "import os, signal, sys, time\n"
         "from torchtune.training.supervise._signals import StopSignal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "with StopSignal() as stop:\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         "    assert stop.requested\n"

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from torchtune.data import Message
+from torchtune.modules.transforms.tokenizers._words import WordEncoder
 from torchtune.utils import get_logger, log_once
 
 # Letters and digits only: templates, JSON and regular expressions leave them as they are; no text has them by chance.
@@ -84,10 +85,21 @@ class GuardedEncoder:
         self.tokenizer = tokenizer
         self.guard = guard
         self._renamed: Tokenizer | None = None
+        self._words: WordEncoder | None = None
 
     def fingerprint_parts(self) -> list[Any]:
         """What the ids depend on."""
         return [self.tokenizer, self.guard.control]
+
+    def encode_masked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Ids, and for each whether it is masked: True unless it covers a character of ``spans`` (in order)."""
+        if self._words is None:
+            self._words = WordEncoder(self.tokenizer)
+        found = self._words.encode(text, list(spans)) if _KEY not in text else None
+        if found is None:
+            encoding, moved = self.encode(text, spans)
+            found = encoding.ids, _mask(encoding.offsets, moved)
+        return found
 
     def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Encoding, list[tuple[int, int]]]:
         """Encode ``text``.
@@ -122,6 +134,21 @@ class GuardedEncoder:
             self._renamed.encode(encoded, add_special_tokens=False),
             [(moved(start, is_end=False), moved(end, is_end=True)) for start, end in spans],
         )
+
+
+def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Whether each token is masked: True unless it covers a character of a span. Spans are in order and apart."""
+    mask = [True] * len(offsets)
+    current = iter(spans)
+    start, end = next(current, (0, -1))
+    for i, (first, last) in enumerate(offsets):
+        while end >= 0 and first >= end:
+            start, end = next(current, (0, -1))
+        if end < 0:
+            break
+        if last > start or (first == last == start):
+            mask[i] = False
+    return mask
 
 
 def _new_name(number: int) -> str:

@@ -10,6 +10,7 @@ from torchtune.data._truncate import truncate_row
 from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
 from torchtune.modules.transforms.tokenizers._files import read_json, read_text
 from torchtune.modules.transforms.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
+from torchtune.modules.transforms.tokenizers._layouts import Layouts
 from torchtune.modules.transforms.tokenizers._protocols import MessagesWithToolsTransform, ModelTokenizer, end_tokens
 from torchtune.modules.transforms.tokenizers._turns import Span, TurnFinder, first_special, learn_stops
 from torchtune.utils import get_logger, log_once
@@ -76,6 +77,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             for name, source in _template_sources(folder, self.base_tokenizer.config, chat_template).items()
         }
         self._guard, self._encoder = self.base_tokenizer.guard, self.base_tokenizer.encoder
+        self._layouts = Layouts(self._spans_of_plain)
         self._stops: list[str] = []
         final: list[str] = []
         if "default" in self.chat_templates:
@@ -151,8 +153,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             spans: list[Span] = []
         else:
             text, spans = self._finished_text(turns, [message.masked for message in messages], tools)
-        encoding, moved = self._encoder.encode(text, spans)
-        tokens, mask = encoding.ids, _mask(encoding.offsets, moved)
+        tokens, mask = self._encoder.encode_masked(text, spans)
         eos_id = self.eos_id if closed else None
         is_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
         if is_trained and not text[spans[-1][0] :].rstrip().endswith(tuple(self.special_tokens)):
@@ -185,7 +186,30 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         """The text of a finished conversation, and what of it is trained on."""
         template = self._template(tools)
         template.now = datetime.now()  # every rendering of one conversation sees the same time
-        text, generated = template.render(turns, tools=tools)
+        try:
+            text, generated = template.render(turns, tools=tools)
+            # Blocks that a template marks are where it says; what else it does decides about the rest.
+            spans = None if tools is not None or generated else self._layouts.spans(text, turns, masked)
+            return text, self._find_spans(template, text, generated, turns, masked, tools) if spans is None else spans
+        finally:
+            template.now = None
+
+    def _spans_of_plain(self, turns: list[dict[str, Any]], masked: list[bool]) -> tuple[str, list[Span]]:
+        """The text of turns without tools, and what of it is trained on."""
+        template = self._template(None)
+        text, generated = template.render(turns)
+        return text, self._find_spans(template, text, generated, turns, masked, None)
+
+    def _find_spans(
+        self,
+        template: ChatTemplate,
+        text: str,
+        generated: Sequence[Span],
+        turns: list[dict[str, Any]],
+        masked: list[bool],
+        tools: Sequence[Any] | None,
+    ) -> list[Span]:
+        """What is trained on in the text of a conversation."""
         finder = TurnFinder(
             lambda part, prompt: template.render(part, add_generation_prompt=prompt, tools=tools)[0],
             turns,
@@ -204,8 +228,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
                 spans.append(self._with_stop(text, by_turn[i]))
             else:
                 spans.append(finder.assistant(i) if turn["role"] == "assistant" else finder.other(i))
-        template.now = None
-        return text, spans
+        return spans
 
     def _with_stop(self, text: str, span: Span) -> Span:
         """A marked span that ends with the end-of-turn token, whether the mark includes it or not."""
@@ -250,21 +273,6 @@ def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | Non
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[path.stem] = read_text(path, "chat template")
     return sources
-
-
-def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each token is masked: True unless it covers a character of a span. Spans are in order and apart."""
-    mask = [True] * len(offsets)
-    current = iter(spans)
-    start, end = next(current, (0, -1))
-    for i, (first, last) in enumerate(offsets):
-        while end >= 0 and first >= end:
-            start, end = next(current, (0, -1))
-        if end < 0:
-            break
-        if last > start or (first == last == start):
-            mask[i] = False
-    return mask
 
 
 def hf_tokenizer(

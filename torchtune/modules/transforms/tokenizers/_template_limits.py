@@ -179,6 +179,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """``left operator right``, with its size charged before."""
+        if operator == "+" and type(left) is type(right) is str:  # most are
+            self.budget.charge(len(left) + len(right))
+            return left + right
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
             if bits > _BITS and operator in ("**", "*"):

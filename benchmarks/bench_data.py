@@ -1,0 +1,168 @@
+"""Compare the preparation of chats with TRL's: seconds to tokenize and pack, and peak memory of each side.
+
+    python benchmarks/bench_data.py --tokenizer FOLDER            # 20 MB of chats
+    python benchmarks/bench_data.py --tokenizer FOLDER --megabytes 100 --processes 2
+    python benchmarks/bench_data.py --tokenizer FOLDER --data chats.jsonl
+
+FOLDER is a Hugging Face checkpoint with a chat template. Chats are made of sentences of the standard library's
+documentation. Each run is a process of its own that has imported everything before the clock starts; sides alternate.
+TRL reads, tokenizes and packs (best-fit decreasing) with the trainer's own method; with its default of a loss on all
+tokens, as its assistant-only loss needs a template with marks. This library finds what the assistant says, checks
+every row, and leaves mapped files. Memory is the largest resident set of the main process and of its children.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import random
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+LENGTH = 2048
+
+
+def write_chats(path: Path, size: int) -> None:
+    """Chats of one to three exchanges, about 900 bytes each."""
+    texts = [p.read_text("utf-8", "replace") for p in sorted(Path(os.__file__).parent.glob("**/*.py"))[:1500]]
+    documentation = " ".join(
+        " ".join(found.split()) for text in texts for found in re.findall(r'"""(.*?)"""', text, re.S)
+    )
+    sentences = [s for s in re.split(r"(?<=[.!?])\s", documentation) if 20 < len(s) < 400]
+    draw = random.Random(0)
+    with path.open("w") as file:
+        while file.tell() < size:
+            turns = [{"role": "system", "content": draw.choice(sentences)}] if draw.random() < 0.3 else []
+            for _ in range(draw.randint(1, 3)):
+                turns.append({"role": "user", "content": " ".join(draw.choices(sentences, k=draw.randint(1, 3)))})
+                turns.append({"role": "assistant", "content": " ".join(draw.choices(sentences, k=draw.randint(1, 4)))})
+            file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def prepare_with_torchtune(data: str, tokenizer: str, processes: int) -> int:
+    """Packs that this library makes."""
+    from torchtune.datasets import chat_dataset
+    from torchtune.datasets._parallel import workers
+    from torchtune.modules.transforms.tokenizers import hf_tokenizer
+
+    with workers(processes):
+        dataset = chat_dataset(
+            hf_tokenizer(tokenizer, max_seq_len=LENGTH),
+            source=data,
+            conversation_column="messages",
+            conversation_style="openai",
+            packed=True,
+        )
+    return len(dataset)
+
+
+def prepare_with_trl(data: str, tokenizer: str, processes: int) -> int:
+    """Packs that TRL makes."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    processing = AutoTokenizer.from_pretrained(tokenizer)
+    arguments = SFTConfig(
+        output_dir=os.environ["HF_DATASETS_CACHE"],
+        max_length=LENGTH,
+        packing=True,
+        report_to=[],
+        use_cpu=True,
+        dataset_num_proc=processes if processes > 1 else None,
+    )
+    # What the method reads of a trainer: the model has no part in it.
+    trainer = SimpleNamespace(
+        _tokenizer=processing, _is_vlm=False, args=arguments, chat_template=None, completion_only_loss=False
+    )
+    rows = load_dataset("json", data_files=data, split="train")
+    return len(SFTTrainer._prepare_dataset(trainer, rows, processing, arguments, True, None, "train"))
+
+
+SIDES = {"torchtune": prepare_with_torchtune, "trl": prepare_with_trl}
+IMPORTED = {
+    "torchtune": ["torchtune.datasets._chat", "torchtune.modules.transforms.tokenizers._hf_model_tokenizer"],
+    "trl": ["trl.trainer.sft_trainer"],
+}
+
+
+def run_side(side: str, data: str, tokenizer: str, processes: int) -> None:
+    """Prepare in this process and print what it took."""
+    for name in IMPORTED[side]:
+        importlib.import_module(name)
+    import datasets
+
+    datasets.disable_progress_bars()
+    start, before = time.perf_counter(), _cpu_seconds()
+    packs = SIDES[side](data, tokenizer, processes)
+    seconds = time.perf_counter() - start
+    peaks = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu = _cpu_seconds() - before
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "packs": packs, "own_mib": peaks[0], "child_mib": peaks[1]}))
+
+
+def _cpu_seconds() -> float:
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(part.ru_utime + part.ru_stime for part in usage)
+
+
+def measure(side: str, data: Path, tokenizer: str, processes: int) -> dict[str, float]:
+    """Run one side in a process of its own, with caches of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"HF_DATASETS_CACHE": folder, "TORCHTUNE_CACHE": folder, "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, __file__, "--side", side, "--data", str(data), "--tokenizer", tokenizer]
+        done = subprocess.run(
+            [*command, "--processes", str(processes)],
+            env=os.environ | caches | {"TOKENIZERS_PARALLELISM": "false"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=True,
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Measure both sides in turn and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokenizer", required=True, help="folder of a checkpoint")
+    parser.add_argument("--data", type=Path, help="chats to use, as JSON lines with a column messages")
+    parser.add_argument("--megabytes", type=float, default=20)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        run_side(args.side, str(args.data), args.tokenizer, args.processes)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        data = args.data or Path(folder) / "chats.jsonl"
+        if args.data is None:
+            write_chats(data, int(args.megabytes * 1e6))
+        found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        for _ in range(args.repeats):
+            for side in SIDES:
+                found[side].append(measure(side, data, args.tokenizer, args.processes))
+        print(f"{data.stat().st_size / 1e6:.1f} MB of chats, {args.processes} processes, {args.repeats} runs each")
+        for side, runs in found.items():
+            seconds, cpu, own, child = (
+                statistics.median(run[key] for run in runs) for key in ("seconds", "cpu", "own_mib", "child_mib")
+            )
+            memory = f"{own:,.0f} MiB, children {child:,.0f} MiB"
+            print(f"{side:<10} {seconds:7.2f} s, CPU {cpu:7.2f} s   {runs[0]['packs']:,} packs   {memory}")
+        ratios = [trl["cpu"] / ours["cpu"] for ours, trl in zip(*found.values(), strict=True)]
+        print(f"TRL takes {statistics.median(ratios):.2f} times the CPU time ({min(ratios):.2f} to {max(ratios):.2f})")
+        ratios = [trl["seconds"] / ours["seconds"] for ours, trl in zip(*found.values(), strict=True)]
+        print(f"TRL takes {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()

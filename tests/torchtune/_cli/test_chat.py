@@ -1,0 +1,117 @@
+"""``tune chat`` from a pipe: answers, commands, and what ends an answer."""
+
+import io
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import write_checkpoint
+from torchtune._cli.tune import main
+from torchtune.modules import TransformerDecoder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("chat") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint: Path) -> Path:
+    """Written by peft."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    folder = checkpoint.parent / "adapter"
+    model.save_pretrained(folder)
+    return folder
+
+
+def _chat(monkeypatch: pytest.MonkeyPatch, lines: str, *args: object) -> None:
+    common = ["--device", "cpu", "--dtype", "fp32", "--temperature", 0, "--max-new-tokens", 6]
+    monkeypatch.setattr("sys.argv", ["tune", "chat", *map(str, [*common, *args])])
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    main()
+
+
+def _reference(checkpoint: Path, turns: list[str], adapter: Path | None = None) -> str:
+    """Six greedy tokens of ``transformers`` after user and assistant turns."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    found = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=2
+    )
+    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_answers_and_commands(
+    checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _chat(monkeypatch, "the cat\n\n/what\n/reset\nthe cat\n/quit\nthe dog\n", "--model", checkpoint)
+    found = capsys.readouterr()
+    first = _reference(checkpoint, ["the cat"])
+    assert found.out == 2 * f"{first}\n"
+    assert "/what is no command" in found.err
+    assert "(ends after --max-new-tokens 6)" in found.err
+    _chat(monkeypatch, "the cat\na dog", "--model", checkpoint, "--adapter", adapter)
+    one = _reference(checkpoint, ["the cat"], adapter)
+    two = _reference(checkpoint, ["the cat", one, "a dog"], adapter)
+    assert capsys.readouterr().out == f"{one}\n{two}\n"
+    assert one != first
+
+
+def test_what_ends_an_answer(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[int] = []
+    original = TransformerDecoder.forward
+
+    def forward(self: TransformerDecoder, *args: object, **kwargs: object) -> object:
+        calls.append(1)
+        self.max_seq_len = 60
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C stops the answer
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TransformerDecoder, "forward", forward)
+    _chat(monkeypatch, "the cat\nthe cat\n" + "red " * 60, "--model", checkpoint, "--max-new-tokens", 500)
+    found = capsys.readouterr()
+    whole = found.out.splitlines()
+    assert len(whole) >= 2
+    assert "the context of 60 tokens is full" in found.err
+    assert "it is full. Begin anew with /reset." in found.err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "nowhere"], "--model nowhere: there is no such folder"),
+        (["--model", ".", "--temperature", -1], "--temperature is -1.0: it must be at least 0"),
+        (["--model", "{}", "--adapter", "{}"], "there is no adapter_model.safetensors"),
+    ],
+)
+def test_errors(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[object],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as found:
+        _chat(monkeypatch, "", *(str(arg).format(checkpoint) for arg in args))
+    assert found.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""``tune data show`` says what a file holds and what a run sees of it."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import write_tokenizer
+from torchtune._cli import tune
+from torchtune.datasets._facts import format_of, histogram, scan
+from torchtune.utils import UserError
+
+TURNS = [{"role": "user", "content": "red cat"}, {"role": "assistant", "content": "blue"}]
+ROWS = {
+    "OpenAI messages": ({"messages": TURNS}, "chat_dataset conversation_column=messages conversation_style=openai"),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "red"}, {"from": "gpt", "value": "blue"}]},
+        "chat_dataset conversation_column=conversations conversation_style=sharegpt",
+    ),
+    "Alpaca": ({"instruction": "red", "input": "", "output": "blue"}, "alpaca_dataset"),
+    "instructions": (
+        {"question": "red", "answer": "blue"},
+        "instruct_dataset column_map.input=question column_map.output=answer",
+    ),
+    "preference pairs": ({"prompt": "red", "chosen": "blue", "rejected": "cat"}, "preference_dataset"),
+    "labelled answers (KTO)": ({"prompt": "red", "completion": "blue", "label": True}, "kto_dataset"),
+    "raw text": ({"text": "red blue"}, "text_completion_dataset column=text"),
+    "prompts with answers": ({"prompt": "red", "expected": "blue"}, "prompt_dataset"),
+    "unknown": ({"a": 1, "b": 2}, ""),
+}  # fmt: skip
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "argv", ["tune", "data", *map(str, arguments)])
+    with contextlib.suppress(SystemExit):
+        tune.main()
+    return capsys.readouterr()
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_formats(kind: str) -> None:
+    row, reader = ROWS[kind]
+    assert format_of(row) == (kind, reader)
+
+
+def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    before = set(sys.modules)
+    rows = [TURNS, TURNS[:1], TURNS, TURNS[::-1], [TURNS[0], TURNS[0]], [{"role": "user"}]]
+    first, *others = [{"messages": turns} for turns in rows]
+    path = write(tmp_path / "rows.jsonl", first, others[0], "", '{"messages": [', *others[1:4], "[1]", others[4])
+    with path.open("ab") as file:
+        file.write(b'{"messages": "caf\xe9"}\n')
+    out, _ = run(capsys, monkeypatch, "show", path)
+    for line, reason in (
+        (2, "no turn is the assistant's"), (4, "no JSON, Expecting value at column 15"),
+        (6, "turn 0 of the assistant follows nothing"), (7, "turn 1 is a second user turn in a row"),
+        (8, "a row must be a mapping"), (9, "turn 0 of 'user' has no 'content'"), (10, "byte 18 is not UTF-8"),
+    ):  # fmt: skip
+        assert f"{path}:{line}: {reason}" in out
+    assert "1 rows are the same as an earlier one, the first in line 5 (as line 1)" in out
+    assert "9 rows, " in out
+    assert not {"pyarrow", "datasets"} & (set(sys.modules) - before)
+
+
+def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    train = write(tmp_path / "train.jsonl", ROWS["Alpaca"][0], {"messages": TURNS, "tools": [{"name": "f"}]})
+    (tmp_path / "val.csv").write_text("instruction,input,output\nred,,blue\nred,,cat\n")
+    out, _ = run(capsys, monkeypatch, "show", train, "--validation", tmp_path / "val.csv")
+    assert "the rows are of several formats: split the file" in out
+    assert "1 rows have tools or call them" in out
+    assert "format      Alpaca, 2 rows" in out
+    out, _ = run(capsys, monkeypatch, "show", train, "--validation", write(tmp_path / "v.jsonl", ROWS["Alpaca"][0]))
+    assert f"1 rows of {tmp_path / 'v.jsonl'} are in {train} too, the first in line 1" in out
+    (tmp_path / "empty.jsonl").touch()
+    for path, said in (("empty.jsonl", "the file is empty"), ("no.jsonl", "there is no file")):
+        assert said in run(capsys, monkeypatch, "show", tmp_path / path)[1]
+    (tmp_path / "one.json").write_text("[3")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    assert "not a Parquet file, or not the whole" in run(capsys, monkeypatch, "show", tmp_path / "cut.parquet")[1]
+    with pytest.raises(UserError, match=r"one.json, line 1: no JSON"):
+        scan(tmp_path / "one.json", everything=True)
+
+
+def test_a_file_with_a_tokenizer(tokenizer: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    path = write(tmp_path / "rows.jsonl", *[{"messages": TURNS}] * 3)
+    arguments = ["show", path, "--tokenizer", tokenizer, "--examples", 1, "packed=true", "--max-seq-len", 128]
+    out, err = run(capsys, monkeypatch, *arguments)
+    assert "dataset: 3 rows\n" in out, err
+    assert "1 of up to 128 tokens" in out
+    assert "2 rows have the tokens of an earlier one" in out
+    trained = out.partition("--- row 0")[2].partition("\n")[2].partition("[[")[2].partition("]]")[0]
+    assert "blue" in trained
+    assert "red" not in trained
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "\x1b[32m" in run(capsys, monkeypatch, *arguments)[0]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in run(capsys, monkeypatch, *arguments)[0]
+
+
+def test_a_config(tokenizer: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    pairs = [{"instruction": "red", "input": "", "output": word} for word in ("blue", "cat", "red cat")]
+    out, err = run(
+        capsys, monkeypatch, "show", "smol/135M_lora_single_device", f"tokenizer.path={tokenizer}",
+        f"dataset.data_files={write(tmp_path / 'a.jsonl', *pairs)}", "batch_size=1", "gradient_accumulation_steps=1",
+        "dataset_val={_component_: torchtune.datasets.alpaca_dataset, source: "
+        f"{write(tmp_path / 'b.jsonl', *pairs[:1])}}}", "--all",
+    )  # fmt: skip
+    assert "dataset: 3 rows" in out, err
+    assert "leaks       1 rows of dataset_val are in dataset too" in out
+    assert "steps       3" in out
+
+
+def test_a_histogram_counts_every_value() -> None:
+    values = [1, 2, 3, 250, 999, 1000, 5000]
+    lines = histogram(values, "tokens per row").splitlines()
+    assert lines[0] == "tokens per row: 1 to 5,000, half have at most 250"
+    assert sum(int(line.split()[-1]) for line in lines[1:]) == len(values)

@@ -1,0 +1,66 @@
+"""Many rows are prepared by several processes, and nothing shows of it."""
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtune.data import DataError
+from torchtune.datasets import SFTDataset, chat_dataset
+from torchtune.datasets._parallel import in_parts, workers
+
+COUNT = 2500
+
+
+def write(path: Path, bad: int = 0) -> str:
+    draw = np.random.default_rng(0)
+    with path.open("w") as file:
+        for n in range(COUNT):
+            words = " ".join(draw.choice(["red", "blue", "cat", "12"], draw.integers(1, 9)))
+            turns = [{"role": "user", "content": words}, {"role": "assistant", "content": words[::-1]}]
+            file.write(json.dumps({"messages": turns[:1] if n >= COUNT - bad else turns}) + "\n")
+    return str(path)
+
+
+def build(tokenizer: Any, source: str, count: int, monkeypatch: pytest.MonkeyPatch, cache: Path) -> SFTDataset:
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(cache))
+    with workers(count):
+        return chat_dataset(tokenizer, source=source, conversation_column="messages", conversation_style="openai")
+
+
+def test_any_number_of_processes_writes_the_same(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "rows.jsonl")
+    one, two = (build(tokenizer, source, count, monkeypatch, tmp_path / str(count)) for count in (1, 2))
+    assert len(one) == len(two) == COUNT
+    assert one.fingerprint == two.fingerprint
+    assert all(one[i] == two[i] for i in range(0, COUNT, 97))
+    with pytest.raises(DataError, match=rf"rows {COUNT - 3}, {COUNT - 2}, {COUNT - 1}: a conversation needs at least"):
+        build(tokenizer, write(tmp_path / "bad.jsonl", bad=3), 2, monkeypatch, tmp_path / "bad")
+
+
+def test_a_process_that_is_killed_is_told() -> None:
+    def work(start: int, rows: Any) -> int:
+        if start > 1000:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start
+
+    with workers(2), pytest.raises(DataError, match=r"killed, most likely because memory ran out.*--workers 1"):
+        list(in_parts(range(COUNT), work))
+
+
+def test_an_error_of_a_transform_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path))
+
+    def broken(row: Mapping[str, Any]) -> Any:
+        return {"tokens": [1, 2], "mask": [True, False]} if row["n"] < 1000 else row["no such key"]
+
+    with workers(2), pytest.raises(KeyError, match="no such key"):
+        SFTDataset(source=[{"n": n} for n in range(COUNT)], message_transform=dict, model_transform=broken)
+    assert not list((tmp_path / "rows").rglob("*.tokens"))

@@ -1,0 +1,145 @@
+"""What tune data prepare writes is what a run would make itself, or it is refused by name."""
+
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from torchtune._cli import tune
+from torchtune._recipe_registry import find_config
+from torchtune.data import DataError, collate_documents
+from torchtune.datasets import chat_dataset, instantiate_dataset, text_completion_dataset
+from torchtune.datasets._preview import NotRead, preview
+from torchtune.datasets._shared import preparing
+from torchtune.modules.transforms.tokenizers import hf_tokenizer
+from torchtune.training.plan._check_run import _check_sources
+from torchtune.utils import UserError
+
+STYLE = {"conversation_column": "messages", "conversation_style": "openai"}
+
+
+@pytest.fixture
+def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
+    draw, path = np.random.default_rng(0), tmp_path / "chats.jsonl"
+    with path.open("w") as file:
+        for _ in range(40):
+            words = " ".join(draw.choice(["red", "blue", "cat"], draw.integers(1, 9)))
+            turns = [{"role": "user", "content": words}, {"role": "assistant", "content": words[::-1]}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def test_prepared_data_give_the_batches_of_live_data(
+    chats: Path, tokenizer: Any, tokenizer_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    config, folder = tmp_path / "mine.yaml", tmp_path / "prepared"
+    node = {"_component_": "torchtune.datasets.chat_dataset", "source": str(chats), "packed": True, **STYLE}
+    settings = {
+        "tokenizer": {
+            "_component_": "torchtune.modules.transforms.tokenizers.hf_tokenizer",
+            "path": str(tokenizer_folder),
+            "max_seq_len": 128,
+        },
+        "dataset": node,
+    }
+    shipped = yaml.safe_load(find_config("smol/135M_lora_single_device").read_text())
+    config.write_text(yaml.safe_dump({**shipped, **settings}))
+    monkeypatch.setattr(sys, "argv", ["tune", "data", "prepare", str(config), "--output", str(folder)])
+    tune.main()
+    assert f"dataset.prepared={folder}" in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+    prepared = instantiate_dataset({**node, "prepared": str(folder)}, tokenizer)
+    assert not (tmp_path / "cache").exists()  # nothing was made
+    live = instantiate_dataset(node, tokenizer)
+    assert prepared.fingerprint == live.fingerprint
+    assert len(prepared) == len(live) > 1
+    for i in range(len(live)):
+        one, two = collate_documents([prepared[i]]), collate_documents([live[i]])
+        assert one.tokens.equal(two.tokens)
+        assert one.labels.equal(two.labels)
+        assert one.documents.lengths == two.documents.lengths
+    assert isinstance(prepared.ds.store._tokens.base, np.memmap)
+    _check_sources({**node, "prepared": str(folder)})
+    with preview(0), pytest.raises(NotRead):
+        chat_dataset(tokenizer, source=str(chats), prepared=str(folder), **STYLE)
+
+
+def test_what_changed_is_named(chats: Path, tokenizer: Any, tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prepared"
+
+    def read(tokenizer: Any, **settings: Any) -> Any:
+        return chat_dataset(tokenizer, source=str(chats), prepared=folder, **STYLE, **settings)
+
+    with pytest.raises(DataError, match=r"There is no folder .*prepared with prepared rows: write it with tune data"):
+        read(tokenizer)
+    folder.mkdir()
+    with pytest.raises(DataError, match="There are no prepared rows in"):
+        read(tokenizer)
+    with preparing(folder):
+        read(tokenizer)
+    assert len(read(tokenizer)) == 40
+    with pytest.raises(DataError, match=r"another tokenizer.max_seq_len \(was 128, now 64\): prepare them again"):
+        read(hf_tokenizer(str(tokenizer_folder), max_seq_len=64))
+    with pytest.raises(DataError, match=r"made with another tokenizer.chat_templates: "):
+        read(hf_tokenizer(str(tokenizer_folder), max_seq_len=128, chat_template="{# #}" + _template(tokenizer)))
+    with pytest.raises(DataError, match=r"made with another masks and columns.masking_strategy: "):
+        read(tokenizer, masking_strategy="train_on_last")
+    with pytest.raises(DataError, match="made with another dataset and another "):
+        text_completion_dataset(tokenizer, str(chats), column="messages", prepared=folder)
+    (shard,) = folder.glob("*/rows.tokens")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-4])
+    with pytest.raises(DataError, match="they were damaged"):
+        read(tokenizer)
+    shard.write_bytes(whole)
+    chats.write_text(chats.read_text().replace("red", "cat", 1))
+    with pytest.raises(DataError, match="made with other content of the data: "):
+        read(tokenizer)
+
+
+def _template(tokenizer: Any) -> str:
+    return tokenizer.chat_templates["default"].source
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue " * 20}]
+    folder = tmp_path / "prepared"
+
+    def read() -> Any:
+        return chat_dataset(tokenizer, source=[{"messages": turns}] * 100, prepared=folder, **STYLE)
+
+    with (
+        preparing(folder),
+        largest_file(4096),
+        pytest.raises(DataError, match="or choose another --output; nothing is"),
+    ):
+        read()
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+    with pytest.raises(DataError, match="There are no prepared rows in"):
+        read()
+    with preparing(folder):
+        read()
+    assert len(read()) == 100
+
+
+def test_a_transform_without_a_fingerprint_cannot_be_prepared(tokenizer: Any, tmp_path: Path) -> None:
+    with preparing(tmp_path), pytest.raises(UserError, match="needs an attribute fingerprint"):
+        chat_dataset(tokenizer, source=[{"messages": []}], filter_fn=lambda row: True, **STYLE)

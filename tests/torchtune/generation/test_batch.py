@@ -1,0 +1,115 @@
+"""A continuous batch gives every sequence the tokens that it has alone."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from torchtune.generation import fast_linears, generate_tokens
+from torchtune.models import Description, build
+from torchtune.models._mixers import DeltaNetMixer
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 29,
+    "num_layers": 2,
+    "embed_dim": 16,
+    "intermediate_dim": 24,
+    "max_seq_len": 256,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+_PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8], [7] * 40, [9, 3, 2], [1, 2, 3, 4], [28]]
+_KINDS = {
+    "attention": {},
+    "window, sinks and soft cap": {"window": 3, "window_layers": (0,), "attn_sinks": True, "attn_softcap": 5.0},
+    "window": {"window": 3, "window_layers": (1,)},
+    "mixers": {
+        "mixer": DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5, conv_taps=3),
+        "mixer_layers": (0,),
+    },
+}
+
+
+def _model(**options: Any) -> TransformerDecoder:
+    torch.manual_seed(0)
+    model = build(Description(**_SIZES, **options))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+@pytest.fixture
+def model() -> TransformerDecoder:
+    return _model()
+
+
+def _alone(model: TransformerDecoder, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+    """Greedy tokens by forward passes over the whole text, without any cache."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        while len(tokens) < len(prompt) + new and (len(tokens) == len(prompt) or tokens[-1] not in stop):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_rows_join_and_leave(kind: str) -> None:
+    model = _model(**_KINDS[kind])
+    limits, stop = [9, 70, 4, 20, 30, 1, 12], {11}
+    shapes: list[tuple[int, ...]] = []
+    handle = model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    found = generate_tokens(model, _PROMPTS, max_new_tokens=limits, temperature=0.0, stop_tokens=stop, max_sequences=3)
+    handle.remove()
+    for prompt, limit, tokens, log_probs in zip(_PROMPTS, limits, found.tokens, found.log_probs, strict=True):
+        assert tokens.tolist() == _alone(model, prompt, limit, stop)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens.tolist()]]))[0, len(prompt) - 1 : -1]
+        wanted = F.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)
+    assert max(rows for rows, _ in shapes) == 3
+    prefills = [rows for rows, positions in shapes if positions > 1]
+    assert len(prefills) > 2
+    # Fewer passes than one sequence after another needs: newcomers run beside those that are under way.
+    assert len(shapes) < sum(len(tokens) for tokens in found.tokens)
+
+
+def test_samples_of_a_prompt_join_together(model: TransformerDecoder) -> None:
+    draws = torch.rand(14, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    options = {"max_new_tokens": 20, "num_samples": 2, "stop_tokens": [11, 12], "draws": draws}
+    together = generate_tokens(model, _PROMPTS, **options)
+    few = generate_tokens(model, _PROMPTS, max_sequences=4, **options)
+    assert len({len(tokens) for tokens in few.tokens}) > 1
+    for one, other in zip(together.tokens, few.tokens, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_return_from_their_fast_layout(dtype: torch.dtype) -> None:
+    model = _model()
+    apply_conversions(model, [LoRA(2, 4)])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    model.to(dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    packed = generate_tokens(model, _PROMPTS, max_new_tokens=48, temperature=0.0)
+    if dtype == torch.float32:
+        for prompt, tokens in zip(_PROMPTS, packed.tokens, strict=True):
+            assert tokens.tolist() == _alone(model, prompt, 48, set())
+    weight = model.layers[0].attn.q_proj.weight
+    with contextlib.suppress(ZeroDivisionError), torch.inference_mode(), fast_linears(model, pack=True):
+        assert weight.numel() == 0
+        again = generate_tokens(model, _PROMPTS, max_new_tokens=48, temperature=0.0)
+        raise ZeroDivisionError
+    for one, other in zip(packed.log_probs, again.log_probs, strict=True):
+        assert torch.equal(one, other)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    model(torch.tensor([_PROMPTS[0]])).sum().backward()
+    assert model.layers[0].attn.q_proj.lora_b.weight.grad.any()

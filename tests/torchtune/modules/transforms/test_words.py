@@ -1,0 +1,90 @@
+"""Ids by words are those of the tokenizer itself, whatever the text."""
+
+import random
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from torchtune.modules.transforms.tokenizers._words import WordEncoder
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+# What Qwen's and Llama's checkpoints split by.
+CASELESS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "digits": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+    "caseless": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(CASELESS), behavior="isolated"), BYTES]),
+}
+PARTS = [
+    *"aBs \n\t.,'!12<|>", "  ", "\r\n", "'ll", "'S", "the", " cat", "<|end|>", "é", "e\u0301", "ß", "中文",
+    "\u043a\u043e\u0442", "½", "٣", "\u017f", "\u212a", "\u00a0", "\u2028", "\x1c", "\x85", "\u200b", "🙂", "\u0345",
+    "\ud7ff", "\ufb01", "\u01c5", "\u3000", "\u180e",
+]  # fmt: skip
+
+
+def make(split: str, *, nfc: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=split == "caseless"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split], decoders.ByteLevel()
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    special = [AddedToken(text, special=True, normalized=False) for text in ("<|end|>", "<|e", "<|")]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat's 12 cats they'll see the \u043a\u043e\u0442 中文 " * 3], trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("nfc", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
+def test_ids_and_mask_are_those_of_the_tokenizer(split: str, nfc: bool) -> None:
+    tokenizer, draw = make(split, nfc=nfc), random.Random(split)
+    encoder = WordEncoder(tokenizer)
+    assert encoder.is_used
+    used = masked = 0
+    for _ in range(400):
+        text = "".join(draw.choices(PARTS[: draw.choice([24, len(PARTS)])], k=draw.randint(0, 30)))
+        edges = sorted(draw.sample(range(len(text) + 1), k=min(2 * draw.randint(0, 2), len(text) // 2 * 2)))
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        if (whole := encoder.encode(text, [])) is not None:
+            used += 1
+            assert whole[0] == encoding.ids
+        if (found := encoder.encode(text, spans)) is not None:
+            masked += 1
+            expected = [not any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
+            assert found == (encoding.ids, expected)
+    assert used > 200
+    assert masked > 40
+
+
+def test_every_letter_of_many_scripts() -> None:
+    """A character that two engines class differently would change the words around it."""
+    tokenizer = make("caseless")
+    encoder = WordEncoder(tokenizer)
+    for start in range(0x80, 0x1200, 64):
+        text = " ".join(f"a{chr(code)}1 {chr(code)}" for code in range(start, start + 64))
+        found = encoder.encode(text, [])
+        assert found is None or found[0] == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.Lowercase()),
+        lambda tokenizer: setattr(tokenizer, "pre_tokenizer", pre_tokenizers.Metaspace()),
+        lambda tokenizer: setattr(tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<|x|>", lstrip=True)]),
+    ],
+)
+def test_other_kinds_of_tokenizers_do_it_themselves(change: Any) -> None:
+    tokenizer = make("gpt2")
+    change(tokenizer)
+    assert WordEncoder(tokenizer).encode("the cat", []) is None

@@ -1,0 +1,48 @@
+"""``tune data prepare``."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torchtune.utils import UserError
+
+
+def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
+    """Tokenize the datasets of a recipe's settings into a folder.
+
+    Args:
+        settings: of a training recipe.
+        output: the folder; what is in it and fits is kept.
+        processes: that tokenize; None: one for every core.
+
+    Raises:
+        DataError: rows cannot be trained on, or cannot be written; nothing half done is left.
+    """
+    from torchtune import config
+    from torchtune.datasets import instantiate_dataset
+    from torchtune.datasets._parallel import workers
+    from torchtune.datasets._shared import preparing
+    from torchtune.training._recipe_settings import RecipeSettings
+    from torchtune.training.supervise._run_report import count_tokens
+
+    cfg = RecipeSettings.of(settings)
+    if cfg.dataset is None:
+        raise UserError("the config has no dataset: name a config of a recipe that trains.")
+    tokenizer = config.instantiate(cfg.tokenizer)
+    parts = {"dataset": cfg.dataset, "dataset_val": cfg.dataset_val}
+    for name, node in parts.items():
+        if node is None:
+            continue
+        started = time.monotonic()
+        with preparing(output), workers(processes):
+            dataset = instantiate_dataset(node, tokenizer)
+        tokens = count_tokens(dataset)
+        if tokens is None:
+            raise UserError(
+                f"{name}: its rows are transformed when they are read (images): there is nothing to prepare."
+            )
+        kind = "packs" if hasattr(dataset, "packs") else "rows"
+        took = time.monotonic() - started
+        print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {took:.1f} s. Use them with")
+        many = isinstance(node, list | tuple) or type(node).__name__ == "ListConfig"
+        print(f"  prepared: {output}  # in every node of {name}" if many else f"  {name}.prepared={output}")

@@ -1,0 +1,166 @@
+"""What a run will see of its data: tokens, labels, lengths, packs and steps, and examples with what is trained on."""
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.datasets._facts import histogram
+from torchtune.utils import UserError
+
+_COLOUR = ("\x1b[32m", "\x1b[0m")
+_PLAIN = ("[[", "]]")
+_EXAMPLE = 3000  # characters
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """The datasets that hold rows: without packs around them, and each of several."""
+    if hasattr(dataset, "packs"):
+        return _parts(dataset.ds)
+    return (
+        [part for inner in dataset._datasets for part in _parts(inner)] if hasattr(dataset, "_datasets") else [dataset]
+    )
+
+
+def _rows(dataset: Any, start: int = 0, end: int | None = None) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:
+    """Of every row (name, tokens, labels), two of a preference pair; arrays are int [s]."""
+    for index in range(start, len(dataset) if end is None else min(end, len(dataset))):
+        row = dataset[index]
+        if "chosen_input_ids" in row:
+            pairs = [(side, row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in ("chosen", "rejected")]
+        elif isinstance(row, Mapping) and "tokens" in row and "labels" in row:
+            label = f"labelled {'good' if row['is_chosen'] else 'bad'}" if "is_chosen" in row else ""
+            # The labels of prompts for generation are placeholders.
+            pairs = [
+                (
+                    label,
+                    row["tokens"],
+                    [CROSS_ENTROPY_IGNORE_IDX] * len(row["tokens"]) if "number" in row else row["labels"],
+                )
+            ]
+        else:
+            raise UserError(f"{type(dataset).__name__}: its rows have no 'tokens' and 'labels' to show.")
+        yield [(name, np.asarray(tokens), np.asarray(labels)) for name, tokens, labels in pairs]
+
+
+def _shown(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> str:
+    """The text of a row with what is trained on between marks."""
+    takes = inspect.signature(tokenizer.decode).parameters
+    options = {name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in takes}
+    opening, closing = _COLOUR if _is_coloured() else _PLAIN
+    trained = np.concatenate([[False], labels[:-1] != CROSS_ENTROPY_IGNORE_IDX])  # labels[i] is the token after i
+    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+    pieces = []
+    for start, end in pairwise(edges):
+        text = tokenizer.decode(tokens[start:end].tolist(), **options)
+        pieces.append(f"{opening}{text}{closing}" if trained[start] else text)
+    text = "".join(pieces)
+    return (
+        text
+        if len(text) <= _EXAMPLE
+        else f"{text[:_EXAMPLE]}{closing if _is_coloured() else ''} … ({len(text):,} characters)"
+    )
+
+
+def _is_coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything: bool, sample: int) -> dict[str, Any]:
+    """Print what a setting's datasets hold.
+
+    Args:
+        name: of the setting.
+        node: of a dataset, or a list of them.
+        tokenizer: of the model.
+        examples: rows to print.
+        everything: read all rows; else ``sample`` of every source.
+        sample: see there.
+
+    Returns:
+        ``examples``: rows or packs, scaled to all; ``hashes`` of the rows that were read; ``exact``.
+
+    Raises:
+        DataError: a row cannot be trained on, or see the datasets.
+    """
+    from torchtune.datasets import instantiate_dataset
+    from torchtune.datasets._preview import preview
+
+    with nullcontext() if everything else preview(sample) as seen:
+        dataset = instantiate_dataset(node, tokenizer)
+    scale = 1.0 if seen is None or not seen.read else seen.total / seen.read
+    about = "" if scale == 1.0 else "about "
+    count = tokens = labels = full = 0
+    lengths: list[int] = []
+    hashes: dict[int, int] = {}
+    copies = 0
+    limit = getattr(tokenizer, "max_seq_len", None)
+    for part in _parts(dataset):
+        for row in _rows(part):
+            count += 1
+            key = hash(tuple(ids.tobytes() for _, ids, _ in row))
+            copies += hashes.setdefault(key, count) != count
+            for _, ids, targets in row:
+                lengths.append(len(ids))
+                tokens += len(ids)
+                labels += int((targets != CROSS_ENTROPY_IGNORE_IDX).sum())
+                full += limit is not None and len(ids) >= limit
+    of = "" if scale == 1.0 else f" (counts are of the first {count:,}; --all reads every row)"
+    print(f"\n{name}: {about}{round(count * scale):,} rows{of}")
+    share = 100 * labels / max(tokens, 1)
+    trained = f"{about}{round(labels * scale):,} of them trained on ({share:.1f} %)"
+    print(f"tokens      {about}{round(tokens * scale):,}, {trained}")
+    if limit is not None:
+        print(f"truncated   {full:,} rows are as long as max_seq_len={limit} or were cut to it")
+    dropped = sum(len(getattr(part, "dropped", ())) for part in _parts(dataset))
+    if dropped:
+        print(f"dropped     {dropped:,} rows cannot be trained on and are left out")
+    if hasattr(dataset, "packs"):
+        fill = f"{100 * dataset.fill:.1f} % full"
+        print(f"packs       {about}{round(len(dataset) * scale):,} of up to {dataset.max_seq_len:,} tokens, {fill}")
+    told = f"{copies:,} rows have the tokens of an earlier one" if copies else "none among the rows that were read"
+    print(f"duplicates  {told}")
+    print(histogram(lengths, "tokens per row"))
+    first = _parts(dataset)[0]
+    for number, row in enumerate(_rows(first, end=examples)):
+        for side, ids, targets in row:
+            told = f"{len(ids):,} tokens, {int((targets != CROSS_ENTROPY_IGNORE_IDX).sum()):,} trained on"
+            marks = "in colour" if _is_coloured() else "between [[ and ]]"
+            print(
+                f"\n--- row {number}{f', {side}' if side else ''}: {told}, {marks}\n{_shown(ids, targets, tokenizer)}"
+            )
+    return {"examples": round(len(dataset) * scale), "hashes": hashes, "exact": scale == 1.0}
+
+
+def show_config(settings: Any, examples: int, everything: bool, sample: int) -> None:
+    """Print what a recipe's settings read.
+
+    Raises:
+        DataError: see the datasets.
+        RecipeSettingsError: a name that the library reads is missing, or its value has another type.
+    """
+    from torchtune import config
+    from torchtune.training._recipe_settings import RecipeSettings
+    from torchtune.training.plan._plan_data import _steps_per_epoch
+    from torchtune.training.supervise._run_report import count_steps, global_batch
+
+    cfg = RecipeSettings.of(settings)
+    if cfg.dataset is None:
+        raise UserError("the config has no dataset: name a config of a recipe that trains.")
+    tokenizer = config.instantiate(cfg.tokenizer)
+    train = show_dataset("dataset", cfg.dataset, tokenizer, examples, everything, sample)
+    if cfg.dataset_val is not None:
+        held_out = show_dataset("dataset_val", cfg.dataset_val, tokenizer, 0, everything, sample)
+        both = train["hashes"].keys() & held_out["hashes"].keys()
+        of = "" if train["exact"] and held_out["exact"] else " among the rows that were read (--all compares every row)"
+        rows = f"{len(both):,} rows of dataset_val are in dataset too: remove them from one" if both else "none"
+        print(f"leaks       {rows}{of}")
+    per_epoch = _steps_per_epoch(cfg, train["examples"], 1)
+    print(f"\nbatch       {global_batch(cfg, 1)}")
+    print(f"steps       {'' if train['exact'] else 'about '}{count_steps(cfg, per_epoch)}, on one device")

@@ -1,0 +1,191 @@
+"""``tune chat``."""
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from torchtune._cli.subcommand import Subcommand
+
+_HELP = "/reset forgets the conversation, /system TEXT starts a new one with that system prompt, /quit ends the chat."
+
+
+class Chat(Subcommand):
+    """Talks with a model, turn by turn."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        self._parser = subparsers.add_parser(
+            "chat",
+            prog="tune chat",
+            help="Talk with a model",
+            description="Talk with a checkpoint, downloaded or trained, with an adapter or without. Answers appear as\n"
+            f"they are written; Ctrl-C stops an answer, not the chat.\n{_HELP}",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                examples:
+                  $ tune chat --model /tmp/SmolLM2-135M-Instruct
+                  $ tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_0
+                  $ echo "Why is the sky blue?" | tune chat --model /tmp/SmolLM2-135M-Instruct --temperature 0
+                """),
+        )
+        self._add_arguments()
+        self._parser.set_defaults(func=self._chat_cmd)
+
+    def _add_arguments(self) -> None:
+        add = self._parser.add_argument
+        add("--model", type=Path, required=True, help="folder of the checkpoint")
+        add("--adapter", type=Path, help="folder of a LoRA adapter of that model")
+        add("--system", help="system prompt")
+        add("--temperature", type=float, default=0.6, help="randomness; 0 always takes the likeliest token")
+        add("--top-k", type=int, help="sample among the k likeliest tokens")
+        add("--max-new-tokens", type=int, default=1024, help="longest answer, in tokens")
+        add("--seed", type=int, help="seed of sampling")
+        add("--device", help="cuda, cpu, mps …; by default the best one")
+        add("--dtype", choices=["bf16", "fp32"], default="bf16", help="of weights and activations")
+
+    def _chat_cmd(self, args: argparse.Namespace) -> None:
+        from torchtune.utils import UserError
+
+        for name, least in (("temperature", 0), ("top_k", 0), ("max_new_tokens", 1), ("seed", 0)):
+            value = getattr(args, name)
+            if value is not None and not value >= least:
+                raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}.")
+        for name in ("model", "adapter"):
+            folder = getattr(args, name)
+            if folder is not None and not folder.is_dir():
+                raise UserError(f"--{name} {folder}: there is no such folder: give the folder of a checkpoint.")
+        conversation = _Conversation(args)
+        with conversation:
+            self._talk(conversation)
+
+    def _talk(self, conversation: "_Conversation") -> None:
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            print(_HELP)
+        while True:
+            try:
+                line = input("> ") if is_terminal else next(sys.stdin).rstrip("\n")
+            except (EOFError, StopIteration):
+                return
+            except KeyboardInterrupt:  # an empty prompt is left with Ctrl-D or /quit
+                print()
+                continue
+            if line.strip() == "/quit":
+                return
+            self._answer(conversation, line.strip())
+
+    @staticmethod
+    def _answer(conversation: "_Conversation", line: str) -> None:
+        command, _, rest = line.partition(" ")
+        if not line:
+            return
+        if command == "/reset":
+            conversation.reset()
+        elif command == "/system":
+            conversation.reset(rest.strip())
+        elif command.startswith("/"):
+            print(f"{command} is no command. {_HELP}", file=sys.stderr)
+        else:
+            conversation.say(line)
+
+
+class _Conversation:
+    """The model, and what has been said."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
+        from torchtune import training, utils
+        from torchtune.generation import fast_linears
+        from torchtune.models import from_hf_config
+        from torchtune.modules.conversion import apply_conversions
+        from torchtune.modules.transforms.tokenizers import hf_tokenizer
+        from torchtune.training.checkpointing._adapter import adapter_conversion, adapter_folder
+
+        self._args = args
+        self._device = utils.get_device(args.device)
+        dtype = training.get_dtype(args.dtype, device=self._device)
+        self._tokenizer = hf_tokenizer(args.model)
+        adapter = None if args.adapter is None else adapter_folder(args.adapter)
+        with training.set_default_dtype(dtype), torch.device("meta"):
+            self._model = from_hf_config(args.model)
+            if adapter is not None:
+                apply_conversions(self._model, [adapter_conversion(self._model, adapter)])
+        source = training.FullModelHFCheckpointer(
+            str(args.model), adapter_checkpoint=None if adapter is None else str(adapter.resolve())
+        )
+        source.load_model(self._model, device=self._device)
+        self._rng = torch.Generator(self._device)
+        if args.seed is None:
+            self._rng.seed()
+        else:
+            self._rng.manual_seed(args.seed)
+        self._fast = fast_linears(self._model, pack=True)
+        self.reset(args.system)
+
+    def __enter__(self) -> None:
+        self._fast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._fast.__exit__(*error)
+
+    def reset(self, system: str | None = None) -> None:
+        """Forget what was said; another system prompt replaces the first."""
+        self._system = system or getattr(self, "_system", None)
+        self._messages: list[dict[str, Any]] = []
+        if self._system:
+            self._messages.append({"role": "system", "content": self._system})
+
+    def say(self, text: str) -> None:
+        """Print the answer to ``text``. What was written of a stopped answer is part of the conversation."""
+        from torchtune.data import as_messages
+
+        messages = [*self._messages, {"role": "user", "content": text}]
+        given = as_messages([*messages, {"role": "assistant", "content": ""}])
+        tokens = self._tokenizer({"messages": given}, inference=True)["tokens"]
+        room = self._model.max_seq_len - len(tokens)
+        if room < 1:
+            print(
+                f"The conversation has {len(tokens)} tokens and the model's context is {self._model.max_seq_len}: it "
+                "is full. Begin anew with /reset.",
+                file=sys.stderr,
+            )
+            return
+        answer, end = self._write(tokens, min(room, self._args.max_new_tokens))
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        if end == "length" and room > self._args.max_new_tokens:
+            print(f"(ends after --max-new-tokens {self._args.max_new_tokens})", file=sys.stderr)
+        elif end == "length":
+            print(f"(ends here: the context of {self._model.max_seq_len} tokens is full, /reset it)", file=sys.stderr)
+
+    def _write(self, tokens: list[int], limit: int) -> tuple[str, str]:
+        """Print an answer; return it, and whether it came to its end (stop, length, interrupt)."""
+        from torchtune.generation import stream_tokens
+        from torchtune.modules.transforms.tokenizers import StreamDecoder
+
+        decoder, pieces, end = StreamDecoder(self._tokenizer), [], "length"
+        steps = stream_tokens(
+            self._model,
+            [tokens],
+            max_new_tokens=limit,
+            temperature=self._args.temperature,
+            top_k=self._args.top_k,
+            stop_tokens=self._tokenizer.stop_tokens,
+            rng=self._rng,
+        )
+        try:
+            for step in steps:
+                token = int(step.tokens)
+                if token in self._tokenizer.stop_tokens:
+                    end = "stop"
+                    break
+                pieces.append(decoder.put(token))
+                print(pieces[-1], end="", flush=True)
+        except KeyboardInterrupt:
+            end = "interrupt"
+        finally:
+            steps.close()
+        pieces.append(decoder.end())
+        print(pieces[-1], flush=True)
+        return "".join(pieces), end

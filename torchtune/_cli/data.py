@@ -1,0 +1,146 @@
+"""``tune data``."""
+
+import argparse
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from torchtune._cli.subcommand import Subcommand
+from torchtune.utils import UserError
+
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+
+
+class Data(Subcommand):
+    """Shows and prepares data before a run."""
+
+    def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        parser = subparsers.add_parser(
+            "data",
+            prog="tune data",
+            help="Look at data before a run, and tokenize them once for many",
+            description="Look at data before a run, and tokenize them once for many.",
+        )
+        parser.set_defaults(func=lambda args: parser.print_help())
+        self._subparsers = parser.add_subparsers(title="subcommands")
+        self._show = self._subparsers.add_parser(
+            "show",
+            prog="tune data show",
+            help="See the format of a file, what is trained on, lengths, duplicates and steps",
+            description="Show what a file holds, or what the datasets of a config give: format, counts, lengths,\n"
+            "duplicates, rows that are in training and validation data, and examples with what is trained on.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                examples:
+                  $ tune data show chats.jsonl
+                  $ tune data show chats.jsonl --validation held_out.jsonl
+                  $ tune data show chats.jsonl --tokenizer /tmp/SmolLM2-135M-Instruct
+                  $ tune data show smol/135M_lora_single_device dataset.data_files=chats.jsonl
+                """),
+        )
+        self._prepare = self._subparsers.add_parser(
+            "prepare",
+            prog="tune data prepare",
+            help="Tokenize the data of a config once, for any number of runs and processes",
+            description="Tokenize the datasets of a config into a folder of mapped files. A run whose dataset has\n"
+            "prepared=<folder> reads them at once, and refuses them where the tokenizer, the template, the masks, the\n"
+            "data or the code have changed.",
+            formatter_class=argparse.RawTextHelpFormatter,
+            epilog=textwrap.dedent("""\
+                examples:
+                  $ tune data prepare my_config.yaml --output /data/prepared
+                  $ tune run --config my_config.yaml dataset.prepared=/data/prepared
+                """),
+        )
+        self._add_arguments()
+        self._prepare.set_defaults(func=self._prepare_cmd)
+        self._show.set_defaults(func=self._show_cmd)
+
+    def _add_arguments(self) -> None:
+        add = self._show.add_argument
+        add("source", help="a file of rows, the name of a config, or the path of a YAML file")
+        add("overrides", nargs="*", help="settings instead of the config's, or of the dataset of a file: key=value")
+        add("--tokenizer", help="checkpoint whose tokenizer reads the file; for files alone")
+        add("--validation", type=Path, help="file with validation data, to look for rows that are in both")
+        add("--max-seq-len", type=int, default=2048, help="longest row or pack of a file (2048)")
+        add("--examples", type=int, default=2, help="rows to print (2)")
+        add("--all", action="store_true", help="look into every row, not the first 2,000")
+
+        add = self._prepare.add_argument
+        add("config", help="name of a config, or path of a YAML file")
+        add("overrides", nargs="*", help="settings instead of the config's: key=value")
+        add("--output", type=Path, required=True, help="folder to write to")
+        add("--workers", type=int, help="processes that tokenize (one for every core)")
+
+    def _prepare_cmd(self, args: argparse.Namespace) -> None:
+        if args.workers is not None and args.workers < 1:
+            raise UserError(f"--workers {args.workers}: at least one process is needed.")
+        from torchtune._cli._data_prepare import prepare_config
+
+        prepare_config(_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
+
+    def _show_cmd(self, args: argparse.Namespace) -> None:
+        path = Path(args.source).expanduser()
+        if path.suffix.lower() in _SUFFIXES:
+            self._show_file(path, args)
+            return
+        for name in ("tokenizer", "validation"):
+            if getattr(args, name) is not None:
+                raise UserError(f"--{name} goes with a file: the config names its own.")
+        from torchtune._cli._data_show import show_config
+        from torchtune.datasets._facts import SAMPLE
+
+        show_config(_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
+
+    def _show_file(self, path: Path, args: argparse.Namespace) -> None:
+        from torchtune.datasets._facts import SAMPLE, report, scan, shared_rows
+
+        for file in filter(None, (path, args.validation)):
+            if not file.is_file():
+                raise UserError(f"there is no file {file}: correct the path.")
+        if args.overrides and args.tokenizer is None:
+            raise UserError(f"'{args.overrides[0]}' is a setting of a dataset: add --tokenizer to see what it makes.")
+        facts = scan(path, everything=args.all)
+        print("\n".join(report(facts)))
+        if args.validation is not None:
+            held_out = scan(args.validation, everything=args.all)
+            print("\n".join([*report(held_out), shared_rows(facts, held_out)]))
+        if args.tokenizer is None:
+            print("Add --tokenizer <checkpoint> to see tokens, what is trained on, and packs.")
+            return
+        from torchtune._cli._data_show import show_dataset
+        from torchtune.modules.transforms.tokenizers import hf_tokenizer
+
+        node = _node(path, facts.formats.most_common(1)[0][0] if facts.formats else ("unknown", ""), args.overrides)
+        tokenizer = hf_tokenizer(args.tokenizer, max_seq_len=args.max_seq_len)
+        show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE)
+
+
+def _node(path: Path, found: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
+    """The dataset node that reads a file of a format."""
+    import yaml
+
+    reader = found[1]
+    if not reader:
+        raise UserError(f"{path}: no dataset is known for rows of these columns: use a config with a column_map.")
+    name, *settings = reader.split()
+    node: dict[str, Any] = {"_component_": f"torchtune.datasets.{name}", "source": str(path)}
+    for setting in [*settings, *overrides]:
+        key, sign, value = setting.partition("=")
+        if not sign:
+            raise UserError(f"'{setting}' is no setting: write key=value.")
+        inner = node
+        *outer, last = key.removeprefix("dataset.").split(".")
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = yaml.safe_load(value)
+    return node
+
+
+def _settings(name: str, overrides: list[str]) -> Any:
+    """The checked settings of a config, for the recipe that it names."""
+    from torchtune._cli._target import recipe_named_by, resolve_config
+    from torchtune.config import load_and_check
+
+    config = resolve_config(name)
+    return load_and_check(config, overrides, recipe_named_by(config).load_main())

@@ -1,0 +1,283 @@
+"""A file of rows as it is, before any tokenizer: its format, sizes, copies and broken lines. Loads no torch."""
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtune.utils import UserError
+
+SAMPLE = 2000  # rows that are looked into, unless all are asked for
+_LINES = (".jsonl", ".ndjson")
+_BAR = 32
+_CALLS = ("tool_calls", "function_call", "tools")
+_TURNS = {"openai": ("role", "content"), "sharegpt": ("from", "value")}
+
+
+@dataclass
+class FileFacts:
+    """What is known of a file.
+
+    Attributes:
+        rows: all of them.
+        read: rows that were looked into.
+        formats: format and its columns -> rows.
+        columns: names of columns -> rows that have just these.
+        calls: rows with tool calls.
+        problems: (line or row, what is wrong) of rows that cannot be used.
+        copies: (row, the earlier row that it is the same as), counted from 1, of all rows.
+        characters: of every row that was looked into.
+        roles: roles of turns in order -> rows.
+        hashes: of all rows.
+    """
+
+    path: str
+    rows: int = 0
+    read: int = 0
+    formats: Counter[tuple[str, str]] = field(default_factory=Counter)
+    columns: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    characters: list[int] = field(default_factory=list)
+    hashes: dict[int, int] = field(default_factory=dict)
+    example: Any = None
+
+
+def _conversation(value: Any) -> str | None:
+    """``openai`` or ``sharegpt`` where ``value`` is a list of turns."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+        return None
+    return next((style for style, (role, _) in _TURNS.items() if role in value[0]), None)
+
+
+def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """(format, what of a config reads it) of a row; ("unknown", "") where no builder of this library does."""
+    turns = {name: style for name, value in row.items() if (style := _conversation(value))}
+    if {"chosen", "rejected"} <= row.keys():
+        return "preference pairs", "preference_dataset"
+    if "completion" in row and isinstance(row.get("label"), bool | int):
+        return "labelled answers (KTO)", "kto_dataset"
+    if "instruction" in row and "output" in row:
+        return "Alpaca", "alpaca_dataset"
+    if turns and not ("prompt" in turns and len(row) > 1):
+        name, style = next(iter(turns.items()))
+        kind = {"openai": "OpenAI messages", "sharegpt": "ShareGPT"}[style]
+        return kind, f"chat_dataset conversation_column={name} conversation_style={style}"
+    for question, answer in (
+        ("input", "output"),
+        ("question", "answer"),
+        ("prompt", "completion"),
+        ("prompt", "response"),
+    ):
+        if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
+            if question == "question" and "####" in row[answer]:
+                return "prompts with answers", f"prompt_dataset column={question}"
+            return "instructions", f"instruct_dataset column_map.input={question} column_map.output={answer}"
+    if "prompt" in row:
+        return "prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset"
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    if texts and ("text" in row or len(row) == 1):
+        return "raw text", f"text_completion_dataset column={'text' if 'text' in row else texts[0]}"
+    return "unknown", ""
+
+
+def _problem(row: Any, kind: str, reader: str) -> str | None:
+    """Why a row of a known format cannot be trained on, as far as that shows without a tokenizer."""
+    if not reader.startswith("chat_dataset"):
+        return None
+    column, style = (word.partition("=")[2] for word in reader.split()[1:])
+    role_key, content_key = _TURNS[style]
+    last, answers = "", 0
+    for i, turn in enumerate(row[column]):
+        if not isinstance(turn, Mapping) or role_key not in turn:
+            return f"turn {i} has no '{role_key}'"
+        role = {"human": "user", "gpt": "assistant", "observation": "tool"}.get(turn[role_key], turn[role_key])
+        if turn.get(content_key) is None and not turn.get("tool_calls"):
+            return f"turn {i} of '{role}' has no '{content_key}'"
+        if role == "system" and i:
+            return f"turn {i} is a system turn, which may only be the first"
+        if role == "user" and last == "user":
+            return f"turn {i} is a second user turn in a row"
+        if role == "assistant" and last not in ("user", "tool", "ipython"):
+            return f"turn {i} of the assistant follows {last or 'nothing'} instead of a user or tool turn"
+        last, answers = role, answers + (role == "assistant")
+    return None if answers else "no turn is the assistant's: there is nothing to train on"
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of the lines that are not empty."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.isspace():
+                yield number, line
+
+
+def _decoded(line: bytes) -> Any:
+    """The JSON value of a line. Raises ``ValueError`` with the reason where it is none."""
+    try:
+        return json.loads(line.decode("utf-8-sig").rstrip())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON, {error.msg} at column {error.colno}") from error
+
+
+def _others(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, row) of a file that is not JSON lines."""
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        try:
+            rows = json.loads(path.read_text("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: byte {error.start + 1} is not UTF-8: save the file as UTF-8.") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {error.lineno}: no JSON, {error.msg} at column {error.colno}.") from error
+        if not isinstance(rows, list):
+            raise UserError(f"{path}: it holds one {type(rows).__name__}, not a list of rows.")
+        yield from enumerate(rows, 1)
+    elif suffix in (".csv", ".tsv"):
+        csv.field_size_limit(1 << 30)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            try:
+                yield from enumerate(csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ","), 1)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}: byte {error.start + 1} is not UTF-8: save the file as UTF-8.") from error
+    elif suffix == ".txt":
+        for number, line in _lines(path):
+            yield number, {"text": line.decode("utf-8", "replace").rstrip("\n")}
+    elif suffix == ".parquet":
+        from torchtune.datasets._parquet import parquet_rows
+
+        yield from enumerate(parquet_rows(path), 1)
+    else:
+        raise UserError(f"{path}: a file of this kind is not shown: use .jsonl, .json, .csv, .tsv, .parquet or .txt.")
+
+
+def _is_lines(path: Path) -> bool:
+    if path.suffix.lower() in _LINES:
+        return True
+    with path.open("rb") as file:
+        return path.suffix.lower() == ".json" and not file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[")
+
+
+def scan(path: Path, *, everything: bool) -> FileFacts:
+    """Read a file: rows are counted and compared, and ``SAMPLE`` of them, or all, are looked into.
+
+    Args:
+        path: of a .jsonl, .json, .csv, .tsv, .parquet or .txt file.
+        everything: look into all rows.
+
+    Raises:
+        UserError: the file is empty, of another kind, or broken as a whole.
+    """
+    if path.stat().st_size == 0:
+        raise UserError(f"{path}: the file is empty.")
+    facts = FileFacts(str(path))
+    is_lines = _is_lines(path)
+    for number, row in _lines(path) if is_lines else _others(path):
+        facts.rows += 1
+        key = hash(row.rstrip() if is_lines else json.dumps(row, sort_keys=True, default=str))
+        if facts.hashes.setdefault(key, number) != number:
+            facts.copies.append((number, facts.hashes[key]))
+        if everything or facts.rows <= SAMPLE:
+            try:
+                _look(facts, number, _decoded(row) if is_lines else row)
+            except ValueError as error:
+                facts.problems.append((number, str(error)))
+    if not facts.rows:
+        raise UserError(f"{path}: there are no rows in it.")
+    return facts
+
+
+def _look(facts: FileFacts, number: int, row: Any) -> None:
+    facts.read += 1
+    if not isinstance(row, Mapping):
+        facts.problems.append((number, f"a row must be a mapping column -> value, not {type(row).__name__}"))
+        return
+    kind, reader = format_of(row)
+    facts.formats[kind, reader] += 1
+    facts.columns[", ".join(row)] += 1
+    facts.characters.append(_characters(row))
+    if any(f'"{name}"' in json.dumps(row, default=str) for name in _CALLS):
+        facts.calls += 1
+    if facts.example is None:
+        facts.example = row
+    if problem := _problem(row, kind, reader):
+        facts.problems.append((number, problem))
+
+
+def histogram(values: list[int], unit: str) -> str:
+    """Lines of a histogram with about ten bins of a round width; the last one is open."""
+    ordered = sorted(values)
+    top = ordered[min(len(ordered) - 1, int(0.98 * len(ordered)))]
+    magnitude = 10 ** max(len(str(max(top // 10, 1))) - 1, 0)
+    width = next(m * magnitude for m in (1, 2, 5, 10, 20) if m * magnitude * 10 > top)
+    counts = Counter(min(value // width, top // width + 1) for value in values)
+    most, last = max(counts.values()), top // width + 1
+    lines = []
+    for place in range(last + 1):
+        if place < last or counts[place]:
+            until = f"{(place + 1) * width - 1:>9,}" if place < last else " or more "
+            bar = "#" * -(-counts[place] * _BAR // most)
+            lines.append(f"  {place * width:>9,} {'to' if place < last else '  '} {until}  {bar} {counts[place]:,}")
+    middle = ordered[len(ordered) // 2]
+    return "\n".join([f"{unit}: {ordered[0]:,} to {ordered[-1]:,}, half have at most {middle:,}", *lines])
+
+
+def report(facts: FileFacts) -> list[str]:
+    """Lines that say what a file holds."""
+    size = Path(facts.path).stat().st_size
+    part = (
+        "all"
+        if facts.read >= facts.rows - len(facts.problems)
+        else f"the first {facts.read:,}; --all looks into every row"
+    )
+    lines = [f"{facts.path}: {facts.rows:,} rows, {size / 1e6:,.1f} MB (formats and sizes of {part})"]
+    for (kind, reader), count in facts.formats.most_common(5):
+        lines.append(f"format      {kind}, {count:,} rows" + (f": torchtune.datasets.{reader}" if reader else ""))
+    if len(facts.formats) > 1:
+        lines.append("warning     the rows are of several formats: split the file, a dataset reads one of them")
+    if len(facts.columns) > 1:
+        for names, count in facts.columns.most_common(5):
+            lines.append(f"columns     {names}, {count:,} rows")
+    if facts.calls:
+        lines.append(f"tool calls  {facts.calls:,} rows have tools or call them")
+    lines.append(f"duplicates  {_copies(facts)}")
+    for number, reason in facts.problems[:10]:
+        lines.append(f"error       {facts.path}:{number}: {reason}")
+    if len(facts.problems) > 10:
+        lines.append(f"error       … and {len(facts.problems) - 10:,} more rows")
+    if facts.characters:
+        lines.append(histogram(facts.characters, "characters per row"))
+    return lines
+
+
+def _copies(facts: FileFacts) -> str:
+    if not facts.copies:
+        return "none: no row is the same as another"
+    number, first = facts.copies[0]
+    return f"{len(facts.copies):,} rows are the same as an earlier one, the first in line {number} (as line {first})"
+
+
+def shared_rows(train: FileFacts, held_out: FileFacts) -> str:
+    """What to say of rows that are in both files."""
+    both = train.hashes.keys() & held_out.hashes.keys()
+    if not both:
+        return f"leaks       none: no row of {held_out.path} is in {train.path}"
+    first = min(held_out.hashes[key] for key in both)
+    return (
+        f"leaks       {len(both):,} rows of {held_out.path} are in {train.path} too, the first in line {first}: "
+        "remove them from one"
+    )

@@ -1,0 +1,103 @@
+"""Work on the rows of a dataset in several processes."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from torchtune.data import DataError
+
+Part = TypeVar("Part")
+
+ROWS = 256  # of a part
+_FEW = 2048  # rows that are done before processes have started
+_MOST = 16  # processes, unless more are asked for
+_asked: ContextVar[int | None] = ContextVar("workers", default=None)
+
+
+@contextmanager
+def workers(count: int | None) -> Iterator[None]:
+    """Inside the block rows are worked on in ``count`` processes; None: one for every core."""
+    token = _asked.set(count)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def _count() -> int:
+    if multiprocessing.current_process().daemon or not hasattr(os, "fork"):
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _asked.get() or min(cores, _MOST)
+
+
+def in_parts(rows: Any, work: Callable[[int, Any], Part]) -> Iterator[Part]:
+    """``work(start, rows)`` of consecutive parts of ``rows``, in order.
+
+    Few rows are worked on here. Many are in forked processes, which share what this one has in memory; only what
+    ``work`` returns is copied.
+
+    Raises:
+        DataError: a process was killed.
+    """
+    starts = range(0, len(rows), ROWS)
+    if len(rows) <= _FEW or _count() == 1:
+        yield from (work(start, _part(rows, start)) for start in starts)
+        return
+    yield work(0, _part(rows, 0))  # what it learns on the way is there for all
+    context = multiprocessing.get_context("fork")
+    waiting: deque[Future[Part]] = deque()
+    pool = ProcessPoolExecutor(_count(), context, _begin, (rows, work, os.getpid()))
+    try:
+        for start in starts[1:]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+                waiting.append(pool.submit(_do, start))
+            if len(waiting) > 4 * _count():
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "A process that prepares rows was killed, most likely because memory ran out: free some, or use fewer "
+            "processes (tune data prepare --workers 1)."
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _part(rows: Any, start: int) -> Any:
+    end = min(start + ROWS, len(rows))
+    return rows.select(range(start, end)) if hasattr(rows, "select") else rows[start:end]
+
+
+_work: tuple[Any, Callable[[int, Any], Any]]
+
+
+def _begin(rows: Any, work: Callable[[int, Any], Any], parent: int) -> None:
+    """Runs first in every process."""
+    global _work  # inherited, never copied
+    _work = rows, work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends them
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _do(start: int) -> Any:
+    rows, work = _work
+    return work(start, _part(rows, start))

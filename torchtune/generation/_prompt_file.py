@@ -1,0 +1,136 @@
+"""A file of prompts and the file of their answers."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import DataError, Message, as_messages
+from torchtune.generation._errors import GenerationError
+from torchtune.utils import atomic_write
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of a file: its line, from 1, what stands there, and the conversation that it is."""
+
+    line: int
+    given: Any
+    messages: list[Message]
+
+
+def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
+    """Read a JSONL file of prompts: each line is a text, a list of messages, or an object with either.
+
+    An object has the text or the messages under ``prompt`` or ``messages``; its other keys are not read. Empty lines
+    are skipped.
+
+    Args:
+        path: the file.
+        system: system prompt of conversations without one.
+
+    Raises:
+        GenerationError: the file is missing, not UTF-8 or empty, a line is not such a prompt, or a conversation ends
+            with an assistant's turn.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GenerationError(f"prompts: {path} cannot be read ({error}): give a JSONL file in UTF-8.") from error
+    found = [_prompt(path, number, text, system) for number, text in enumerate(lines, start=1) if text.strip()]
+    if not found:
+        raise GenerationError(f"prompts: {path} is empty: write one prompt per line.")
+    return found
+
+
+def _prompt(path: str | Path, number: int, text: str, system: str | None) -> Prompt:
+    where = f"prompts: {path}, line {number}"
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise GenerationError(f'{where}: it is not JSON ({error.msg}): write texts in quotes, "…".') from error
+    content = given
+    if isinstance(given, Mapping):
+        keys = [key for key in ("prompt", "messages") if key in given]
+        if len(keys) != 1:
+            raise GenerationError(f"{where}: the object needs either prompt or messages, it has {', '.join(given)}.")
+        content = given[keys[0]]
+    if isinstance(content, str):
+        content = [{"role": "user", "content": content}]
+    try:
+        messages = as_messages(content)
+    except DataError as error:
+        raise GenerationError(f"{where}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
+    if not messages or messages[-1].role == "assistant":
+        raise GenerationError(f"{where}: nothing is to be answered there: end with a turn of the user.")
+    if system and messages[0].role != "system":
+        messages = [Message(role="system", content=system), *messages]
+    return Prompt(number, given, messages)
+
+
+class AnswerFile:
+    """Answers as JSON lines, in the order in which they end; an interrupted run goes on after them.
+
+    Each line has ``line`` (of the prompt), ``prompt``, ``answer``, ``end``, ``tokens`` and ``settings``, a digest of
+    what the answers depend on.
+
+    Args:
+        path: the file; a last line that was not completely written is removed.
+        prompts: all prompts.
+        settings: what the answers depend on.
+
+    Raises:
+        GenerationError: the file holds something else, answers to other prompts, or answers by other settings.
+
+    Attributes:
+        done: lines that have an answer.
+    """
+
+    def __init__(self, path: str | Path, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        self.done: set[int] = set()
+        given = {prompt.line: prompt.given for prompt in prompts}
+        content = self.path.read_bytes() if self.path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, text in enumerate(whole.splitlines(), start=1):
+            self._check(number, text, given)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab")
+        self._file.truncate(len(whole))
+
+    def _check(self, number: int, text: bytes, given: Mapping[int, Any]) -> None:
+        where, cure = f"output: {self.path}, line {number}", "name another file, or delete it to begin anew."
+        try:
+            row = json.loads(text)
+            line, prompt, settings = row["line"], row["prompt"], row["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise GenerationError(f"{where}: it is no answer of this recipe: {cure}") from error
+        if line not in given or given[line] != prompt:
+            raise GenerationError(f"{where}: it answers a prompt that the file of prompts does not have there: {cure}")
+        if settings != self._digest:
+            raise GenerationError(f"{where}: another model or other settings have answered it: {cure}")
+        self.done.add(line)
+
+    def add(self, prompt: Prompt, answer: str, end: str, tokens: int) -> None:
+        """Append an answer; ``end`` is stop, max_new_tokens or context."""
+        row = {"line": prompt.line, "prompt": prompt.given, "answer": answer, "end": end, "tokens": tokens}
+        text = json.dumps({**row, "settings": self._digest}, ensure_ascii=False)
+        self._file.write(text.encode("utf-8", "replace") + b"\n")
+        self._file.flush()
+        self.done.add(prompt.line)
+
+    def finish(self) -> None:
+        """Sort the answers by the lines of their prompts."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        rows = self.path.read_bytes().splitlines()
+        with atomic_write(self.path) as file:
+            file.writelines(row + b"\n" for row in sorted(rows, key=lambda row: json.loads(row)["line"]))
+
+    def close(self) -> None:
+        """Close the file; the answers so far are in it."""
+        self._file.close()

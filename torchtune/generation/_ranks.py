@@ -1,0 +1,68 @@
+"""The ranks that generate together."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtune.generation._errors import GenerationError
+from torchtune.modules.common_utils import _attention_modules
+
+
+class Ranks:
+    """The ranks that share the model. As a context manager, it reshards FSDP parameters on exit."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sharded: list[Any] = []
+        self._groups: list[dist.ProcessGroup] = []
+        self._tp: dist.ProcessGroup | None = None
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        from torchtune.modules.parallel import ContextParallelAttention
+
+        if any(isinstance(m, ContextParallelAttention) for m in (a.attention for a in _attention_modules(model))):
+            raise GenerationError("Generation does not support context parallelism: set context_parallel_dim to 1.")
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reshard()
+        meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
+        if meshes:
+            mesh = max(meshes, key=lambda mesh: mesh.ndim)
+            names = mesh.mesh_dim_names or ("",) * mesh.ndim
+            self._groups = [mesh.get_group(index) for index, name in enumerate(names) if name != "tp"]
+            self._tp = mesh["tp"].get_group() if "tp" in names else None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free all-gathered parameters, which would be stale after the next optimizer step."""
+        for module in self._sharded:
+            module.reshard()
+
+    def multiple(self, length: int) -> int:
+        """``length`` rounded up to a multiple of the sequence-parallel size."""
+        return length if self._tp is None else length + -length % self._tp.size()
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is True on any rank that must run the same forward passes."""
+        if not self._groups:
+            return flag
+        found = torch.tensor(int(flag), device=self._device())
+        for group in self._groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return bool(found)
+
+    def agree(self, drawn: Tensor) -> Tensor:
+        """Broadcast the samples of the tensor-parallel group's first rank."""
+        if self._tp is not None:
+            dist.broadcast(drawn, group=self._tp, group_src=0)
+        return drawn
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda") if dist.get_backend(self._groups[0]) == "nccl" else torch.device("cpu")
