@@ -97,6 +97,13 @@ class MeshSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertMeshSettings:
+    """Over how many of the shards experts are distributed; older recipes do not declare it."""
+
+    expert_parallel_dim: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class SelectiveCheckpointingSettings:
     """Which activations are recomputed, if not those of all layers."""
 
@@ -165,6 +172,7 @@ class RecipeSettings(
     DataSettings,
     OutputSettings,
     MeshSettings,
+    ExpertMeshSettings,
     SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,

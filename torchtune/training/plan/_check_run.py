@@ -110,7 +110,10 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         attempt(lambda: checkpointer.check_model(model))
     for name, (_, other) in cfg.other_models().items():
         if hasattr(others.get(name), "check_model"):
-            attempt(lambda name=name, other=other: others[name].check_model(build_on_meta(other)[0]))
+            second = attempt(lambda other=other: build_on_meta(other)[0])
+            if second is not None:
+                attempt(lambda second=second: check_split(second, dims or ParallelDims(), _plan(cfg)))
+                attempt(lambda name=name, second=second: others[name].check_model(second))
     if model is not None and has("optimizer"):
         attempt(lambda: _check_trained(cfg, model, checkpointer))
     built = attempt(lambda: config.instantiate(cfg.tokenizer)) if thorough and has("tokenizer") else None
