@@ -42,7 +42,8 @@ def train(model: Path) -> Path:
             "num_samples=8",
             "tokens_per_batch=2048",
             f"max_steps_per_epoch={STEPS}",
-            "optimizer.lr=5e-4",
+            "optimizer.lr=1e-3",
+            "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
             "lr_scheduler.num_warmup_steps=2",
         ],
     )
