@@ -193,6 +193,8 @@ class RowSource:
             raise DataError(
                 "streaming=True is not possible here: the rows are tokenized before training; leave it out."
             )
+        if kwargs.pop("shuffle_buffer", None) is not None:
+            raise DataError("shuffle_buffer is for streaming=True: leave it out, all rows are shuffled.")
         self.prepared = None if prepared is None else Path(prepared).expanduser()
         self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs.copy()
         self._rows: Any = None

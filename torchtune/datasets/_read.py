@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -197,24 +198,27 @@ def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[Any, str]:
     """
     if not isinstance(source, str | Path):
         raise DataError("streaming=True reads files and the hub: leave it out for rows in memory.")
-    kwargs = {name: value for name, value in load_dataset_kwargs.items() if name != "streaming"}
-    split = kwargs.get("split")
+    # Written as a call, so that configs are checked against the arguments of what it calls.
+    load = partial(load_rows, str(source), streaming=True, **load_dataset_kwargs)
+    split = load_dataset_kwargs.get("split")
     if split is not None and ("[" in split or "+" in split):
         raise DataError(f"split='{split}' is a part, which a stream cannot find: name a whole split.")
-    where, found = resolve_source(str(source), kwargs)
+    where, found = resolve_source(str(source), load_dataset_kwargs.copy())
     files = found.get("data_files") if where in LOADERS.values() else None
     shown = str(load_dataset_kwargs.get("data_files") or source)
     if is_preview():
         raise NotRead(f"{shown} is streamed: its rows are not counted")
     if isinstance(files, Mapping) and split in files:
         files = files[split]
-    if files is not None and not isinstance(files, Mapping) and not any(map(_is_remote, _files(files))):
+    others = load.keywords.keys() - {"split", "data_files", "streaming"}
+    is_plain = all(load.keywords[name] is None for name in others)  # readers of our own know no other settings
+    if is_plain and files is not None and not isinstance(files, Mapping) and not any(map(_is_remote, _files(files))):
         paths = [path for name in _files(files) for path in sorted(glob.glob(name, recursive=True)) or [name]]
         if all(map(_has_lines, paths)):
             return LineReader(paths), shown
         if where == "parquet":
             return ParquetReader(paths), shown
-    return HubReader(load_rows(str(source), streaming=True, **kwargs), shown), shown
+    return HubReader(load(), shown), shown
 
 
 def _has_lines(path: str) -> bool:

@@ -59,6 +59,8 @@ class StreamedDataset(Dataset):
         split_across_pack: fill packs by cutting rows.
         filter_fn: rows for which it is false are left out.
         shuffle_buffer: rows of a window.
+        prepared: must be left out.
+        streaming: accepted, because builders pass it on.
         **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
 
     Raises:
@@ -85,6 +87,7 @@ class StreamedDataset(Dataset):
         filter_fn: Callable[[Mapping[str, Any]], bool] | None = None,
         shuffle_buffer: int = 10_000,
         prepared: str | None = None,
+        streaming: bool = True,
         **load_dataset_kwargs: Any,
     ) -> None:
         if shuffle_buffer < 1:
