@@ -156,7 +156,7 @@ class PreferenceRecipe(Protocol):
 def setup_reference(
     recipe: PreferenceRecipe,
     policy: nn.Module,
-    load: Callable[[Any], nn.Module],
+    load: Callable[[str], nn.Module],
     ref_checkpointer: Mapping[str, Any] | None = None,
     reference_cache: str | None = None,
     *,
@@ -167,8 +167,9 @@ def setup_reference(
     Args:
         recipe: has its data; with ``reference_cache`` their examples get log-probs of the reference.
         policy: the model that is trained, loaded and not trained yet.
-        load: a checkpointer to the model that it holds.
-        ref_checkpointer: component of the checkpointer of another model; None takes the policy at the start.
+        load: the name of a model of the run to that model, for ``"reference"``.
+        ref_checkpointer: component of the checkpointer of another model, which :func:`torchtune.training.add_reference`
+            has named; None takes the policy at the start.
         reference_cache: folder in which log-probs are kept that are computed once; None computes them in every step.
         loss: by default that of the recipe's settings.
 
@@ -187,7 +188,7 @@ def setup_reference(
     fresh = recipe.resume_point is None
     second = None
     if ref_checkpointer is not None:
-        second = load(config.instantiate(ref_checkpointer)).requires_grad_(False).eval()
+        second = load("reference").requires_grad_(False).eval()
         mine, theirs = (model.tok_embeddings.weight.shape[0] for model in (policy, second))
         if mine != theirs:
             raise ReferenceError(
