@@ -179,6 +179,7 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path: Path) -> None
             "does without",
         ),
         (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "max_steps_per_epoch": 1}, "kto_dataset"),
+        (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "batch_size": 11}, "1: set batch_size to 10"),
     ],
 )
 def test_what_does_not_fit_the_loss_is_one_sentence(name: str, settings: dict, words: str, tmp_path: Path) -> None:

@@ -92,6 +92,12 @@ class BatchLoader:
         steps = math.ceil(len(self.dataset) / self.examples_per_step)
         return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
 
+    @property
+    def smallest_batch(self) -> int:
+        """Examples of the smallest micro-batch that any rank gets in an epoch."""
+        last = min(len(self.dataset), len(self) * self.examples_per_step) % (self.batch_size * self.world_size)
+        return max(last // self.world_size, 1) if last else self.batch_size
+
     def set_epoch(self, epoch: int) -> None:
         """Set the position to the beginning of an epoch."""
         self.epoch, self._step = epoch, 0

@@ -40,6 +40,7 @@ ON_RESUME: dict[str, OnResume] = {
     **_of(OnResume.NEW, "tokenizer dataset dataset_val collate_fn batch_size batch_size_val"),
     **_of(OnResume.NEW, "gradient_accumulation_steps epochs loss clip_grad_norm run_val_every_n_steps"),
     **_of(OnResume.NEW, "ref_checkpointer reference_cache teacher_model teacher_checkpointer kd_loss kd_ratio"),
+    **_of(OnResume.NEW, "teacher_cache"),
     **_of(OnResume.NEW, "num_samples sampler rewards advantages num_iterations tokens_per_batch drop_unfinished"),
     **_of(OnResume.NEW, "output_dir checkpointer save_every_n_steps save_every_n_minutes enable_async_checkpointing"),
     **_of(OnResume.NEW, "save_adapter_weights_only max_skipped_steps loss_spike_threshold hang_timeout_minutes"),

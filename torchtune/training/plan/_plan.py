@@ -315,6 +315,8 @@ def _frozen_bytes(settings: RecipeSettings, model: torch.nn.Module, build: Calla
     from torchtune import config
 
     if settings.teacher_model is not None:
+        if settings.teacher_cache is not None:
+            return 0
         return sum(map(_num_bytes, build(settings.teacher()).parameters()))
     if "ref_checkpointer" not in settings.declared or settings.reference_cache is not None or settings.loss is None:
         return 0
