@@ -150,6 +150,15 @@ class MoE(nn.Module):
         router: tokens -> scores, selected experts, tokens per expert.
         shared_expert: a feed-forward layer ``[…, d] -> […, d]`` for all tokens; its output is added.
         shared_gate: projection ``d -> 1``; its sigmoid scales the output of ``shared_expert``.
+
+    Example:
+        >>> from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+        >>> gate = torch.nn.Linear(8, 4, bias=False)
+        >>> router = TokenChoiceTopKRouter(gate=gate, dim=8, num_experts=4, experts_per_token=2)
+        >>> experts = GroupedExperts(dim=8, hidden_dim=16, num_experts=4)
+        >>> experts.reset_parameters()
+        >>> MoE(experts=experts, router=router)(torch.randn(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
     """
 
     def __init__(

@@ -55,6 +55,11 @@ class ModelSource:
 
     Raises:
         CheckpointError: ``model_type`` is unknown.
+
+    Example:
+        >>> source = torchtune.training.ModelSource(checkpoint)
+        >>> len(source.open().names())
+        20
     """
 
     def __init__(
