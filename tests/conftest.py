@@ -33,9 +33,8 @@ def own_cache_of_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(autouse=True)
-def logger_as_it_was() -> Iterator[None]:
+def logger_as_it_was() -> None:
     """A recipe that runs in the test process, or in a fixture of a file before, sets the level and the handlers."""
     logger = logging.getLogger("torchtune")
     logger.setLevel(logging.NOTSET)
     logger.handlers[:], logger.propagate = [], True
-    yield
