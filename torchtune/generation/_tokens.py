@@ -15,6 +15,8 @@ from torchtune.generation._ranks import Ranks
 from torchtune.modules.common_utils import _attention_modules
 from torchtune.modules.transformer import TransformerDecoder
 
+# Steps of decoding from which on it pays to move weights into another layout and back.
+_WORTH_PACKING = 48
 Prompts = Sequence[Tensor | Sequence[int]]
 
 
@@ -64,22 +66,29 @@ def generate_tokens(
 
     Returns:
         Tokens and their log-probabilities, on the device of the prompts.
+
+    Example:
+        >>> found = torchtune.generation.generate_tokens(model, [[5, 40, 7], [9]], max_new_tokens=4, temperature=0.0)
+        >>> [len(tokens) for tokens in found.tokens]
+        [4, 4]
     """
-    steps = list(
-        stream_tokens(
-            model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            num_samples=num_samples,
-            temperature=temperature,
-            top_k=top_k,
-            stop_tokens=stop_tokens,
-            rng=rng,
-            draws=draws,
-            use_cache=use_cache,
-            max_sequences=max_sequences,
+    longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
+    with fast_linears(model, pack=use_cache and longest >= _WORTH_PACKING):
+        steps = list(
+            stream_tokens(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                num_samples=num_samples,
+                temperature=temperature,
+                top_k=top_k,
+                stop_tokens=stop_tokens,
+                rng=rng,
+                draws=draws,
+                use_cache=use_cache,
+                max_sequences=max_sequences,
+            )
         )
-    )
     rows = torch.cat([step.rows for step in steps])
     order = rows.argsort(stable=True)
     lengths = rows.bincount(minlength=len(prompts) * num_samples).tolist()
@@ -136,6 +145,13 @@ def stream_tokens(
     Raises:
         GenerationError: there is no prompt or an empty one, a count is below 1, the sequence exceeds the model's
             ``max_seq_len``, ``draws`` have another shape, or the model is context parallel.
+
+    Example:
+        >>> prompts = [[5, 40, 7], [9]]
+        >>> for step in torchtune.generation.stream_tokens(model, prompts, max_new_tokens=[1, 2], temperature=0.0):
+        ...     print(step.rows)
+        tensor([0, 1])
+        tensor([1])
     """
     longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
     if draws is not None and (len(draws) != len(prompts) * num_samples or draws.shape[1] < longest):
@@ -147,7 +163,7 @@ def stream_tokens(
     rows = sum(request.num_samples for request in requests)
     rows = rows if max_sequences is None else max(num_samples, min(rows, max_sequences))
     ranks = Ranks(model)
-    with ranks, evaluating(model), fast_linears(model), _without_caches(model):
+    with ranks, evaluating(model), fast_linears(model, pack=False), _without_caches(model):
         batch = Batch(model, requests, rows, ranks, device, use_cache)
         while True:
             logits, running = batch.forward()

@@ -91,9 +91,10 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if device is not None and has("dtype"):
         attempt(lambda: get_dtype(cfg.dtype, device=device))
     checkpointer = attempt(lambda: config.instantiate(cfg.checkpointer)) if has("checkpointer") else None
-    teacher = attempt(lambda: config.instantiate(cfg.teacher_checkpointer)) if has("teacher_checkpointer") else None
-    if teacher is not None and hasattr(checkpointer, "add_source"):
-        attempt(lambda: checkpointer.add_source("teacher", teacher))
+    others = {name: attempt(lambda at=at: config.instantiate(at)) for name, (at, _) in cfg.other_models().items() if at}
+    for name, source in others.items() if hasattr(checkpointer, "add_source") else ():
+        if source is not None:
+            attempt(lambda name=name, source=source: checkpointer.add_source(name, source))
     named = None
     if "ref_checkpointer" in cfg.declared and has("loss") and hasattr(checkpointer, "add_source"):
         named = attempt(lambda: add_reference(checkpointer, cfg.ref_checkpointer, cfg.loss) or True)
@@ -113,8 +114,12 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         attempt(lambda: checkpointer.check_model(model))
     if model is not None and named and has("ref_checkpointer") and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model, name="reference"))
-    if has("teacher_model") and hasattr(teacher, "check_model"):
-        attempt(lambda: teacher.check_model(build_on_meta(cfg.teacher())[0]))
+    for name, (_, other) in cfg.other_models().items():
+        if hasattr(others.get(name), "check_model"):
+            second = attempt(lambda other=other: build_on_meta(other)[0])
+            if second is not None:
+                attempt(lambda second=second: check_split(second, dims or ParallelDims(), _plan(cfg)))
+                attempt(lambda name=name, second=second: others[name].check_model(second))
     if model is not None and has("optimizer"):
         attempt(lambda: _check_trained(cfg, model, checkpointer))
     built = attempt(lambda: config.instantiate(cfg.tokenizer)) if thorough and has("tokenizer") else None
