@@ -64,6 +64,13 @@ class LikeliestTokens:
         log_probs: of these, and of the rest [n, k + 1], float32 at least.
         vocab_size: number of tokens over which the distributions are normalised, the first ones.
         temperature: divided the teacher's logits, and divides the student's.
+
+    Example:
+        >>> from torchtune.modules.loss import LikeliestTokens
+        >>> teacher = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+        >>> tokens, log_probs = LikeliestTokens.of(teacher, k=2).arrays()
+        >>> tokens.tolist(), [round(p, 4) for p in log_probs.exp()[0].tolist()]
+        ([[0, 1]], [0.5, 0.3, 0.2])
     """
 
     are_likeliest = True

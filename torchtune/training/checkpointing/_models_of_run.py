@@ -136,6 +136,13 @@ def add_reference(checkpointer: Any, ref_checkpointer: Any, loss: Any) -> None:
 
     Raises:
         UserError: a component cannot be made.
+
+    Example:
+        >>> from torchtune.training import FullModelHFCheckpointer, add_reference
+        >>> checkpointer = FullModelHFCheckpointer(str(checkpoint))
+        >>> add_reference(checkpointer, None, {"_component_": "torchtune.rlhf.loss.DPOLoss"})
+        >>> list(checkpointer.store.sources)
+        ['policy', 'reference']
     """
     if ref_checkpointer is not None:
         checkpointer.add_source(REFERENCE, config.instantiate(ref_checkpointer))
