@@ -99,8 +99,8 @@ def _layer_embeddings(d: Description) -> LayerEmbeddings:
 
 def _layer_embedding(d: Description) -> LayerEmbedding:
     return LayerEmbedding(
-        gate_proj=nn.Linear(d.embed_dim, d.layer_embed_dim, bias=False),
-        output_proj=nn.Linear(d.layer_embed_dim, d.embed_dim, bias=False),
+        embed_gate=nn.Linear(d.embed_dim, d.layer_embed_dim, bias=False),
+        embed_proj=nn.Linear(d.layer_embed_dim, d.embed_dim, bias=False),
         norm=_norm(d, d.embed_dim),
         activation=_ACTIVATIONS[d.activation](),
     )

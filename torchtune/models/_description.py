@@ -66,7 +66,7 @@ class Description:
     full_num_kv_heads: int = 0  # of layers without a window; 0: num_kv_heads
     full_keys_as_values: bool = False  # layers without a window have no v_proj: values are the projected keys
     v_norm: bool = False  # RMSNorm, without weight, over each head of values
-    shared_kv_layers: int = 0  # the last layers have no keys and values: they use those of an earlier layer of their kind
+    shared_kv_layers: int = 0  # the last layers have no keys: they use those of the last one before them of their kind
     attn_sinks: bool = False  # attention sinks: a learned logit per head in the softmax's denominator
     attn_gate: bool = False  # q_proj also returns a gate per head, and its sigmoid scales the head's output
 

@@ -48,7 +48,15 @@ _KINDS: dict[str, tuple[type[RopeScaling], tuple[tuple[str, str, type], ...]]] =
     ),
     "proportional": (ProportionalRopeScaling, (("partial_rotary_factor", "fraction", float), _FACTOR)),
 }
-_OPTIONAL = {"partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_OPTIONAL = {
+    "partial_rotary_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
 
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _SAY_NOTHING = {"finetuned", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor"}

@@ -31,8 +31,8 @@ class ModelSpec:
             read and not written.
         untrained: prefixes of Hugging Face names of weights that the model lacks and an export copies (multi-token
             prediction).
-        untrained_modules: (start of a name within a layer, attribute of a description): in the layers that the attribute
-            lists, such weights are not the model's either.
+        untrained_modules: (start of a name within a layer, attribute of a description that lists layers): further
+            weights of this kind.
         untrained_layers: end of a name by which layers after the model's last one are known to be such weights.
         model_types: names that ``model_type:`` in YAML may give for it.
         parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default that of

@@ -40,22 +40,22 @@ class LayerEmbeddings(nn.Module):
 
 
 class LayerEmbedding(nn.Module):
-    """Adds the embeddings of one layer: ``h + norm(output_proj(activation(gate_proj(h)) * embedded))``.
+    """Adds the embeddings of one layer: ``h + norm(embed_proj(activation(embed_gate(h)) * embedded))``.
 
     Args:
-        gate_proj: ``d -> p``.
-        output_proj: ``p -> d``.
+        embed_gate: ``d -> p``.
+        embed_proj: ``p -> d``.
         norm: of the width d.
         activation: elementwise.
     """
 
-    def __init__(self, *, gate_proj: nn.Module, output_proj: nn.Module, norm: nn.Module, activation: nn.Module) -> None:
+    def __init__(self, *, embed_gate: nn.Module, embed_proj: nn.Module, norm: nn.Module, activation: nn.Module) -> None:
         super().__init__()
-        self.gate_proj = gate_proj
-        self.output_proj = output_proj
+        self.embed_gate = embed_gate
+        self.embed_proj = embed_proj
         self.norm = norm
         self.activation = activation
 
     def forward(self, h: Tensor, embedded: Tensor) -> Tensor:
         """``[b, s, d]`` and ``[b, s, p]`` to ``[b, s, d]``."""
-        return h + self.norm(self.output_proj(self.activation(self.gate_proj(h)) * embedded))
+        return h + self.norm(self.embed_proj(self.activation(self.embed_gate(h)) * embedded))

@@ -119,6 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4": ("Gemma4", {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2]}),
+    "gemma4_unified": ("Gemma4Unified", {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2]}),
     "gemma4_experts": (
         "Gemma4",
         {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2], "enable_moe_block": True}

@@ -86,6 +86,7 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3, "num_kv_shared_layers": 2}
         | {"use_double_wide_mlp": True, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 61},
     ),
+    "gemma4_unified": ("Gemma4Unified", {**_GEMMA4, "attention_k_eq_v": True}),
     "gemma4 experts": (
         "Gemma4",
         {**_GEMMA4, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}

@@ -41,7 +41,9 @@ def read_gemma4(fields: Fields) -> dict[str, Any]:
         "layer_embed_dim": embedded,
         "layer_embed_vocab": embedded_vocab if embedded else 0,
     }
-    return values | ({} if layers else {"window": None}) | _read_full_heads(fields, layers) | _read_experts(fields, wide)
+    if not layers:
+        values["window"] = None
+    return values | _read_full_heads(fields, layers) | _read_experts(fields, wide)
 
 
 def _read_full_heads(fields: Fields, windowed: tuple[int, ...]) -> dict[str, Any]:
@@ -131,8 +133,8 @@ _LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
 def _rows() -> tuple[Row, ...]:
     """Names of what only Gemma 4 has."""
     per_layer = {
-        "per_layer_input_gate.weight": "layer_embed.gate_proj.weight",
-        "per_layer_projection.weight": "layer_embed.output_proj.weight",
+        "per_layer_input_gate.weight": "layer_embed.embed_gate.weight",
+        "per_layer_projection.weight": "layer_embed.embed_proj.weight",
         "post_per_layer_input_norm.weight": "layer_embed.norm.scale",
     }
     norms = {
@@ -182,7 +184,9 @@ SPEC = ModelSpec(
     to_hf_config=FORMAT.write,
     weight_maps={"hf": _names()},
     # Published files have keys and values of the layers that use those of others.
-    untrained_modules=tuple((f"self_attn.{name}", "shared_kv") for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")),
+    untrained_modules=tuple(
+        (f"self_attn.{name}", "shared_kv") for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    ),
 )
 
 
