@@ -90,6 +90,9 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
             raise fields.refusal("rope_parameters", together)
         whole, windowed = (_object(fields, "rope_parameters", together.get(kind)) for kind in _KINDS_OF_LAYERS)
         local = windowed.get("rope_theta", local)
+        for kind, found_rope in zip(_KINDS_OF_LAYERS, (whole, windowed), strict=True):
+            if "kinds" in allowed and found_rope.get("rope_theta") is None:  # transformers needs it of both
+                raise fields.refusal(f"rope_parameters.{kind}.rope_theta", None)
         if windowed.get("rope_type", "default") != "default":
             raise fields.refusal("rope_parameters", together)
         together = {**whole, **(scaling or {})}

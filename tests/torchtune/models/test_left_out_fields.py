@@ -250,17 +250,24 @@ def _logits_differ_by(architecture: str, config: Any, description: Description) 
 def _runs(config: Any) -> bool:
     """Whether transformers can: it makes no mask for a window without a size, and no positions without a base.
 
-    Nor does it stretch a base for heads without a stated size.
+    Nor has it positions for a kind of layer that Gemma 4's ``rope_parameters`` lacks, and it does not stretch a base for
+    heads without a stated size.
     """
     if "alpha" in config.rope_parameters and config.head_dim is None:
         return False
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "attention_k_eq_v" in config.to_dict() and kinds - config.rope_parameters.keys():
+        return False
+    windowed = "sliding_attention" in kinds
     ropes = [rope for rope in config.rope_parameters.values() if isinstance(rope, dict)]
-    return not (windowed and config.sliding_window is None) and all(rope["rope_theta"] is not None for rope in ropes)
+    return not (windowed and config.sliding_window is None) and all(
+        rope.get("rope_theta") is not None for rope in ropes
+    )
 
 
 def _small(description: Description) -> bool:
     widest = max(description.intermediate_dim, description.vocab_size, description.q_dim, description.expert_dim)
+    widest = max(widest, description.layer_embed_vocab)
     return widest < 1000 and description.num_layers < 10 and description.num_experts < 20
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from torchtune.models._builders import model_builders
-from torchtune.models._description import Description
+from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_fields import Fields, shown
 from torchtune.models._rope_scaling import ProportionalRopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_map import Row, WeightMap
@@ -58,7 +58,10 @@ def _read_full_heads(fields: Fields, windowed: tuple[int, ...]) -> dict[str, Any
         layers = [str(i) for i in range(fields.take("num_hidden_layers")) if i not in windowed]
         full = by_layer.get(layers[0]) if isinstance(by_layer, dict) and layers else None
         if full is None or by_layer != dict.fromkeys(layers, full) or full.keys() - {"head_dim", "num_key_value_heads"}:
-            raise fields.refusal("per_layer_config", by_layer)
+            raise ModelError(
+                "config.json: per_layer_config must give one head_dim and num_key_value_heads for exactly the layers that "
+                f"are 'full_attention' in layer_types, got {shown(by_layer)}."
+            )
     found = full.get("head_dim", width), full.get("num_key_value_heads", heads)
     if not all(isinstance(value, int) and 0 < value < 2**16 for value in found):
         raise fields.refusal("per_layer_config", by_layer)
