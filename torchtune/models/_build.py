@@ -85,7 +85,7 @@ def _output(d: Description, embeddings: nn.Embedding) -> nn.Linear | TiedLinear:
 
 
 def _norm(d: Description, dim: int) -> RMSNorm:
-    return RMSNorm(dim, d.norm_eps, unit_offset=d.norm_unit_offset)
+    return RMSNorm(dim, d.norm_eps, unit_offset=d.norm_unit_offset, rounds_last=d.norm_rounds_last)
 
 
 def _layer_embeddings(d: Description) -> LayerEmbeddings:

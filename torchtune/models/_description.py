@@ -113,7 +113,8 @@ class Description:
     # Norms
     norm_eps: float = 1e-5
     norm_order: Literal["pre", "post", "both"] = "pre"  # before and/or after attention and feed-forward
-    norm_unit_offset: bool = False  # norms scale by 1 + weight
+    norm_unit_offset: bool = False  # norms scale by 1 + weight, and round to the dtype of their input after that
+    norm_rounds_last: bool = False  # norms scale by the weight, and round after that, not before
     layer_scale: bool = False  # the output of a layer is scaled by a number, which is not trained
 
     # Embeddings of tokens that each layer adds to its output

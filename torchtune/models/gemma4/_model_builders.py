@@ -115,7 +115,10 @@ FORMAT = HFFormat(
     window_layers=6,
     ropes=("kinds",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fixed=(("norm_order", "both"), ("v_norm", True), ("attn_scale", 1.0), ("layer_scale", True)),
+    fixed=(
+        *(("norm_order", "both"), ("norm_rounds_last", True), ("v_norm", True), ("attn_scale", 1.0)),
+        ("layer_scale", True),
+    ),
     read_more=read_gemma4,
     write_more=write_gemma4,
     defaults=(
@@ -221,6 +224,7 @@ _31B = Description(
     activation="gelu_tanh",
     norm_eps=1e-6,
     norm_order="both",
+    norm_rounds_last=True,
     layer_scale=True,
     embed_scale=5376**0.5,
     logit_softcap=30.0,

@@ -253,8 +253,8 @@ class ShardedNorm(ParallelStyle):
             wide, scale = x.float(), local_shard(module.scale)
             squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), group)
             normed = wide * torch.rsqrt(squares / width + module.eps)
-            if module.unit_offset:
-                return (normed * (1.0 + scale.float())).to(x.dtype)
+            if module.rounds_last:
+                return (normed * (scale.float() + module.unit_offset)).to(x.dtype)
             return normed.to(x.dtype) * scale
 
         module.forward = forward
