@@ -20,6 +20,9 @@ _ROPES = {
 }
 
 
+_PER_LAYER = ("head_dim", "num_key_value_heads")
+
+
 def read_gemma4(fields: Fields) -> dict[str, Any]:
     """What a ``config.json`` of Gemma 4 says of its layers, as values of a description."""
     if fields.take("use_bidirectional_attention", None) not in (None, False, "vision"):  # of images
@@ -55,9 +58,11 @@ def _read_full_heads(fields: Fields, windowed: tuple[int, ...]) -> dict[str, Any
         fields.take("num_global_key_value_heads", None)  # transformers ignores it
     by_layer = fields.take("per_layer_config", None)  # transformers writes it in place of the two fields
     if by_layer is not None:
-        layers = [str(i) for i in range(fields.take("num_hidden_layers")) if i not in windowed]
-        full = by_layer.get(layers[0]) if isinstance(by_layer, dict) and layers else None
-        if full is None or by_layer != dict.fromkeys(layers, full) or full.keys() - {"head_dim", "num_key_value_heads"}:
+        layers = [i for i in range(fields.take("num_hidden_layers")) if i not in windowed]
+        found = by_layer.items() if isinstance(by_layer, dict) else ()
+        by_number = {int(key): value for key, value in found if str(key).isdigit()}  # keys such as "05"
+        full = by_number.get(layers[-1])
+        if not isinstance(full, dict) or by_number != dict.fromkeys(layers, full) or full.keys() - set(_PER_LAYER):
             raise ModelError(
                 "config.json: per_layer_config must give one head_dim and num_key_value_heads for exactly the layers that "
                 f"are 'full_attention' in layer_types, got {shown(by_layer)}."
