@@ -250,8 +250,8 @@ def _logits_differ_by(architecture: str, config: Any, description: Description) 
 def _runs(config: Any) -> bool:
     """Whether transformers can: it makes no mask for a window without a size, and no positions without a base.
 
-    Nor has it positions for a kind of layer that Gemma 4's ``rope_parameters`` lacks, and it does not stretch a base for
-    heads without a stated size.
+    Nor has it positions for a kind of layer that Gemma 4's ``rope_parameters`` lacks, and it does not stretch a base
+    for heads without a stated size.
     """
     if "alpha" in config.rope_parameters and config.head_dim is None:
         return False

@@ -64,8 +64,8 @@ def _read_full_heads(fields: Fields, windowed: tuple[int, ...]) -> dict[str, Any
         full = by_number.get(layers[-1])
         if not isinstance(full, dict) or by_number != dict.fromkeys(layers, full) or full.keys() - set(_PER_LAYER):
             raise ModelError(
-                "config.json: per_layer_config must give one head_dim and num_key_value_heads for exactly the layers that "
-                f"are 'full_attention' in layer_types, got {shown(by_layer)}."
+                "config.json: per_layer_config must give one head_dim and num_key_value_heads for exactly the layers "
+                f"that are 'full_attention' in layer_types, got {shown(by_layer)}."
             )
     found = full.get("head_dim", width), full.get("num_key_value_heads", heads)
     if not all(isinstance(value, int) and 0 < value < 2**16 for value in found):
