@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 
@@ -325,8 +326,6 @@ def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tens
     return weights
 
 
-# Their configs have the word Text in their names.
-OF_TEXT = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
 _EXPERT = ("gate_proj", "up_proj", "down_proj")
 OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2")  # whose files have the names of Mixtral's
 

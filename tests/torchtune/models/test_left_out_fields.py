@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torchtune.models.conftest import OF_MIXTRAL, OF_TEXT, on_disk
+from tests.torchtune.models.conftest import OF_MIXTRAL, on_disk
+from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.models import Description, ModelError, build
 from torchtune.models._spec import spec_for_architecture
 

@@ -6,7 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.torchtune.models.conftest import OF_MIXTRAL, OF_TEXT, on_disk
+from tests.torchtune.models.conftest import OF_MIXTRAL, on_disk
+from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.models import ModelError
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
