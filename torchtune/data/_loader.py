@@ -42,6 +42,13 @@ class BatchLoader:
 
     Raises:
         DataError: the dataset is empty, or a number is below 1.
+
+    Example:
+        >>> rows = [{"tokens": [n, n], "labels": [n, n]} for n in range(5)]
+        >>> collate = torchtune.data.collate_documents
+        >>> loader = torchtune.data.BatchLoader(rows, batch_size=2, collate_fn=collate, shuffle=False, seed=0)
+        >>> [batch.tokens.tolist() for (batch,) in loader]
+        [[[0, 0, 1, 1]], [[2, 2, 3, 3]], [[4, 4]]]
     """
 
     def __init__(

@@ -142,7 +142,12 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 
 def list_specs() -> list[str]:
-    """Names of all families: built-in, registered, and from entry points of installed packages."""
+    """Names of all families: built-in, registered, and from entry points of installed packages.
+
+    Example:
+        >>> "qwen3" in torchtune.models.list_specs()
+        True
+    """
     return sorted({*_builtin(), *_registered, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
 
@@ -151,6 +156,10 @@ def get_spec(name: str) -> ModelSpec:
 
     Raises:
         ModelError: there is no such family.
+
+    Example:
+        >>> torchtune.models.get_spec("qwen3").name
+        'qwen3'
     """
     if name in _registered:
         return _registered[name]

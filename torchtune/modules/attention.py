@@ -45,6 +45,11 @@ class MultiHeadAttention(nn.Module):
 
     Raises:
         ValueError: arguments that do not fit together.
+
+    Example:
+        >>> attention = model.layers[0].attn
+        >>> attention(torch.ones(1, 3, 32)).shape
+        torch.Size([1, 3, 32])
     """
 
     def __init__(

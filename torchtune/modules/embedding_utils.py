@@ -19,6 +19,11 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
 
     Raises:
         ValueError: ``num_embeddings`` is below 1.
+
+    Example:
+        >>> torchtune.modules.resize_token_embeddings(model, 300)
+        >>> model(torch.tensor([[299]])).shape
+        torch.Size([1, 1, 300])
     """
     if num_embeddings < 1:
         raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")

@@ -20,6 +20,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
     Returns:
         Tensor of the shape and dtype of ``x``.
+
+    Example:
+        >>> x, angle = torch.tensor([[[[1.0, 0.0]]]]), torch.full((1, 1, 1, 1), torch.pi / 2)
+        >>> torchtune.modules.apply_rope(x, angle.cos(), angle.sin(), "interleaved").round()
+        tensor([[[[-0., 1.]]]])
     """
     turning = 2 * cos.shape[-1]
     if turning < x.shape[-1]:
@@ -76,6 +81,11 @@ class RotaryPositionalEmbeddings(nn.Module):
         by_reach: whether the angles depend on the sequence length, the argument ``reach`` of :meth:`cos_sin`.
         switch_at: the sequence length beyond which all angles change (LongRoPE), or None.
         magnitude: factor of cosine and sine.
+
+    Example:
+        >>> rope, x = torchtune.modules.RotaryPositionalEmbeddings(dim=4), torch.ones(1, 3, 2, 4)
+        >>> torch.equal(rope(x)[:, 0], x[:, 0])  # position 0 is not rotated
+        True
     """
 
     by_reach = False

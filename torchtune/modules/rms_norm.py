@@ -17,6 +17,10 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
 
     Returns:
         Tensor ``[..., d]`` of the dtype of ``x``.
+
+    Example:
+        >>> torchtune.modules.rms_norm(torch.tensor([2.0, -2.0]), eps=0.0)
+        tensor([ 1.0000, -1.0000])
     """
     if computes_on_cpu(x.device) and not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
@@ -76,6 +80,10 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
         unit_offset: scale by ``1 + scale``, with ``scale`` initialised to zero, and round after scaling (Gemma).
         rounds_last: round after scaling, not before (Gemma 4).
+
+    Example:
+        >>> torchtune.modules.RMSNorm(4)(torch.tensor([[3.0, 3.0, 3.0, 3.0]]))
+        tensor([[1.0000, 1.0000, 1.0000, 1.0000]], grad_fn=...)
     """
 
     def __init__(self, dim: int, eps: float = 1e-6, *, unit_offset: bool = False, rounds_last: bool = False) -> None:

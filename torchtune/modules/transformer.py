@@ -29,6 +29,10 @@ class TransformerSelfAttentionLayer(nn.Module):
         mask_mod: changes the mask of this layer: ``mask_mod(mask, b, s, s)``.
         layer_embed: adds the layer's embeddings of tokens to its output.
         layer_scale: applied to the output of the layer.
+
+    Example:
+        >>> model.layers[0](torch.ones(1, 3, 32)).shape
+        torch.Size([1, 3, 32])
     """
 
     def __init__(
@@ -168,6 +172,12 @@ class TransformerDecoder(nn.Module):
         skip_output_layer: whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only.
         description: the description of the model, set by :func:`torchtune.models.build`.
         spec: the model family, set by :func:`torchtune.models.build`.
+
+    Example:
+        >>> model(torch.tensor([[5, 40, 7]])).shape  # [b, s, v]
+        torch.Size([1, 3, 316])
+        >>> model(torch.tensor([[5, 40, 7]]), output="hidden").shape
+        torch.Size([1, 3, 32])
     """
 
     def __init__(
@@ -440,5 +450,9 @@ def text_decoder(model: nn.Module) -> nn.Module:
     Args:
         model: a :class:`TransformerDecoder`, a composite model with an attribute ``text``, or any other module, which
             is returned unchanged.
+
+    Example:
+        >>> torchtune.modules.text_decoder(model) is model
+        True
     """
     return getattr(model, "text", model)

@@ -166,6 +166,13 @@ class ForwardKLLoss(DivergenceLoss):
         ignore_index: label of positions without a label.
         with_entropy: subtract the teacher's entropy, which makes it a true KL divergence.
         temperature: divides the logits of both; gradients are not multiplied by its square.
+
+    Example:
+        >>> from torchtune.modules.loss import ForwardKLLoss
+        >>> logits = torch.randn(1, 3, 8)
+        >>> loss = ForwardKLLoss()
+        >>> loss(logits, logits, torch.tensor([[1, 2, -100]])).abs().item() < 10
+        True
     """
 
     def __init__(self, ignore_index: int = -100, *, with_entropy: bool = False, temperature: float = 1.0) -> None:
@@ -185,6 +192,12 @@ class ReverseKLLoss(DivergenceLoss):
     Args:
         ignore_index: label of positions without a label.
         temperature: divides the logits of both; gradients are not multiplied by its square.
+
+    Example:
+        >>> from torchtune.modules.loss import ReverseKLLoss
+        >>> logits, labels = torch.randn(1, 3, 8), torch.tensor([[1, 2, -100]])
+        >>> round(ReverseKLLoss()(logits, logits, labels).item(), 5)
+        0.0
     """
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -203,6 +216,12 @@ class SymmetricKLLoss(DivergenceLoss):
 
     Raises:
         ValueError: ``sym_kd_ratio`` outside [0, 1], or ``temperature`` not above 0.
+
+    Example:
+        >>> from torchtune.modules.loss import SymmetricKLLoss
+        >>> logits, labels = torch.randn(1, 3, 8), torch.tensor([[1, 2, -100]])
+        >>> SymmetricKLLoss(sym_kd_ratio=0.5)(logits, logits, labels).shape
+        torch.Size([])
     """
 
     def __init__(
@@ -238,6 +257,12 @@ class GeneralizedJSDLoss(DivergenceLoss):
 
     Raises:
         ValueError: ``beta`` outside [0, 1], ``num_output_chunks`` below 1, or ``temperature`` not above 0.
+
+    Example:
+        >>> from torchtune.modules.loss import GeneralizedJSDLoss
+        >>> logits, labels = torch.randn(1, 3, 8), torch.tensor([[1, 2, -100]])
+        >>> abs(round(GeneralizedJSDLoss(beta=0.5)(logits, logits, labels).item(), 5))
+        0.0
     """
 
     def __init__(
@@ -319,6 +344,12 @@ class ForwardKLWithChunkedOutputLoss(_ChunkedLoss):
             fewer, if chunks would be too small.
         ignore_index: label of positions without a label.
         options: further arguments of :class:`ForwardKLLoss`.
+
+    Example:
+        >>> from torchtune.modules.loss import ForwardKLWithChunkedOutputLoss
+        >>> chunks, labels = [torch.randn(1, 2, 8), torch.randn(1, 2, 8)], torch.tensor([[1, 2, 3, -100]])
+        >>> ForwardKLWithChunkedOutputLoss(num_output_chunks=2)(chunks, chunks, labels).shape
+        torch.Size([])
     """
 
     def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100, **options: Any) -> None:
@@ -332,6 +363,13 @@ class ReverseKLWithChunkedOutputLoss(_ChunkedLoss):
         num_output_chunks: see :class:`ForwardKLWithChunkedOutputLoss`.
         ignore_index: label of positions without a label.
         options: further arguments of :class:`ReverseKLLoss`.
+
+    Example:
+        >>> from torchtune.modules.loss import ReverseKLWithChunkedOutputLoss
+        >>> chunks, labels = [torch.randn(1, 2, 8), torch.randn(1, 2, 8)], torch.tensor([[1, 2, 3, -100]])
+        >>> loss = ReverseKLWithChunkedOutputLoss(num_output_chunks=2)
+        >>> abs(round(loss(chunks, chunks, labels).item(), 5))
+        0.0
     """
 
     def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100, **options: Any) -> None:
@@ -346,6 +384,12 @@ class SymmetricKLWithChunkedOutputLoss(_ChunkedLoss):
         sym_kd_ratio: weight of the forward KL.
         ignore_index: label of positions without a label.
         options: further arguments of :class:`SymmetricKLLoss`.
+
+    Example:
+        >>> from torchtune.modules.loss import SymmetricKLWithChunkedOutputLoss
+        >>> chunks, labels = [torch.randn(1, 2, 8), torch.randn(1, 2, 8)], torch.tensor([[1, 2, 3, -100]])
+        >>> SymmetricKLWithChunkedOutputLoss(num_output_chunks=2)(chunks, chunks, labels).shape
+        torch.Size([])
     """
 
     def __init__(

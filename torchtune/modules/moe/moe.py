@@ -164,6 +164,15 @@ class MoE(nn.Module):
         shared_gate: projection ``d -> 1``; its sigmoid scales the output of ``shared_expert``.
         norms: norms of the inputs and outputs of ``experts`` and of ``shared_expert``, by name: ``input``, ``output``,
             ``shared_input``, ``shared_output``. The router sees tokens before them.
+
+    Example:
+        >>> from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+        >>> gate = torch.nn.Linear(8, 4, bias=False)
+        >>> router = TokenChoiceTopKRouter(gate=gate, dim=8, num_experts=4, experts_per_token=2)
+        >>> experts = GroupedExperts(dim=8, hidden_dim=16, num_experts=4)
+        >>> experts.reset_parameters()
+        >>> MoE(experts=experts, router=router)(torch.randn(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
     """
 
     def __init__(

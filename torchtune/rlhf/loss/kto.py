@@ -20,6 +20,10 @@ class KTOLoss(AnswerLoss):
         beta: higher stays closer to the reference.
         desirable_weight: w_d; with few good answers raise it until w_d · good and w_u · bad are about equal.
         undesirable_weight: w_u.
+
+    Example:
+        >>> torchtune.rlhf.loss.KTOLoss(beta=0.1, desirable_weight=1.0, undesirable_weight=1.5).needs_reference
+        True
     """
 
     def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:

@@ -56,6 +56,10 @@ class ParallelDims:
 
     Raises:
         ParallelDimsError: the product is not the number of processes, or a dimension is not available.
+
+    Example:
+        >>> torchtune.training.ParallelDims().world_size
+        1
     """
 
     dp_replicate: int = 1
