@@ -172,7 +172,7 @@ def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, in
 
 def _mixer_elements(mixer: torch.nn.Module, shapes: Mapping[torch.nn.Parameter, tuple[int, ...]]) -> int:
     if not isinstance(mixer, RecurrentMixer):
-        return 2 * shapes[mixer.q_proj.weight][0] + 4 * shapes[mixer.k_proj.weight][0]
+        return 2 * shapes[mixer.q_proj.weight][0] + (4 * shapes[mixer.k_proj.weight][0] if mixer.k_proj else 0)
     linears = {name: child for name, child in mixer.named_children() if name.endswith("_proj")}
     inputs = sum(shapes[child.weight][0] for name, child in linears.items() if name != "output_proj")
     # Projected and convolved; what is read and its gate; a float32 state for every 64 positions.
