@@ -36,6 +36,11 @@ def instantiate(
     Raises:
         ValueError: ``config`` is not a mapping.
         InstantiationError: it has no ``_component_``, or the path leads nowhere.
+
+    Example:
+        >>> node = {"_component_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
+        >>> torchtune.config.instantiate(node).weight.shape
+        torch.Size([3, 2])
     """
     if config is None:
         return None

@@ -43,6 +43,14 @@ class Batch(MutableMapping[str, Any]):
 
     Raises:
         DataError: shapes do not fit together, or a name occurs twice.
+
+    Example:
+        >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3, 4, 5], "labels": [4, 5, -100]}]
+        >>> batch = torchtune.data.collate_documents(rows)
+        >>> batch.num_tokens, batch.num_labels
+        (5, 3)
+        >>> model(**batch.model_inputs()).shape
+        torch.Size([1, 5, 316])
     """
 
     tokens: torch.Tensor

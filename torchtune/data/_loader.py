@@ -44,6 +44,13 @@ class BatchLoader:
 
     Raises:
         DataError: the dataset is empty, or a number is below 1.
+
+    Example:
+        >>> rows = [{"tokens": [n, n], "labels": [n, n]} for n in range(5)]
+        >>> collate = torchtune.data.collate_documents
+        >>> loader = torchtune.data.BatchLoader(rows, batch_size=2, collate_fn=collate, shuffle=False, seed=0)
+        >>> [batch.tokens.tolist() for (batch,) in loader]
+        [[[0, 0, 1, 1]], [[2, 2, 3, 3]], [[4, 4]]]
     """
 
     def __init__(
@@ -104,6 +111,12 @@ class BatchLoader:
         """Optimizer steps per epoch."""
         steps = math.ceil(self.examples_per_epoch / self.examples_per_step)
         return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
+
+    @property
+    def smallest_batch(self) -> int:
+        """Examples of the smallest micro-batch that any rank gets in an epoch."""
+        last = min(len(self.dataset), len(self) * self.examples_per_step) % (self.batch_size * self.world_size)
+        return max(last // self.world_size, 1) if last else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the position to the beginning of an epoch."""

@@ -137,6 +137,11 @@ def text_completion_dataset(
 
     Raises:
         DataError: see :class:`TextCompletionDataset`; ``packed`` without any ``max_seq_len``.
+
+    Example:
+        >>> data = torchtune.datasets.text_completion_dataset(tokenizer, source=[{"text": "the cat"}])
+        >>> tokenizer.decode(list(data[0]["tokens"]))
+        'the cat'
     """
     length = (max_seq_len or pack_length(tokenizer)) if packed else None
     if load_dataset_kwargs.get("streaming"):

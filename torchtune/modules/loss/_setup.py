@@ -43,6 +43,13 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
 
     Raises:
         LossError: it cannot be called like that, or returns something else.
+
+    Example:
+        >>> from torchtune.modules.loss import setup_loss
+        >>> loss = setup_loss(torch.nn.CrossEntropyLoss(), model)  # any loss(logits, labels)
+        >>> hidden = model(torch.tensor([[5, 40, 7]]), output="hidden")
+        >>> loss.sum_and_count(hidden, torch.tensor([[40, 7, -100]]), model.output)[1].item()
+        2
     """
     if not isinstance(loss, SFTLoss):
         _check(loss, model.output.weight)

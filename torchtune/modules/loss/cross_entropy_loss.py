@@ -50,6 +50,14 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         ignore_index: label of positions without a label.
         tp_enabled: whether the output projection is split over a tensor-parallel group.
         mask_ignored_tokens: skip positions without a label before the projection; ``False`` keeps shapes fixed.
+
+    Example:
+        >>> from torchtune.modules.loss import LinearCrossEntropyLoss
+        >>> loss, hidden = LinearCrossEntropyLoss(), torch.zeros(1, 3, 8)
+        >>> projection = torch.nn.Linear(8, 4, bias=False)
+        >>> total, count = loss.sum_and_count(hidden, torch.tensor([[2, -100, 1]]), projection)
+        >>> round(total.item(), 4), count.item()  # 2 log(4)
+        (2.7726, 2)
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from torchtune.modules.peft import require_adapters
 from torchtune.training._distributed import is_distributed, is_restart
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training._vocabulary import fit_vocabulary
+from torchtune.training.checkpointing import add_reference
 from torchtune.training.optim._prepare_optimizer import require_trained
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.parallel._parallelize import check_split
@@ -94,6 +95,9 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     for name, source in others.items() if hasattr(checkpointer, "add_source") else ():
         if source is not None:
             attempt(lambda name=name, source=source: checkpointer.add_source(name, source))
+    named = None
+    if "ref_checkpointer" in cfg.declared and has("loss") and hasattr(checkpointer, "add_source"):
+        named = attempt(lambda: add_reference(checkpointer, cfg.ref_checkpointer, cfg.loss) or True)
     resume = cfg.resume_from_checkpoint or is_restart()
     if has("output_dir", "optimizer") and hasattr(checkpointer, "check_output_dir"):
         attempt(lambda: checkpointer.check_output_dir(resume=resume))
@@ -108,6 +112,8 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         attempt(lambda: check_split(model, dims or ParallelDims(), _plan(cfg)))
     if model is not None and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model))
+    if model is not None and named and has("ref_checkpointer") and hasattr(checkpointer, "check_model"):
+        attempt(lambda: checkpointer.check_model(model, name="reference"))
     for name, (_, other) in cfg.other_models().items():
         if hasattr(others.get(name), "check_model"):
             second = attempt(lambda other=other: build_on_meta(other)[0])
