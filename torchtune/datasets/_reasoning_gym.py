@@ -33,6 +33,13 @@ def reasoning_gym_dataset(
 
     Raises:
         DataError: there is no such environment, or it does not take the settings.
+
+    Example:
+        >>> dataset = torchtune.datasets.reasoning_gym_dataset(  # doctest: +SKIP
+        ...     tokenizer, environment="chain_sum", size=2, max_terms=2
+        ... )
+        >>> sorted(dataset[0]["row"])  # doctest: +SKIP
+        ['answer', 'metadata', 'question']
     """
     gym = require("reasoning_gym", extra="reasoning-gym", purpose="reasoning_gym_dataset")
     try:

@@ -65,6 +65,12 @@ class ServerSampler:
     Raises:
         RolloutError: the server is gone, too slow, serves another model, or cannot take weights.
         CheckpointError: the weights cannot be written.
+
+    Example:
+        >>> sampler = torchtune.rlhf.ServerSampler(
+        ...     model, tokenizer, server="vllm", url="http://localhost:8000/v1", checkpoint_dir=checkpoint, folder=folder
+        ... )  # doctest: +SKIP
+        >>> rollouts = sampler([[1, 65, 66], [1, 70]], num_samples=8, seeds=[0, 1])  # doctest: +SKIP
     """
 
     def __init__(
