@@ -101,11 +101,17 @@ def run_side(side: str, data: str, tokenizer: str, processes: int) -> None:
     import datasets
 
     datasets.disable_progress_bars()
-    start = time.perf_counter()
+    start, before = time.perf_counter(), _cpu_seconds()
     packs = SIDES[side](data, tokenizer, processes)
     seconds = time.perf_counter() - start
     peaks = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(json.dumps({"seconds": seconds, "packs": packs, "own_mib": peaks[0], "child_mib": peaks[1]}))
+    cpu = _cpu_seconds() - before
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "packs": packs, "own_mib": peaks[0], "child_mib": peaks[1]}))
+
+
+def _cpu_seconds() -> float:
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(part.ru_utime + part.ru_stime for part in usage)
 
 
 def measure(side: str, data: Path, tokenizer: str, processes: int) -> dict[str, float]:
@@ -147,12 +153,13 @@ def main() -> None:
                 found[side].append(measure(side, data, args.tokenizer, args.processes))
         print(f"{data.stat().st_size / 1e6:.1f} MB of chats, {args.processes} processes, {args.repeats} runs each")
         for side, runs in found.items():
-            seconds, own, child = (
-                statistics.median(run[key] for run in runs) for key in ("seconds", "own_mib", "child_mib")
+            seconds, cpu, own, child = (
+                statistics.median(run[key] for run in runs) for key in ("seconds", "cpu", "own_mib", "child_mib")
             )
-            print(
-                f"{side:<10} {seconds:7.2f} s   {runs[0]['packs']:,} packs   {own:,.0f} MiB, children {child:,.0f} MiB"
-            )
+            memory = f"{own:,.0f} MiB, children {child:,.0f} MiB"
+            print(f"{side:<10} {seconds:7.2f} s, CPU {cpu:7.2f} s   {runs[0]['packs']:,} packs   {memory}")
+        ratios = [trl["cpu"] / ours["cpu"] for ours, trl in zip(*found.values(), strict=True)]
+        print(f"TRL takes {statistics.median(ratios):.2f} times the CPU time ({min(ratios):.2f} to {max(ratios):.2f})")
         ratios = [trl["seconds"] / ours["seconds"] for ours, trl in zip(*found.values(), strict=True)]
         print(f"TRL takes {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to {max(ratios):.2f})")
 

@@ -6,7 +6,12 @@
 Both sides train the same examples in the same order with the same labels, plain AdamW at the same constant rate,
 without clipping and without recomputing activations. Each run is a process of its own; sides alternate, so that a
 drift of the machine hits both. CPU time and memory are the operating system's account of the process: the time of
-the steps after the first two, and the peak of the resident set (VmHWM).
+the steps after the first two, and the peak of the resident set (VmHWM), in all and above what was resident when
+everything had been imported and nothing loaded.
+
+Methods: "lora" and "qlora" (rank 16 on every linear layer; the base of qlora in NF4 with double quantisation, TRL's by
+bitsandbytes, which computes it on a CPU too), "full", and "full8": full with 8-bit states and the optimizer in the
+backward pass here, TRL's own full fine-tuning there.
 
 Work: chats of about 230 tokens, up to 512, half of them labelled. "rows" are batches of 4 examples (TRL pads them),
 "packed" are 4 rows of up to 512 tokens (TRL's best-fit decreasing; without flash attention its documents see each
@@ -25,10 +30,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-CASES = [("lora", "bf16", "rows"), ("lora", "bf16", "packed"), ("full", "bf16", "rows"), ("full", "bf16", "packed")]
+CASES = [(method, "bf16", layout) for method in ("lora", "qlora", "full", "full8") for layout in ("rows", "packed")]
 CASES += [("lora", "fp32", "rows"), ("full", "fp32", "rows")]
 WARMUP = 2
-LR = {"lora": 1e-4, "full": 2e-5}
+LR = {"lora": 1e-4, "qlora": 1e-4, "full": 2e-5, "full8": 2e-5}
 
 
 def draw_tokens(checkpoint: Path, count: int) -> list[int]:
@@ -94,6 +99,12 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
+def resident(field: str) -> float:
+    """Resident memory of this process, MiB: ``VmRSS`` now, ``VmHWM`` at most so far."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) / 1024
+
+
 class Meter:
     """CPU seconds and label tokens of the steps after the warm-up."""
 
@@ -118,25 +129,32 @@ class Meter:
             self.cpu += cpu - self._mark[0]
             self.wall += wall - self._mark[1]
 
-
-def peak_rss() -> float:
-    """Peak resident memory of this process, MiB."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) / 1024
+    def figures(self, losses: list[float], labelled: int, imported: float) -> dict[str, Any]:
+        """What a run reports: memory in MiB."""
+        peak = resident("VmHWM")
+        return {
+            "losses": losses, "labelled": labelled, "cpu": self.cpu, "wall": self.wall,
+            "peak": peak, "above": peak - imported,
+        }  # fmt: skip
 
 
 def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: list, steps: int) -> dict[str, Any]:
     """The loop of our recipes, with its components."""
+    from functools import partial
+
     import torch
+    from torchao.optim import AdamW8bit
 
     from torchtune import training
     from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
     from torchtune.datasets import PackedDataset
     from torchtune.models import from_hf_config
-    from torchtune.modules.conversion import apply_conversions
+    from torchtune.modules.conversion import Conversion, apply_conversions
     from torchtune.modules.loss import LinearCrossEntropyLoss
+    from torchtune.modules.low_precision import QuantizeBase
     from torchtune.modules.peft import LoRA
 
+    imported = resident("VmRSS")
     dataset: Any = [
         {
             "tokens": example["input_ids"],
@@ -153,14 +171,20 @@ def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: l
     loader = BatchLoader(dataset, batch_size=4, collate_fn=collate_documents, shuffle=False, seed=0)
     with training.set_default_dtype(training.get_dtype(dtype)), torch.device("meta"):
         model = from_hf_config(checkpoint)
-        if method == "lora":
-            apply_conversions(model, [LoRA(rank=16, alpha=32, apply_to_mlp=True)])
+        conversions: list[Conversion] = [QuantizeBase("nf4")] if method == "qlora" else []
+        if method in ("lora", "qlora"):
+            conversions.append(LoRA(rank=16, alpha=32, apply_to_mlp=True))
+        apply_conversions(model, conversions)
     torch.manual_seed(0)
     training.FullModelHFCheckpointer(str(checkpoint)).load_model(model)
     loss_fn = LinearCrossEntropyLoss()
     loss_fn.set_model_output(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR[method], weight_decay=0.0, fused=True)
+    if method == "full8":
+        factory: Any = partial(AdamW8bit, lr=LR[method], weight_decay=0.0)
+        optimizer = training.setup_optimizer(factory, model, in_backward=True)
+    else:
+        factory = partial(torch.optim.AdamW, lr=LR[method], weight_decay=0.0, fused=True)
+        optimizer = training.setup_optimizer(factory, model, precision="param_dtype")
     meter, losses, labelled = Meter(), [], 0
     for (batch,) in loader:
         meter.start()
@@ -174,7 +198,7 @@ def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: l
         labelled += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum()) if meter.steps > WARMUP else 0
         if meter.steps == steps:
             break
-    return {"losses": losses, "labelled": labelled, "cpu": meter.cpu, "wall": meter.wall, "peak": peak_rss()}
+    return meter.figures(losses, labelled, imported)
 
 
 def run_trl(method: str, dtype: str, layout: str, checkpoint: Path, examples: list, steps: int) -> dict[str, Any]:
@@ -182,12 +206,21 @@ def run_trl(method: str, dtype: str, layout: str, checkpoint: Path, examples: li
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
+    imported = resident("VmRSS")
     torch.manual_seed(0)
     precision = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=precision)
+    quantized = None
+    if method == "qlora":
+        quantized = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=precision,
+        )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=precision, quantization_config=quantized)
     rows = {
         "input_ids": [example["input_ids"] for example in examples],
         "completion_mask": [example["mask"] for example in examples],
@@ -233,7 +266,7 @@ def run_trl(method: str, dtype: str, layout: str, checkpoint: Path, examples: li
             dataloader_num_workers=0,
         )
         lora = None
-        if method == "lora":
+        if method in ("lora", "qlora"):
             lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         trainer = Trainer(
@@ -250,7 +283,7 @@ def run_trl(method: str, dtype: str, layout: str, checkpoint: Path, examples: li
         trainer.train()
     labelled = sum(counted[WARMUP:])
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "labelled": labelled, "cpu": meter.cpu, "wall": meter.wall, "peak": peak_rss()}
+    return meter.figures(losses, labelled, imported)
 
 
 def child(arguments: argparse.Namespace) -> None:
@@ -285,20 +318,21 @@ def measure(side: str, case: tuple[str, ...], arguments: argparse.Namespace, wor
 
 def report(case: tuple[str, ...], ours: list[dict], trl: list[dict]) -> None:
     """A line of ratios: medians over the pairs of runs."""
+    for run in (*ours, *trl):
+        run["rate"] = run["labelled"] / run["cpu"]
 
-    def rate(run: dict[str, Any]) -> float:
-        return run["labelled"] / run["cpu"]
+    def ratio(name: str) -> float:
+        return statistics.median(one[name] / other[name] for one, other in zip(ours, trl, strict=True))
 
-    speed = statistics.median(rate(one) / rate(other) for one, other in zip(ours, trl, strict=True))
-    memory = statistics.median(one["peak"] / other["peak"] for one, other in zip(ours, trl, strict=True))
+    def median(runs: list[dict], name: str) -> float:
+        return statistics.median(run[name] for run in runs)
+
     pairs = zip(ours[0]["losses"], trl[0]["losses"], strict=False)
-    apart = max(abs(a - b) for a, b in pairs) if case[2] == "rows" else float("nan")
-    print(
-        f"{' '.join(case):<18} {speed:>7.2f}x {statistics.median(map(rate, ours)):>8.0f} "
-        f"{statistics.median(map(rate, trl)):>8.0f} {memory:>8.2f}x {ours[0]['peak']:>7.0f} {trl[0]['peak']:>7.0f} "
-        f"{apart:>9.4f}",
-        flush=True,
-    )
+    apart = max(abs(a - b) for a, b in pairs) if case[-1] == "rows" else float("nan")
+    columns = [f"{' '.join(case):<18} {ratio('rate'):>7.2f}x {median(ours, 'rate'):>8.0f} {median(trl, 'rate'):>8.0f}"]
+    for name in ("peak", "above"):
+        columns.append(f"{ratio(name):>8.2f}x {median(ours, name):>7.0f} {median(trl, name):>7.0f}")
+    print(*columns, f"{apart:>9.4f}", flush=True)
 
 
 def main() -> None:
@@ -321,10 +355,9 @@ def main() -> None:
         arguments.checkpoint = arguments.checkpoint or make_checkpoint(work / "checkpoint")
         examples = make_examples(16 * arguments.steps, Path(arguments.checkpoint))
         (work / "examples.json").write_text(json.dumps(examples))
-        print(
-            f"{'case':<18} {'speed':>8} {'ours':>8} {'TRL':>8} {'memory':>9} {'ours':>7} {'TRL':>7} {'max|dloss|':>10}"
-        )
-        print(f"{'':<18} {'':>8} {'label tokens/CPU-s':>17} {'':>9} {'MiB':>15}")
+        sides = f"{'ours':>7} {'TRL':>7}"
+        print(f"{'case':<18} {'speed':>8}  {sides}  {'peak':>8} {sides} {'- import':>9} {sides} max|dloss|")
+        print(f"{'':<18} {'':>8} {'label tokens/CPU-s':>17} {'':>9} {'MiB':>15} {'':>9} {'MiB':>15}")
         for case in wanted:
             ours, trl = [], []
             for _ in range(arguments.rounds):

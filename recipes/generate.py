@@ -111,11 +111,12 @@ class InferenceRecipe:
 
     def prompt_tokens(self, prompt: dict[str, str | None]) -> list[int]:
         """Token ids of the prompt, up to where the answer begins."""
-        return self._tokens(
+        return self.conversation_tokens(
             [Message(role=role, content=prompt[role]) for role in ("system", "user") if prompt.get(role)]
         )
 
-    def _tokens(self, messages: list[Message]) -> list[int]:
+    def conversation_tokens(self, messages: list[Message]) -> list[int]:
+        """Token ids of the messages, up to where the answer begins."""
         messages = [*messages, Message(role="assistant", content="")]
         return self.tokenizer({"messages": messages}, inference=True)["tokens"]
 
@@ -123,7 +124,7 @@ class InferenceRecipe:
     def generate(self, cfg: Settings) -> str:
         """Print the answer as it is generated and return it."""
         tokens = self.prompt_tokens(cfg.prompt)
-        limit = self._limit(tokens, cfg, "prompt")
+        limit = self.answer_limit(tokens, cfg, "prompt")
         started = time.perf_counter()
         pieces: list[str] = []
         decoder = StreamDecoder(self.tokenizer)
@@ -143,12 +144,12 @@ class InferenceRecipe:
         seconds = time.perf_counter() - started
         self.log.info(f"{len(pieces)} tokens in {seconds:.2f} s, {len(pieces) / seconds:.1f} tokens/s.")
         if len(pieces) == limit:
-            self.log.info(f"The answer was cut: {self._reason(limit, cfg)}.")
+            self.log.info(f"The answer was cut: {self.cut_by(limit, cfg)}.")
         for name, value in training.get_memory_stats(self.device).items():
             self.log.info(f"{name}: {value:.2f} GiB")
         return "".join([*pieces, rest])
 
-    def _limit(self, tokens: list[int], cfg: Settings, where: str) -> int:
+    def answer_limit(self, tokens: list[int], cfg: Settings, where: str) -> int:
         """Most new tokens after ``tokens``."""
         room = self.model.max_seq_len - len(tokens)
         if room < 1:
@@ -159,15 +160,16 @@ class InferenceRecipe:
         return min(cfg.max_new_tokens, room)
 
     @staticmethod
-    def _reason(limit: int, cfg: Settings) -> str:
+    def cut_by(limit: int, cfg: Settings) -> str:
+        """What ends an answer of ``limit`` tokens."""
         return "max_new_tokens" if limit == cfg.max_new_tokens else "context"
 
     @torch.inference_mode()
     def answer_file(self, cfg: Settings) -> None:
         """Answer every prompt of the file that has no answer yet."""
         prompts = generation.read_prompts(cfg.prompts, cfg.prompt.get("system"))
-        given = {prompt.line: self._tokens(prompt.messages) for prompt in prompts}
-        limits = {line: self._limit(tokens, cfg, f"{cfg.prompts}, line {line}") for line, tokens in given.items()}
+        given = {prompt.line: self.conversation_tokens(prompt.messages) for prompt in prompts}
+        limits = {line: self.answer_limit(tokens, cfg, f"{cfg.prompts}, line {line}") for line, tokens in given.items()}
         names = ("model", "model_converters", "tokenizer", "checkpointer", "prompt", "max_new_tokens", "temperature")
         settings = {name: getattr(cfg, name) for name in (*names, "top_k", "seed", "dtype")}
         output = Path(cfg.output) if cfg.output else Path(cfg.prompts).with_suffix(".answers.jsonl")
@@ -175,17 +177,17 @@ class InferenceRecipe:
         waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
         bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
         started, count = time.perf_counter(), 0
-        with closing(answers), bar:
+        with closing(answers), bar, generation.fast_linears(self.model, pack=True):
             for start in range(0, len(waiting), 64 * cfg.max_sequences):
                 part = waiting[start : start + 64 * cfg.max_sequences]
-                count += self._answer(part, given, limits, cfg, answers, bar)
+                count += self.answer_part(part, given, limits, cfg, answers, bar)
             answers.finish()
         seconds = time.perf_counter() - started
         self.log.info(
             f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s. The answers are in {output}."
         )
 
-    def _answer(
+    def answer_part(
         self,
         part: list[generation.Prompt],
         given: dict[int, list[int]],
@@ -203,7 +205,7 @@ class InferenceRecipe:
             temperature=cfg.temperature,
             top_k=cfg.top_k,
             stop_tokens=self.tokenizer.stop_tokens,
-            draws=self._draws(part, cfg),
+            draws=self.draws(part, cfg),
             max_sequences=cfg.max_sequences,
         ):
             for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
@@ -211,13 +213,13 @@ class InferenceRecipe:
                 tokens.append(token)
                 stopped = token in self.tokenizer.stop_tokens
                 if stopped or len(tokens) == limits[prompt.line]:
-                    end = "stop" if stopped else self._reason(limits[prompt.line], cfg)
+                    end = "stop" if stopped else self.cut_by(limits[prompt.line], cfg)
                     text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
                     answers.add(prompt, text, end, len(tokens))
                     bar.update()
         return sum(map(len, new))
 
-    def _draws(self, part: list[generation.Prompt], cfg: Settings) -> torch.Tensor:
+    def draws(self, part: list[generation.Prompt], cfg: Settings) -> torch.Tensor:
         """Random numbers of each prompt by seed and line, so that an answer is the same in a run that goes on."""
         seed = torch.seed() if cfg.seed is None else cfg.seed
         keys = [np.array([seed, prompt.line], np.uint64) for prompt in part]

@@ -4,7 +4,6 @@ tune run --nproc-per-node 2 knowledge_distillation_distributed --config llama3_2
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -115,6 +114,8 @@ class Settings:
     tensor_parallel_plan: Annotated[Component | None, HandedOver("model")] = None
     # Context parallel ranks: each sequence is split over them.
     context_parallel_dim: Annotated[int, Range(min=1)] = 1
+    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    expert_parallel_dim: Annotated[int, Range(min=1)] = 1
     # Keep parameters, gradients and optimizer states in host memory.
     fsdp_cpu_offload: bool = False
     # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
@@ -152,9 +153,7 @@ class Settings:
     # Profiler of a window of steps.
     profiler: Component | None = None
 
-    def check(self) -> Iterator[tuple[str, str]]:
-        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
-        yield from training.check_settings(self)
+    check = training.check_settings  # what no single setting shows
 
 
 class KDRecipeDistributed:
@@ -169,6 +168,7 @@ class KDRecipeDistributed:
             dp_shard=cfg.data_parallel_shard_dim,
             cp=cfg.context_parallel_dim,
             tp=cfg.tensor_parallel_dim,
+            ep=cfg.expert_parallel_dim,
         )
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)

@@ -7,7 +7,7 @@ docs/grpo.rst says how to choose the loss, the sampler and the rewards, and what
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -126,6 +126,8 @@ class Settings:
     tensor_parallel_plan: Annotated[Component | None, HandedOver("model")] = None
     # Context parallel ranks: each sequence is split over them.
     context_parallel_dim: Annotated[int, Range(min=1)] = 1
+    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    expert_parallel_dim: Annotated[int, Range(min=1)] = 1
     # Keep parameters, gradients and optimizer states in host memory.
     fsdp_cpu_offload: bool = False
     # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
@@ -183,6 +185,7 @@ class LoRAGRPORecipeDistributed:
             dp_shard=cfg.data_parallel_shard_dim,
             cp=cfg.context_parallel_dim,
             tp=cfg.tensor_parallel_dim,
+            ep=cfg.expert_parallel_dim,
         )
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
@@ -301,15 +304,18 @@ class LoRAGRPORecipeDistributed:
         return rlhf.score_rollouts(prompts, rollouts, self.rewards, self.tokenizer)
 
     # twin of rollouts
-    def collect(self, prompts: list[Batch]) -> tuple[list[Batch], int, int]:
-        """Rollouts, rewards, advantages, documents: micro-batches, and the terms and labels of all processes."""
+    def collect(self, prompts: list[Batch]) -> tuple[Iterable[tuple[list[Batch], int]], int, int]:
+        """Rollouts, rewards, advantages, documents: micro-batches and terms of every update, tokens and labels."""
         scored = self.sample(prompts, self.cfg.num_samples)
         advantages = self.advantages(scored.rewards, self.dims)
         self.guard.note(scored.figures())
         limits = {"tokens_per_batch": self.cfg.tokens_per_batch, "drop_unfinished": self.cfg.drop_unfinished}
-        found = scored.batches(advantages, self.loss_fn, self.dims, **limits, device=self.device)
-        self.record.write(self.global_step + 1, scored, advantages, num_terms=found[1])
-        return found
+        batches, num_terms, num_labels = scored.batches(
+            advantages, self.loss_fn, self.dims, **limits, device=self.device
+        )
+        self.record.write(self.global_step + 1, scored, advantages, num_terms)
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        return [(batches, num_terms)] * self.cfg.num_iterations, num_tokens, num_labels
 
     # twin of rollouts
     def compute_loss(self, batch: Batch) -> torch.Tensor:
@@ -326,7 +332,7 @@ class LoRAGRPORecipeDistributed:
     def train(self) -> int:
         """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
         cfg = self.cfg
-        self.loss_fn = rlhf.setup_policy_loss(self.loss_fn, self.model, self.sampler.temperature)
+        self.loss_fn.temperature = self.sampler.temperature
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
         saves = {"every_n_steps": cfg.save_every_n_steps, "every_n_minutes": cfg.save_every_n_minutes}
@@ -340,17 +346,19 @@ class LoRAGRPORecipeDistributed:
         ):
             for step in control.steps(self.loader, cfg.epochs):
                 with throughput.paused("sampling"):
-                    batches, num_terms, num_labels = self.collect(step.batches)
+                    updates, num_tokens, num_labels = self.collect(step.batches)
                 metrics = {"lr": training.get_lr(self.optimizer)}
-                for _ in range(cfg.num_iterations):
-                    self.guard.add(torch.zeros((), device=self.device))  # there may be no batch, if no group varies
-                    # The mean is over all terms of the step, so that its gradient does not depend on the split.
+                for batches, num_terms in updates:
+                    if not batches:  # in no group do rewards differ
+                        self.guard.add(torch.zeros((), device=self.device))
+                    # The mean is over all terms of the update, so that its gradient does not depend on the split.
                     for batch in batches:
                         loss = self.compute_loss(batch) / num_terms
                         self.guard.add(loss)
                         loss.backward()
                     run_pre_optimizer_hooks(self.model)
-                    metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                    if not cfg.optimizer_in_bwd:
+                        metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
                     if self.guard.accepts(self.global_step + 1, metrics):
                         self.optimizer.step()
                         run_post_optimizer_hooks(self.model)
@@ -358,7 +366,7 @@ class LoRAGRPORecipeDistributed:
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()
                 self.global_step += 1
-                throughput.step(processed=sum(batch.num_tokens for batch in batches), trained=num_labels)
+                throughput.step(processed=num_tokens, trained=num_labels)
                 profiler.step()
 
                 if self.global_step % cfg.log_every_n_steps == 0:

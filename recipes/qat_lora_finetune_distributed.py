@@ -115,6 +115,8 @@ class Settings:
     tensor_parallel_plan: Annotated[Component | None, HandedOver("model")] = None
     # Context parallel ranks: each sequence is split over them.
     context_parallel_dim: Annotated[int, Range(min=1)] = 1
+    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    expert_parallel_dim: Annotated[int, Range(min=1)] = 1
     # Keep parameters, gradients and optimizer states in host memory.
     fsdp_cpu_offload: bool = False
     # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
@@ -169,6 +171,7 @@ class QATLoRAFinetuneRecipeDistributed:
             dp_shard=cfg.data_parallel_shard_dim,
             cp=cfg.context_parallel_dim,
             tp=cfg.tensor_parallel_dim,
+            ep=cfg.expert_parallel_dim,
         )
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)

@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[1]
 FILE_BUDGET = {"torchtune": 500, "recipes": 400, "tools": 400, "examples": 400, "benchmarks": 400}
 ROOM_BUDGET = {
     # What every field of a config.json may be, and is where it is left out; mixers that are not attention, and the
-    # families of 2026, are 1,300 of these.
-    "torchtune/models": 7500,
+    # families of 2026, are 1,300 of these. A family is 60 to 100 lines, half of them its published numbers: ten more
+    # of known shapes are 800.
+    "torchtune/models": 8300,
     # The interface of conversions, with a docstring and a default for every method, and how adapters are sharded over
     # tensor-parallel ranks, are 450 of these; a head of classes, and names that copied recipes import, are 150.
     # Quantized bases, quantization-aware training and float8, and layers that are not attention, are 3,000.
@@ -74,7 +75,10 @@ def run_python(code: str, **environment: str) -> str:
 @pytest.mark.parametrize("folder", FILE_BUDGET)
 def test_no_file_is_too_long(folder: str) -> None:
     # Recipes that sample also say where answers come from and what they are worth.
-    most = {path: FILE_BUDGET[folder] + 50 * ("grpo_" in path.name) for path in (ROOT / folder).rglob("*.py")}
+    most = {
+        path: FILE_BUDGET[folder] + 50 * ("grpo_" in path.name or "ppo_" in path.name)
+        for path in (ROOT / folder).rglob("*.py")
+    }
     long = {str(path.relative_to(ROOT)): lines(path) for path in most if lines(path) > most[path]}
     assert not long, f"more than {FILE_BUDGET[folder]} lines are a sign of two ideas: {long}"
 
@@ -180,7 +184,7 @@ def test_twin_methods_are_copied(tmp_path: Path) -> None:
 def test_configs_show_what_people_edit() -> None:
     """A setting that stands in a config differs from its default, or is one that everybody changes."""
     shown = set("batch_size gradient_accumulation_steps epochs dtype enable_activation_checkpointing compile".split())
-    shown |= {"max_new_tokens", "temperature", "kd_ratio"}
+    shown |= {"max_new_tokens", "temperature", "kd_ratio", "expert_parallel_dim"}  # the last of mixtures of experts
     repeated, seen = [], 0
     for recipe in get_all_recipes():
         settings = inspect.get_annotations(RecipeTarget(recipe.name, path=recipe.path).load_main(), eval_str=True)[

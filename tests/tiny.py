@@ -49,14 +49,18 @@ def write_checkpoint(
     seed: int = 0,
     width: int = 32,
     vocab_size: int | None = None,
+    is_reward: bool = False,
 ) -> Path:
-    """Write a random two-layer Llama with its tokenizer into ``folder``, as ``transformers`` does."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Write a random two-layer Llama with its tokenizer into ``folder``, as ``transformers`` does.
+
+    A reward model has one output in the place of the vocabulary.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     folder.mkdir(parents=True, exist_ok=True)
     needed = write_tokenizer(folder)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
+    model = (LlamaForSequenceClassification if is_reward else LlamaForCausalLM)(
         LlamaConfig(
             vocab_size=vocab_size or needed,
             hidden_size=width,
@@ -65,7 +69,8 @@ def write_checkpoint(
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=4096,
-            tie_word_embeddings=tied,
+            tie_word_embeddings=tied and not is_reward,
+            **({"num_labels": 1, "pad_token_id": 0} if is_reward else {}),
             initializer_range=0.2,
         )
     )

@@ -48,7 +48,8 @@ def render(
     tokenizer = tokenizers[row["tokenizer"]].replace("@family_tokenizer", f"{shared['family']}_tokenizer")
     filled = textwrap.indent(Template(tokenizer).substitute(shared).rstrip(), "  ")
     text = (SOURCES / f"{template}.yaml").read_text()
-    return without_defaults(Template(text).substitute(shared, name=name, tokenizer=filled, **values), recipe)
+    shown = ALWAYS_SHOWN | {row["shows"]} if "shows" in row else ALWAYS_SHOWN
+    return without_defaults(Template(text).substitute(shared, name=name, tokenizer=filled, **values), recipe, shown)
 
 
 @functools.cache
@@ -61,11 +62,11 @@ def default_settings(recipe: str) -> dict[str, Any]:
     return {node.target.id: ast.literal_eval(node.value) for node in constants}
 
 
-def without_defaults(text: str, recipe: str) -> str:
-    """The config without the settings that repeat their default, but for those of ``ALWAYS_SHOWN``."""
+def without_defaults(text: str, recipe: str, shown: set[str]) -> str:
+    """The config without the settings that repeat their default, but for those that are ``shown``."""
     defaults = default_settings(recipe)
     values = yaml.safe_load(text)
-    repeated = {name for name in defaults.keys() & values.keys() - ALWAYS_SHOWN if values[name] == defaults[name]}
+    repeated = {name for name in defaults.keys() & values.keys() - shown if values[name] == defaults[name]}
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if line.partition(":")[0] not in repeated)
 

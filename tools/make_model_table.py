@@ -58,7 +58,8 @@ def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
     folder = ROOT / "recipes" / "configs"
     for path in sorted(folder.rglob("*.yaml")):
         config = yaml.safe_load(path.read_text())
-        model, tokenizer = config["model"]["_component_"], config.get("tokenizer", {}).get("_component_", "")
+        model = (config.get("model") or config["policy_model"])["_component_"]
+        tokenizer = config.get("tokenizer", {}).get("_component_", "")
         module, _, builder = model.rpartition(".")
         name = path.relative_to(folder).with_suffix("").as_posix()
         found[f"{module}.{builder.removeprefix('q').removeprefix('lora_')}"].append(name)
@@ -70,8 +71,9 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
     """The section of one family."""
     module = importlib.import_module(f"torchtune.models.{name}")
     sizes = module._model_builders.SIZES | getattr(module._model_builders, "REWARD_SIZES", {})
-    apart = features(next(iter(sizes.values())))
+    apart = features(next(iter(sizes.values()))) if sizes else []
     known = tokenizers[module.__name__] | {name for name in module.__all__ if name.endswith("_tokenizer")}
+    known = known or {"hf_tokenizer"}
     described = (module.__doc__ or name).strip().rstrip(".")
     lines = [
         described,
@@ -81,6 +83,10 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
         + ", ".join(f"``{architecture}``" for architecture in spec.architectures)
         + (f"; {', '.join(apart)}." if apart else "."),
         "",
+    ]
+    if not sizes:
+        return "\n".join([*lines, "Any size, from its ``config.json``: ``torchtune.models.from_hf_config``."]) + "\n"
+    lines += [
         ".. list-table::",
         "   :header-rows: 1",
         "",

@@ -26,6 +26,7 @@ WEIGHTS = [name for name in TRAINING if name in recipes_in("weights")]
 ADAPTERS = recipes_in("training", "supervised", "adapters")
 PREFERENCE = recipes_in("training", "preference")
 ROLLOUTS = recipes_in("training", "rollouts")
+ACTOR_CRITIC = recipes_in("training", "actor_critic")
 DISTILLATION = recipes_in("training", "distillation")
 # More than the tokenizer has: embeddings are padded.
 TEACHER_VOCABULARY = 384
@@ -129,6 +130,23 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         cfg["sampler"] = {"_component_": "torchtune.rlhf.LocalSampler", "max_new_tokens": 8}
         reward = {"_component_": "torchtune.rlhf.reward_functions.LengthReward", "target": 0, "limit": 40}
         cfg |= {"rewards": [reward], "num_samples": 4}
+    if name in ACTOR_CRITIC:
+        if not (reward := folder / "reward").exists():
+            write_checkpoint(reward, seed=3, is_reward=True)
+        cfg["policy_model"] = cfg.pop("model")
+        cfg["reward_and_value_model"] = {
+            "_component_": "torchtune.modules.classifier_model",
+            "num_classes": 1,
+            "base_model_path": "torchtune.models.from_hf_config",
+            "checkpoint_dir": str(checkpoint),
+        }
+        source = {name: value for name, value in cfg["checkpointer"].items() if name != "output_dir"}
+        cfg["ref_policy_checkpointer"] = source
+        cfg["value_checkpointer"] = cfg["reward_checkpointer"] = {**source, "checkpoint_dir": str(reward)}
+        cfg["loss"] = {"_component_": "torchtune.rlhf.loss.PPOLoss"}
+        cfg["max_generated_tokens"] = 8
+        for key in ("sampler", "rewards", "num_samples"):
+            del cfg[key]
     if name in DISTILLATION:
         if not (teacher := folder / "teacher").exists():
             write_checkpoint(teacher, seed=1, width=48, vocab_size=TEACHER_VOCABULARY, tied=False)

@@ -124,7 +124,7 @@ def test_a_resume_with_another_teacher_is_refused(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"kd_loss": {"_component_": f"{LOSSES}LinearCrossEntropyLoss"}}, "LinearCrossEntropyLoss compares no two"),
-        ("another tokenizer", r"token \d+ is .*teacher/tokenizer.json.* distillation compares tokens by id"),
+        ("another tokenizer", r"token \d+ is .*teacher/tokenizer.json.* models are compared by token ids"),
         ("fewer tokens", r"teacher_model: it knows 300 tokens and the tokenizer has"),
     ],
 )

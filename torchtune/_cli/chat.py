@@ -56,6 +56,10 @@ class Chat(Subcommand):
             if folder is not None and not folder.is_dir():
                 raise UserError(f"--{name} {folder}: there is no such folder: give the folder of a checkpoint.")
         conversation = _Conversation(args)
+        with conversation:
+            self._talk(conversation)
+
+    def _talk(self, conversation: "_Conversation") -> None:
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             print(_HELP)
@@ -93,6 +97,7 @@ class _Conversation:
         import torch
 
         from torchtune import training, utils
+        from torchtune.generation import fast_linears
         from torchtune.models import from_hf_config
         from torchtune.modules.conversion import apply_conversions
         from torchtune.modules.transforms.tokenizers import hf_tokenizer
@@ -116,7 +121,14 @@ class _Conversation:
             self._rng.seed()
         else:
             self._rng.manual_seed(args.seed)
+        self._fast = fast_linears(self._model, pack=True)
         self.reset(args.system)
+
+    def __enter__(self) -> None:
+        self._fast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._fast.__exit__(*error)
 
     def reset(self, system: str | None = None) -> None:
         """Forget what was said; another system prompt replaces the first."""

@@ -27,6 +27,7 @@ Prepared = tuple[dict[str, TokenStore], dict[str, Any]]
 
 _META = "meta.json"
 _PARTS = "made_of.json"
+_SAID = {"code": "another version of torchtune or of a package that tokenizes", "data": "other content of the data"}
 _FREE = "free space, or choose another --output; nothing is left of what was written"
 _STALE = 3600.0  # seconds after which a folder that nobody writes to was left by a process that was killed
 _made: Counter[str] = Counter()
@@ -146,7 +147,8 @@ def _prepared_before(fingerprint: Fingerprint, names: Sequence[str], source: str
         raise DataError(f"There are no prepared rows in {root}: write them with tune data prepare.")
     changed = min(found, key=len)
     public = [name for name in changed if "._" not in name] or changed  # what a private one holds follows from these
-    what = f"made with another {' and '.join(public[:5])}" if changed else "damaged"
+    said = [_SAID.get(name, f"another {name}") for name in public[:5]]
+    what = f"made with {' and '.join(said)}" if changed else "damaged"
     raise DataError(
         f"The rows in {root} do not fit {source} as it is read now, they were {what}: prepare them again with tune "
         "data prepare, or set that back."

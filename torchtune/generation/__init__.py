@@ -1,6 +1,7 @@
 """Sampling text from models."""
 
 from torchtune.generation._errors import GenerationError
+from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation import generate, generate_next_token, sample
 from torchtune.generation._masks import get_causal_mask_from_padding_mask, get_position_ids_from_padding_mask
 from torchtune.generation._prompt_file import AnswerFile, Prompt, read_prompts
@@ -13,6 +14,7 @@ __all__ = [
     "GenerationError",
     "Prompt",
     "TokenStep",
+    "fast_linears",
     "generate",
     "generate_next_token",
     "generate_tokens",

@@ -15,6 +15,8 @@ from torchtune.generation._ranks import Ranks
 from torchtune.modules.common_utils import _attention_modules
 from torchtune.modules.transformer import TransformerDecoder
 
+# Steps of decoding from which on it pays to move weights into another layout and back.
+_WORTH_PACKING = 48
 Prompts = Sequence[Tensor | Sequence[int]]
 
 
@@ -65,21 +67,23 @@ def generate_tokens(
     Returns:
         Tokens and their log-probabilities, on the device of the prompts.
     """
-    steps = list(
-        stream_tokens(
-            model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            num_samples=num_samples,
-            temperature=temperature,
-            top_k=top_k,
-            stop_tokens=stop_tokens,
-            rng=rng,
-            draws=draws,
-            use_cache=use_cache,
-            max_sequences=max_sequences,
+    longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
+    with fast_linears(model, pack=use_cache and longest >= _WORTH_PACKING):
+        steps = list(
+            stream_tokens(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                num_samples=num_samples,
+                temperature=temperature,
+                top_k=top_k,
+                stop_tokens=stop_tokens,
+                rng=rng,
+                draws=draws,
+                use_cache=use_cache,
+                max_sequences=max_sequences,
+            )
         )
-    )
     rows = torch.cat([step.rows for step in steps])
     order = rows.argsort(stable=True)
     lengths = rows.bincount(minlength=len(prompts) * num_samples).tolist()
@@ -147,7 +151,7 @@ def stream_tokens(
     rows = sum(request.num_samples for request in requests)
     rows = rows if max_sequences is None else max(num_samples, min(rows, max_sequences))
     ranks = Ranks(model)
-    with ranks, evaluating(model), fast_linears(model), _without_caches(model):
+    with ranks, evaluating(model), fast_linears(model, pack=False), _without_caches(model):
         batch = Batch(model, requests, rows, ranks, device, use_cache)
         while True:
             logits, running = batch.forward()

@@ -128,6 +128,7 @@ def _attention(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -
         window=d.window if windowed else None,
         sinks=d.attn_sinks,
         gated=d.attn_gate,
+        growth=(d.query_growth, d.query_growth_span) if d.query_growth else None,
     )
 
 

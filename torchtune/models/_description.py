@@ -74,6 +74,8 @@ class Description:
     rope_dim: int = 0  # partial rotary: only the first rope_dim channels rotate; 0 at construction: head_dim
     rope_window_base: float | None = None  # base of sliding-window layers, without scaling
     unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions (NoPE)
+    query_growth: float = 0.0  # queries are scaled by 1 + query_growth * ln(1 + position // query_growth_span)
+    query_growth_span: int = 0
 
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
@@ -150,6 +152,10 @@ class Description:
         if (self.window is None) != (not self.window_layers) or (self.window is not None and self.window < 1):
             raise ModelError(
                 f"window (got {self.window}) and window_layers (got {len(self.window_layers)} layers) go together."
+            )
+        if self.query_growth and self.query_growth_span < 1:
+            raise ModelError(
+                f"query_growth ({self.query_growth}) needs query_growth_span, got {self.query_growth_span}."
             )
         if self.attn_dropout and (self.window or self.attn_softcap or self.attn_sinks):
             raise ModelError("attn_dropout must be 0 in a model with an attention window, soft cap or sinks.")

@@ -48,8 +48,10 @@ class HFFormat:
             or the architecture has none.
         window_layers: which layers have a sliding window if ``layer_types`` is absent: all (there is no such field),
             all but every n-th, layers from ``max_window_layers`` on, or layers without rotary positions.
-        ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head rotate), ``"window"``
-            (a separate base in sliding-window layers).
+        rotates_windows_only: whether, in a model with windows, the layers without one have no rotary positions.
+        ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head rotate), ``"dim"``
+            (``rotary_dim`` counts them), ``"window"`` (a separate base in sliding-window layers), ``"sections"`` (of
+            the channels, for images), ``"alpha"`` (a stretched base), ``"growth"`` (queries grow with their position).
         activation: name of the activation field, and its default.
         eps_field: name of the field of the norms' eps.
         fixed: (field, value) pairs of a description that the file does not state.
@@ -72,7 +74,8 @@ class HFFormat:
     mixer_kind: str | None = None
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
-    ropes: tuple[Literal["partial", "window", "sections"], ...] = ()
+    rotates_windows_only: bool = False
+    ropes: tuple[Literal["partial", "dim", "window", "sections", "alpha", "growth"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -125,6 +128,8 @@ class HFFormat:
         )
         more = self.read_more(fields)
         values |= self._read_windows(fields, num_layers, more.get("unrotated_layers", ())) | more
+        if self.rotates_windows_only and values.get("window"):
+            values["unrotated_layers"] = tuple(i for i in range(num_layers) if i not in values["window_layers"])
         try:
             description = Description(**values)
         except ModelError as error:
@@ -189,7 +194,7 @@ class HFFormat:
         late, switch = fields.take("max_window_layers", _LATE), fields.take("use_sliding_window", False)
         window = window or None
         if kinds is not None:
-            kinds = ["full_attention" if kind == self.mixer_kind else kind for kind in kinds]
+            kinds = ["full_attention" if kind in (self.mixer_kind, "attention") else kind for kind in kinds]
             if len(kinds) < num_layers:
                 raise fields.refusal("layer_types", kinds)
             for index, kind in enumerate(kinds[:num_layers]):
@@ -231,7 +236,8 @@ class HFFormat:
         return config
 
 
-_NEVER_NULL = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")  # else null is a value
+# Of other fields, null is a value.
+_NEVER_NULL = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "rope_parameters")
 _CLASSIFIER = "ForSequenceClassification"
 _LATE = 28  # default of max_window_layers
 

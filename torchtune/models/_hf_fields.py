@@ -30,7 +30,8 @@ _WHOLE = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"), _COUNT),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "num_labels"), _COUNT),
     **dict.fromkeys(("decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern"), _COUNT),
-    "max_window_layers": _LENGTH,
+    **dict.fromkeys(("max_window_layers", "shared_intermediate_size"), _LENGTH),
+    "rotary_dim": _COUNT,
 }
 _NUMBERS = frozenset(
     """rms_norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq

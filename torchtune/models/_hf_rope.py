@@ -57,7 +57,7 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
 
     Args:
         fields: the file's fields.
-        allowed: variants that the architecture supports: ``"partial"``, ``"window"``.
+        allowed: variants that the architecture supports, as in :class:`HFFormat`.
 
     Returns:
         Values of a description.
@@ -66,7 +66,9 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         ModelError: a description cannot express the settings.
     """
     found: dict[str, Any] = {}
-    base, partial = fields.take("rope_theta", 10_000.0), fields.take("partial_rotary_factor", 1.0)
+    width = fields.take("head_dim", 0) or fields.take("hidden_size") // fields.take("num_attention_heads")
+    turning = fields.take("rotary_dim", width) if "dim" in allowed else width
+    base, partial = fields.take("rope_theta", 10_000.0), fields.take("partial_rotary_factor", turning / width)
     local = fields.take("rope_local_base_freq", None)
     together, scaling = dict(fields.take("rope_parameters", None) or {}), fields.take("rope_scaling", None)
     name = "rope_scaling" if scaling or not together else "rope_parameters"
@@ -84,6 +86,7 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         together = dict(scaling or together)
     if "sections" in allowed:  # of the channels, for images: the three positions of a text token are equal
         together = {key: value for key, value in together.items() if not key.startswith("mrope_")}
+    growth = _growth(fields, name, together) if "growth" in allowed else {}
     base = _number(fields, "rope_theta", together.pop("rope_theta", None), base)
     partial = _number(fields, "partial_rotary_factor", together.pop("partial_rotary_factor", None), partial)
     if partial != 1.0 and "partial" not in allowed:
@@ -91,11 +94,28 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     if local is not None and "window" not in allowed:
         raise fields.refusal("rope_local_base_freq", local)
     if partial != 1.0:
-        width = fields.take("head_dim", 0) or fields.take("hidden_size") // fields.take("num_attention_heads")
         found["rope_dim"] = int(width * partial)
+    if "alpha" in allowed and together.get("alpha") and "dynamic" in (together.get("rope_type"), together.get("type")):
+        alpha = _number(fields, f"{name}.alpha", together["alpha"])
+        base, together = base * alpha ** (width / (width - 2)), {}  # NTK-aware, for sequences of any length
     if local is not None:
         found["rope_window_base"] = _number(fields, "rope_theta", local)
-    return {"rope_base": base, "rope_scaling": _read_scaling(fields, name, together), **found}
+    return {"rope_base": base, "rope_scaling": _read_scaling(fields, name, together), **growth, **found}
+
+
+def _growth(fields: Fields, name: str, together: dict[str, Any]) -> dict[str, Any]:
+    """How queries grow with their position, which transformers requires beside the scaling."""
+    together.pop("max_position_embeddings", None)  # as in the config itself
+    beta = together.pop("llama_4_scaling_beta", None)
+    if not is_number(beta):
+        raise fields.refusal(f"{name}.llama_4_scaling_beta", beta)
+    span = fields.take(_ORIGINAL[0], None) or together.get(_ORIGINAL[0])
+    if span is None and "yarn" in (together.get("rope_type"), together.get("type")):
+        span = fields.take("max_position_embeddings")
+    return {
+        "query_growth": float(beta),
+        "query_growth_span": _convert(fields, f"{name}.{_ORIGINAL[0]}", span, int),
+    }
 
 
 def _object(fields: Fields, name: str, value: Any) -> dict[str, Any]:

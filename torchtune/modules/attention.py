@@ -36,6 +36,7 @@ class MultiHeadAttention(nn.Module):
         window: sliding window in positions, the query's own included.
         gated: ``q_proj`` maps ``d -> n * 2h``: for each head the query, then a gate. The gate's sigmoid scales the
             output of the head.
+        growth: (beta, span): queries are scaled by ``1 + beta * ln(1 + position // span)`` (Llama 4, Ministral 3).
         sinks: add attention sinks: a parameter ``sinks`` ``[n]``, a logit per head in the softmax's denominator.
 
     Raises:
@@ -67,6 +68,7 @@ class MultiHeadAttention(nn.Module):
         window: int | None = None,
         sinks: bool = False,
         gated: bool = False,
+        growth: tuple[float, int] | None = None,
     ) -> None:
         super().__init__()
         if num_heads % num_kv_heads != 0:
@@ -88,6 +90,7 @@ class MultiHeadAttention(nn.Module):
         self.softcap = softcap
         self.window = window
         self.gated = gated
+        self.growth = growth
         self.kv_cache = kv_cache
         self.cache_enabled = kv_cache is not None
         self.q_proj = q_proj
@@ -143,6 +146,8 @@ class MultiHeadAttention(nn.Module):
         q = self._heads(q, self.q_norm, input_pos, rope)
         if self.query_factor != 1.0:
             q = q * self.query_factor
+        if self.growth is not None:
+            q = self._grown(q, input_pos)
         k = self._heads(self.k_proj(y), self.k_norm, input_pos, rope)
         v = self.v_proj(y).unflatten(-1, (-1, self.head_dim))
         if self.kv_cache is not None and self.cache_enabled:
@@ -162,6 +167,13 @@ class MultiHeadAttention(nn.Module):
         )
         out = out.flatten(-2).to(x.dtype)
         return self.output_proj(out if gate is None else out * gate.sigmoid())
+
+    def _grown(self, q: Tensor, input_pos: Tensor | None) -> Tensor:
+        """Queries ``[b, s, n, h]``, scaled by their positions."""
+        beta, span = self.growth
+        positions = torch.arange(q.shape[1], device=q.device) if input_pos is None else input_pos
+        factors = 1 + beta * (positions // span).float().log1p()
+        return q * factors[..., None, None].to(q.dtype)
 
     def _heads(
         self, x: Tensor, norm: nn.Module | None, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None

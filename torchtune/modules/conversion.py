@@ -368,7 +368,15 @@ def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     for conversion in complete_conversions(model):
         for form in conversion.stored_weights(model).values():
             shapes |= {name: form.shape if index == 0 else (0,) for index, name in enumerate(form.names)}
-    return {parameters[name]: shape for name, shape in shapes.items()}
+    found = {parameters[name]: shape for name, shape in shapes.items()}
+    for part in _models_of(model) if isinstance(model, nn.ModuleDict) else ():
+        found |= full_shapes(part)
+    return found
+
+
+def _models_of(model: nn.Module) -> list[nn.Module]:
+    """The models that are trained together in a ``ModuleDict``, or the one that is trained alone."""
+    return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
 
 
 def run_pre_optimizer_hooks(model: nn.Module) -> None:
@@ -376,14 +384,16 @@ def run_pre_optimizer_hooks(model: nn.Module) -> None:
 
     It is called for every step, also for one that turns out to be skipped, for which no post hook follows.
     """
-    for conversion in complete_conversions(model):
-        conversion.pre_optimizer_hook(model)
+    for part in _models_of(model):
+        for conversion in complete_conversions(part):
+            conversion.pre_optimizer_hook(part)
 
 
 def run_post_optimizer_hooks(model: nn.Module) -> None:
     """Call ``post_optimizer_hook(model)`` of every conversion, in order of application."""
-    for conversion in complete_conversions(model):
-        conversion.post_optimizer_hook(model)
+    for part in _models_of(model):
+        for conversion in complete_conversions(part):
+            conversion.post_optimizer_hook(part)
 
 
 def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> list[str]:

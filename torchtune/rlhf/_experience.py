@@ -95,16 +95,23 @@ def setup_policy_loss(loss: Any, model: nn.Module, temperature: float) -> GRPOLo
     return loss
 
 
-def check_prompts(dataset: Any, sampler: Any, model: nn.Module) -> None:
-    """See that the longest prompt and answer fit the model. Raises :class:`RolloutError`."""
+def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0) -> None:
+    """See that the longest prompt and answer fit the model. Raises :class:`RolloutError`.
+
+    Args:
+        dataset: knows the lengths of its prompts.
+        sampler: knows the most tokens of an answer.
+        model: reads all of them but the last one.
+        closing: tokens that it reads behind them.
+    """
     lengths = getattr(dataset, "lengths", None)
     if lengths is None:
         return
     at, new = int(lengths.argmax()), getattr(sampler, "max_new_tokens", 1)
-    if lengths[at] + new - 1 > model.max_seq_len:
+    if lengths[at] + new - 1 + closing > model.max_seq_len:
         raise RolloutError(
             f"dataset: the prompt of row {at} has {lengths[at]} tokens, and with {new} new ones "
-            f"(sampler.max_new_tokens) that is more than the model's {model.max_seq_len}: leave it out with filter_fn, "
+            f"(max_new_tokens) that is more than the model's {model.max_seq_len}: leave it out with filter_fn, "
             "or ask for fewer."
         )
 

@@ -24,6 +24,7 @@ class LocalSampler:
         max_new_tokens: most tokens of an answer.
         temperature: divides the logits, when sampling and in the loss.
         max_sequences: answers that are sampled at once, which bounds the memory of the KV cache; null takes all.
+        stop_tokens: tokens that end an answer; null takes the tokenizer's.
 
     Raises:
         RolloutError: a number is out of range.
@@ -37,6 +38,7 @@ class LocalSampler:
         max_new_tokens: int = 256,
         temperature: float = 1.0,
         max_sequences: int | None = None,
+        stop_tokens: Sequence[int] | None = None,
     ) -> None:
         if temperature <= 0:
             raise RolloutError(
@@ -44,7 +46,7 @@ class LocalSampler:
             )
         if max_new_tokens < 1 or (max_sequences is not None and max_sequences < 1):
             raise RolloutError("sampler.max_new_tokens and sampler.max_sequences must be at least 1.")
-        self.model, self.stop_tokens = model, list(tokenizer.stop_tokens)
+        self.model, self.stop_tokens = model, list(stop_tokens or tokenizer.stop_tokens)
         self.max_new_tokens, self.temperature, self.max_sequences = max_new_tokens, temperature, max_sequences
 
     def __call__(

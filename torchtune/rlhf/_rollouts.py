@@ -1,12 +1,13 @@
 """Answers that a model sampled: what a sampler returns, and the batches that are trained on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, collate_documents
 from torchtune.training import ParallelDims
@@ -67,13 +68,20 @@ def prompt_seed(*words: int) -> int:
     return int(high) << 32 | int(low)
 
 
-def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float], count_documents: bool = False) -> Batch:
+def collate_rollouts(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float],
+    count_documents: bool = False,
+    per_token: Mapping[str, Sequence[Tensor]] | None = None,
+) -> Batch:
     """Concatenate rollouts, padding-free. The last token of each is a label and no input.
 
     Args:
         rollouts: one document each.
         advantages: of each.
         count_documents: the loss is a mean over documents, not over tokens.
+        per_token: further entries: name -> a value for every token of each answer ``[s - prompt_len]``; they may give
+            the ``advantages``.
 
     Returns:
         the batch of :func:`torchtune.data.collate_documents`: labels are the answers' tokens. Entries per token, float
@@ -90,12 +98,15 @@ def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float], c
         if known:
             sampled.append(torch.cat([torch.zeros(before), rollout.log_probs.float()]))
     counts = [len(rollout.tokens) - rollout.prompt_len for rollout in rollouts]
-    per_token = {"advantages": torch.cat(values)[None]}
+    entries = {"advantages": torch.cat(values)[None]}
     if known:
-        per_token["sampled"] = torch.cat(sampled)[None]
+        entries["sampled"] = torch.cat(sampled)[None]
+    for name, answers in (per_token or {}).items():
+        parts = zip(rollouts, answers, strict=True)
+        entries[name] = torch.cat([F.pad(value.float(), (one.prompt_len - 1, 0)) for one, value in parts])[None]
     return replace(
         collate_documents(documents),
-        per_token=per_token,
+        per_token=entries,
         per_document={"label_counts": torch.tensor(counts)},
         terms=len(rollouts) if count_documents else None,
     )

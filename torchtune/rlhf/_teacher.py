@@ -101,8 +101,13 @@ def setup_kd_loss(loss: Any, *, compile: bool = False) -> Any:
     return compile_loss(loss) if compile else loss
 
 
-def check_same_tokenizer(teacher: Path, student: Path) -> None:
+def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_checkpointer") -> None:
     """Compare the tokens of two checkpoint folders by their ids; added (special) tokens may differ.
+
+    Args:
+        teacher: a folder.
+        student: the other one.
+        setting: that names the first, for the message.
 
     Raises:
         TeacherError: they are not the same.
@@ -117,8 +122,8 @@ def check_same_tokenizer(teacher: Path, student: Path) -> None:
     number = next((number for number in sorted(theirs.keys() & mine.keys()) if theirs[number] != mine[number]), None)
     if number is not None:
         raise TeacherError(
-            f"teacher_checkpointer: token {number} is {theirs[number]!r} in {teacher / name} and {mine[number]!r} in "
-            f"{student / name}: distillation compares tokens by id, take a teacher with the tokenizer of the student."
+            f"{setting}: token {number} is {theirs[number]!r} in {teacher / name} and {mine[number]!r} in "
+            f"{student / name}: models are compared by token ids, take one with the same tokenizer."
         )
     return None
 

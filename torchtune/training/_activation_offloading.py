@@ -163,7 +163,7 @@ def get_act_offloading_ctx_manager(
     The output projection's activations stay on the device. The block may be entered many times.
 
     Args:
-        model: gets hooks on its ``output`` module if activations are offloaded.
+        model: gets hooks on its ``output`` module if activations are offloaded; a ``ModuleDict`` holds several.
         enable_activation_offloading: False gives a block that does nothing.
         use_streams: copy on a stream of its own.
 
@@ -173,7 +173,8 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     manager = OffloadActivations(use_streams=use_streams)
-    output = getattr(text_decoder(model), "output", None)
-    if isinstance(output, torch.nn.Module):
-        _keep_on_device(output)
+    for part in model.values() if isinstance(model, torch.nn.ModuleDict) else [model]:
+        output = getattr(text_decoder(part), "output", None)
+        if isinstance(output, torch.nn.Module):
+            _keep_on_device(output)
     return manager

@@ -97,6 +97,13 @@ class MeshSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertMeshSettings:
+    """Over how many of the shards experts are distributed; older recipes do not declare it."""
+
+    expert_parallel_dim: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class SelectiveCheckpointingSettings:
     """Which activations are recomputed, if not those of all layers."""
 
@@ -134,6 +141,17 @@ class TeacherSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActorCriticSettings:
+    """A value model, which is trained, a reward model and a reference; only recipes of PPO declare it."""
+
+    reward_and_value_model: Node | None = None
+    value_checkpointer: Node | None = None
+    reward_checkpointer: Node | None = None
+    ref_policy_checkpointer: Node | None = None
+    num_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReferenceSettings:
     """What preferences are compared with; recipes whose loss compares with a frozen model declare it."""
 
@@ -154,11 +172,13 @@ class RecipeSettings(
     DataSettings,
     OutputSettings,
     MeshSettings,
+    ExpertMeshSettings,
     SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,
     QuantizerSettings,
     TeacherSettings,
+    ActorCriticSettings,
     ReferenceSettings,
     ReferenceCacheSettings,
 ):
@@ -204,11 +224,27 @@ class RecipeSettings(
                         f"{type_text(hints[name])}: give it that type, or another name."
                     )
             found |= values
+        if found.get("reward_and_value_model") is not None:
+            found |= _per_micro_batch(found)
         return cls(**found, source=settings, declared=frozenset(found))
 
-    def teacher(self) -> "RecipeSettings":
-        """The same with the teacher as its model."""
-        return dataclasses.replace(self, model=self.teacher_model, model_converters=[])
+    def other_models(self) -> dict[str, tuple[Node | None, "RecipeSettings"]]:
+        """The models beside the one that is trained alone: name -> its checkpointer, and the same with it as model.
+
+        ``value`` is trained with it, all others are frozen.
+        """
+        found: dict[str, tuple[Node | None, RecipeSettings]] = {}
+        if self.teacher_model is not None:
+            found["teacher"] = self.teacher_checkpointer, self._with(self.teacher_model)
+        if self.reward_and_value_model is not None:
+            found["value"] = self.value_checkpointer, self._with(self.reward_and_value_model)
+            found["reward"] = self.reward_checkpointer, found["value"][1]
+            found["reference"] = self.ref_policy_checkpointer, self
+        return found
+
+    def _with(self, model: Node) -> "RecipeSettings":
+        alone = {"teacher_model": None, "reward_and_value_model": None}
+        return dataclasses.replace(self, model=model, model_converters=[], **alone)
 
     def has(self, group: type) -> bool:
         """Whether the recipe declares this group of settings."""
@@ -222,6 +258,12 @@ class RecipeSettings(
         else:
             known = _declares(self.source, first)
         return known and (not rest or _value(self.source, first) is not None)
+
+
+def _per_micro_batch(found: dict[str, Any]) -> dict[str, Any]:
+    """Settings of PPO as other recipes mean them: its batch_size is that of a step, and num_steps counts answers."""
+    steps = {} if found["num_steps"] is None else {"max_steps_per_epoch": found["num_steps"] // found["batch_size"]}
+    return {"batch_size": max(found["batch_size"] // found["gradient_accumulation_steps"], 1), **steps}
 
 
 # Groups of settings that a recipe declares together.

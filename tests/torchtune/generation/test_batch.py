@@ -1,12 +1,13 @@
 """A continuous batch gives every sequence the tokens that it has alone."""
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from torchtune.generation import generate_tokens
+from torchtune.generation import fast_linears, generate_tokens
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules import TransformerDecoder
@@ -87,15 +88,28 @@ def test_samples_of_a_prompt_join_together(model: TransformerDecoder) -> None:
         assert torch.equal(one, other)
 
 
-def test_layers_with_adapters_and_biases_keep_their_products(model: TransformerDecoder) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_return_from_their_fast_layout(dtype: torch.dtype) -> None:
+    model = _model()
     apply_conversions(model, [LoRA(2, 4)])
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
-    adapted = generate_tokens(model, _PROMPTS[:1], max_new_tokens=9, temperature=0.0).tokens[0].tolist()
-    assert adapted == _alone(model, _PROMPTS[0], 9, set())
-    layer = model.layers[0].attn.q_proj
-    assert "forward" not in vars(layer)
-    layer.lora_b.weight.data.mul_(-1)
-    assert generate_tokens(model, _PROMPTS[:1], max_new_tokens=9, temperature=0.0).tokens[0].tolist() == _alone(
-        model, _PROMPTS[0], 9, set()
-    )
+    model.to(dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    packed = generate_tokens(model, _PROMPTS, max_new_tokens=48, temperature=0.0)
+    if dtype == torch.float32:
+        for prompt, tokens in zip(_PROMPTS, packed.tokens, strict=True):
+            assert tokens.tolist() == _alone(model, prompt, 48, set())
+    weight = model.layers[0].attn.q_proj.weight
+    with contextlib.suppress(ZeroDivisionError), torch.inference_mode(), fast_linears(model, pack=True):
+        assert weight.numel() == 0
+        again = generate_tokens(model, _PROMPTS, max_new_tokens=48, temperature=0.0)
+        raise ZeroDivisionError
+    for one, other in zip(packed.log_probs, again.log_probs, strict=True):
+        assert torch.equal(one, other)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    model(torch.tensor([_PROMPTS[0]])).sum().backward()
+    assert model.layers[0].attn.q_proj.lora_b.weight.grad.any()

@@ -145,6 +145,57 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "attention_multiplier": 0.2,
+            "shared_intermediate_size": 56,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 1,
+        },
+    ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **_YARN,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.3,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "exaone4": (
+        "Exaone4",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 8,
+        },
+    ),
+    "olmoe": ("Olmoe", {"intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2}),
     "glm4": ("Glm4", {"head_dim": 16}),
     "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -251,6 +302,7 @@ def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tens
 
 
 _EXPERT = ("gate_proj", "up_proj", "down_proj")
+OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2")  # whose files have the names of Mixtral's
 
 
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], *, mixtral: bool = False) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torchtune.models.conftest import on_disk
+from tests.torchtune.models.conftest import OF_MIXTRAL, on_disk
 from torchtune.models import Description, ModelError, build
 from torchtune.models._spec import spec_for_architecture
 
@@ -90,6 +90,25 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _PLAIN,
         },
     ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        {"embedding_multiplier": 2.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.2}
+        | {"shared_intermediate_size": 24, "num_local_experts": 0, "layer_types": ["full_attention"] * 5}
+        | {"position_embedding_type": "rope", "rope_parameters": _PLAIN, "mamba_n_heads": 1},
+    ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "rope_parameters": _LLAMA3}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"head_dim": 12, "attention_bias": True}
+        | {"rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 2.0, "alpha": 20.0}},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 12, "sliding_window": 4, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3}},
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 4, "layer_types": _KINDS, "rope_parameters": _LLAMA3}),
+    "minimax_m2": ("MiniMaxM2", {**_EXPERTS, "num_local_experts": 5, "head_dim": 12, "rotary_dim": 6}),
+    "olmoe": ("Olmoe", {**_EXPERTS, "num_experts": 5, "norm_topk_prob": True, "rope_parameters": _YARN}),
     "glm4": ("Glm4", {"head_dim": 12, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 1.0}}),
     "qwen2": ("Qwen2", {**_ON, "max_window_layers": 2, "layer_types": None, "rope_parameters": _YARN}),
     "qwen2 kinds": ("Qwen2", {**_ON, "layer_types": _KINDS}),
@@ -198,7 +217,7 @@ def _logits_differ_by(architecture: str, config: Any, description: Description) 
     config.initializer_range = 0.1 if description.mixer else 0.3  # a recurrence magnifies rounding
     theirs = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
     ours = build(description, spec_for_architecture(f"{architecture}ForCausalLM")).eval()
-    weights = on_disk(theirs.state_dict().items(), mixtral=architecture == "Mixtral")
+    weights = on_disk(theirs.state_dict().items(), mixtral=architecture in OF_MIXTRAL)
     if description.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     ours.load_state_dict(dict(ours.spec.weight_map("hf").to_tune(weights.items(), description)))
@@ -209,7 +228,12 @@ def _logits_differ_by(architecture: str, config: Any, description: Description) 
 
 
 def _runs(config: Any) -> bool:
-    """Whether transformers can: it makes no mask for a window without a size, and no positions without a base."""
+    """Whether transformers can: it makes no mask for a window without a size, and no positions without a base.
+
+    Nor does it stretch a base for heads without a stated size.
+    """
+    if "alpha" in config.rope_parameters and config.head_dim is None:
+        return False
     windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     ropes = [rope for rope in config.rope_parameters.values() if isinstance(rope, dict)]
     return not (windowed and config.sliding_window is None) and all(rope["rope_theta"] is not None for rope in ropes)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.torchtune.models.conftest import CLASSIFIERS, load_model, make_hf_model, on_disk
+from tests.torchtune.models.conftest import CLASSIFIERS, OF_MIXTRAL, load_model, make_hf_model, on_disk
 from torchtune.data import Documents
 from torchtune.generation import generate
 from torchtune.modules import local_kv_cache
@@ -41,7 +41,7 @@ def test_gradients_of_every_parameter_equal(pair: Any) -> None:
     (pair.model(TOKENS) * weights).sum().backward()
     (pair.hf(TOKENS).logits * weights).sum().backward()
     grads = ((name, parameter.grad) for name, parameter in pair.hf.named_parameters())
-    theirs = on_disk(grads, mixtral=pair.name == "mixtral")
+    theirs = on_disk(grads, mixtral=pair.name in OF_MIXTRAL)
     grads = [(name, parameter.grad) for name, parameter in pair.model.named_parameters() if parameter.requires_grad]
     ours = dict(pair.model.spec.weight_map("hf").to_external(grads, pair.model.description, partial=True))
     assert ours.keys() == theirs.keys()

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.torchtune.models.conftest import on_disk
+from tests.torchtune.models.conftest import OF_MIXTRAL, on_disk
 from torchtune.models import ModelError
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
@@ -32,6 +32,14 @@ SIZES = [
     ("gpt_oss", "gpt_oss_120b", 116_829_156_672, None),
     ("granite", "granite3_1_2b", 2_533_531_648, None),
     ("granite", "granite3_1_8b", 8_170_848_256, None),
+    ("granite4", "granite4_micro", 3_402_836_480, None),
+    ("ernie4_5", "ernie4_5_0_3b", 360_748_032, None),
+    ("ministral3", "ministral3_3b", 3_429_006_336, None),
+    ("ministral3", "ministral3_8b", 8_489_553_920, None),
+    ("exaone4", "exaone4_1_2b", 1_279_391_488, None),
+    ("exaone4", "exaone4_32b", 32_003_216_384, None),
+    ("minimax_m2", "minimax_m2", 228_689_764_864, None),
+    ("olmoe", "olmoe_1b_7b", 6_919_161_856, None),
     ("glm4", "glm4_9b_0414", 9_400_279_040, None),
     ("glm4", "glm4_32b_0414", 33_141_749_760, None),
     ("phi4", "phi4_14b", 14_659_507_200, 10649600),
@@ -143,7 +151,7 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
         )
     untrained = [(key, value) for key, value in theirs.named_buffers() if key.endswith("e_score_correction_bias")]
     tensors = [*theirs.named_parameters(), *untrained]
-    expected = {key: value.shape for key, value in on_disk(tensors, mixtral=family == "mixtral").items()}
+    expected = {key: value.shape for key, value in on_disk(tensors, mixtral=family in OF_MIXTRAL).items()}
     ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
     assert {key: value.shape for key, value in ours} == expected
     assert model.spec.from_hf_config(config) == model.description

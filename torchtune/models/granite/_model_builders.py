@@ -12,7 +12,8 @@ from torchtune.models._weight_names import hf_names
 from torchtune.models._weight_ops import Identity
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def read_multipliers(fields: Fields) -> dict[str, Any]:
+    """Factors of logits and scores; the architectures of Granite share them."""
     heads = fields.take("num_attention_heads")
     scale = float(fields.take("attention_multiplier", 1.0))
     usual = (fields.take("head_dim", 0) or fields.take("hidden_size") // heads) ** -0.5
@@ -22,7 +23,8 @@ def _read(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _write(d: Description) -> dict[str, Any]:
+def write_multipliers(d: Description) -> dict[str, Any]:
+    """The inverse."""
     return {
         "logits_scaling": 1.0 / d.hidden_scale,
         "attention_multiplier": d.head_dim**-0.5 if d.attn_scale is None else d.attn_scale,
@@ -36,8 +38,8 @@ FORMAT = HFFormat(
     biases="attention_bias",
     has_mlp_bias=True,
     own=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
-    read_more=_read,
-    write_more=_write,
+    read_more=read_multipliers,
+    write_more=write_multipliers,
     defaults=(("max_position_embeddings", 2048),),
 )
 SPEC = ModelSpec(

@@ -84,6 +84,11 @@ def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def of_this_rank(weight: Tensor) -> Tensor:
+    """The experts that this rank has, where ranks have different ones (DTensors)."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
 def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None = None) -> Tensor:
     """Multiply the first ``counts[0]`` rows with ``weight[0]``, the next ``counts[1]`` with ``weight[1]``, and so on.
 
@@ -97,6 +102,7 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
     Returns:
         Tensor ``[t, o]``.
     """
+    weight = of_this_rank(weight)
     if has_grouped_kernel(x, weight) if kernel is None else kernel:
         return F.grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
     return _forward(x, weight, counts)
@@ -121,4 +127,4 @@ class _FrozenGroupedMM(torch.autograd.Function):
 
 def frozen_grouped_mm(x: Tensor, weight: Stored, counts: Tensor) -> Tensor:
     """:func:`grouped_mm` with a frozen weight, of which it keeps the stored tensors only."""
-    return _FrozenGroupedMM.apply(x, counts, weight.decode, *weight.tensors)
+    return _FrozenGroupedMM.apply(x, counts, weight.decode, *map(of_this_rank, weight.tensors))

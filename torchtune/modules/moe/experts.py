@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.feed_forward import swiglu
-from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm
+from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm, of_this_rank
 from torchtune.modules.stored_linear import Stored
 
 _CLAMPED_SLOPE = 1.702  # of the sigmoid that stands for GELU
@@ -113,7 +113,8 @@ class ClampedExperts(GroupedExperts):
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Multiply rows ``[t, i]``, sorted by expert, with the parameter called ``name``, and add its bias."""
-        bias = getattr(self, f"{name}_bias").repeat_interleave(num_tokens_per_expert, 0, output_size=len(x))
+        bias = of_this_rank(getattr(self, f"{name}_bias"))
+        bias = bias.repeat_interleave(num_tokens_per_expert, 0, output_size=len(x))
         return super().project(name, x, num_tokens_per_expert) + bias
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:

@@ -128,6 +128,18 @@ class _Rows(torch.autograd.Function):
         return grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
 
 
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    """Rows ``[t, d]``, each in so many ``copies``, in an order: ``[t * copies, d]``.
+
+    Args:
+        x: rows.
+        order: permutation of the copies, int64 ``[t * copies]``; the copies of a row are neighbours.
+        inverse: its inverse.
+        copies: of each row.
+    """
+    return _Rows.apply(x, order, inverse, copies)
+
+
 class MoE(nn.Module):
     """A mixture of experts: ``Σ score · expert(x)`` over the selected experts.
 
@@ -153,6 +165,7 @@ class MoE(nn.Module):
         self.router = router
         self.shared_expert = shared_expert
         self.shared_gate = shared_gate
+        self.exchange: Any = None  # torchtune.modules.parallel.ExpertParallel where ranks have different experts
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, d]`` to ``[b, s, d]``."""
@@ -161,8 +174,9 @@ class MoE(nn.Module):
         copies = selected.shape[1]
         order = selected.flatten().argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        rows = self.experts(_Rows.apply(tokens, order, inverse, copies), counts)
-        by_token = _Rows.apply(rows, inverse, order, 1).unflatten(0, (-1, copies))
+        rows = permute_rows(tokens, order, inverse, copies)
+        rows = self.experts(rows, counts) if self.exchange is None else self.exchange(self.experts, rows, counts)
+        by_token = permute_rows(rows, inverse, order).unflatten(0, (-1, copies))
         out = (by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
         if self.shared_expert is not None:
             shared = self.shared_expert(tokens)

@@ -2,6 +2,7 @@
 
 from torchtune.modules.parallel._collectives import sum_gradients
 from torchtune.modules.parallel._context import ContextParallelAttention
+from torchtune.modules.parallel._experts import ExpertParallel, check_experts, place_experts
 from torchtune.modules.parallel._styles import (
     ByColumns,
     ByRows,
@@ -22,12 +23,15 @@ __all__ = [
     "ByVocabulary",
     "ColwiseParallel",
     "ContextParallelAttention",
+    "ExpertParallel",
     "GatherInput",
     "ReplicatedNorm",
     "RowwiseParallel",
     "ShardedNorm",
     "SplitNorm",
     "VocabParallel",
+    "check_experts",
+    "place_experts",
     "sum_gradients",
     "vocabulary_parallel_linear",
 ]

@@ -38,7 +38,7 @@ class ParallelError(UserError, ValueError):
     """A model that cannot be sharded as requested."""
 
 
-def _place(module: nn.Module, mesh: DeviceMesh, places: dict[str, Placement]) -> None:
+def place_parameters(module: nn.Module, mesh: DeviceMesh, places: dict[str, Placement]) -> None:
     """Convert the parameters of ``module`` to DTensors; those without a placement are replicated."""
     for name, parameter in list(module.named_parameters()):
         path, _, leaf = name.rpartition(".")
@@ -106,7 +106,7 @@ class _LinearStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
         dims = {name: dims[self.side] for name, dims in self.dims(module).items()}
-        _place(module, device_mesh, {name: Shard(dim) for name, dim in dims.items() if dim is not None})
+        place_parameters(module, device_mesh, {name: Shard(dim) for name, dim in dims.items() if dim is not None})
         group = device_mesh.get_group()
         module.forward = lambda x: self.project(module, x, group)
         return module
@@ -181,7 +181,7 @@ class VocabParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
-        _place(module, device_mesh, {"weight": Shard(0)})
+        place_parameters(module, device_mesh, {"weight": Shard(0)})
         if isinstance(module, nn.Embedding):
             module.forward = _split_embedding(module, device_mesh.get_group())
         else:
@@ -226,7 +226,7 @@ class ReplicatedNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_norm(module)
-        _place(module, device_mesh, {})
+        place_parameters(module, device_mesh, {})
         group = device_mesh.get_group()
 
         def forward(x: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class ShardedNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_norm(module)
-        _place(module, device_mesh, {"scale": Shard(0)})
+        place_parameters(module, device_mesh, {"scale": Shard(0)})
         group, width = device_mesh.get_group(), module.normalized_shape[0]
 
         def forward(x: Tensor) -> Tensor:

@@ -1,27 +1,97 @@
 """Loss of proximal policy optimisation."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError
+from torchtune.modules.loss import LossError, token_log_probs
+from torchtune.modules.loss._projection import Projection
+from torchtune.rlhf.loss._base import AnswerLoss, Metrics
 from torchtune.rlhf.rewards import masked_mean
+
+_ENTRIES = ("sampled", "advantages", "returns", "values")
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return values.mean() if mask is None else masked_mean(values, mask)
 
 
-class PPOLoss(nn.Module):
+class PPOLoss(AnswerLoss):
     """Clipped policy loss and clipped value loss (Schulman et al. 2017, arXiv:1707.06347).
+
+    Of a token with advantage A, return R, probability ratio ρ and value V, which was V' when the answer was sampled,
+    the policy loss is −min(ρA, clip(ρ, 1 − epsilon, 1 + epsilon) A), and the value loss the larger one of ½(V − R)² and
+    ½(V' + clip(V − V', ± value_clip_range) − R)².
 
     Args:
         epsilon: the ratio of new and old probability is clipped to ``1 ± epsilon``.
         value_clip_range: values are clipped to so much around the old ones.
         value_coeff: weight of the value loss.
+
+    Attributes:
+        temperature: divides the logits, as it did when the tokens were sampled; the recipe sets it.
     """
+
+    needs_reference = False
 
     def __init__(self, epsilon: float = 0.1, value_clip_range: float = 0.2, value_coeff: float = 0.1) -> None:
         super().__init__()
         self.epsilon, self.value_clip_range, self.value_coeff = epsilon, value_clip_range, value_coeff
+        self.temperature = 1.0
+
+    def check_model(self, model: nn.Module) -> None:
+        """See that there are a policy and a value model, which is trained. Raises :class:`LossError`."""
+        if not isinstance(model, nn.ModuleDict) or not {"policy", "value"} <= set(model):
+            raise LossError(
+                "loss: PPOLoss trains a policy and a value model: run ppo_full_finetune_single_device, or take a loss "
+                "of torchtune.rlhf.loss that needs one model."
+            )
+        super().check_model(model["policy"])
+        head = model["value"].output.weight
+        if head.shape[0] != 1:
+            raise LossError(
+                f"reward_and_value_model: a value is one number, but the model ends in {head.shape[0]:,} outputs: set "
+                "_component_ to torchtune.modules.classifier_model with num_classes=1 and base_model_path the builder."
+            )
+        if not head.requires_grad or self.value_coeff <= 0:
+            why = f"loss.value_coeff is {self.value_coeff}" if head.requires_grad else "its output layer is frozen"
+            raise LossError(
+                f"value_checkpointer: the value model would not be trained, since {why}: advantages would be noise, so "
+                "train it, or run full_grpo_single_device, which needs no values."
+            )
+
+    def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
+        """Log-probs of the labels ``[b, s]``, float32 or wider; 0 where there is none."""
+        return token_log_probs(hidden, batch.labels, projection, self.temperature)
+
+    def sum_and_metrics(
+        self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """See :meth:`AnswerLoss.sum_and_metrics`.
+
+        Args:
+            batch: with the entries per token ``sampled``, ``advantages``, ``returns`` and ``values``.
+            scores: log-probs and values of the models that are trained, ``[2, b, s]``; see :meth:`score` and
+                :func:`torchtune.rlhf.token_values`.
+            reference: not used: the distance to the reference is part of the rewards.
+            baseline: not used.
+        """
+        if missing := set(_ENTRIES) - batch.per_token.keys():
+            raise DataError(f"The batch has no '{min(missing)}' per token: make it with torchtune.rlhf.ppo_updates.")
+        labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+        log_probs, values = (part[labelled] for part in scores)
+        old, advantages, returns, old_values = (batch[name][labelled] for name in _ENTRIES)
+        found = self(old, log_probs, advantages, old_values, values, returns)
+        count = labelled.sum()
+        total = found[0] * count
+        sums = dict(zip(("policy_loss", "value_loss", "ratios", "clipfrac"), found[1:], strict=True))
+        difference = (log_probs - old).detach()
+        sums["approx_policy_kl"] = 0.5 * difference.square().mean()
+        if "is_first" in batch.per_document:
+            sums["policy/sampler_difference"] = difference.abs().mean()
+        if self.balance is not None:
+            total = self.balance.add_to(total, count)
+        return total, {name: (value.float() * count, count) for name, value in sums.items()}
 
     def forward(
         self,

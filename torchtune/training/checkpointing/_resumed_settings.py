@@ -33,13 +33,18 @@ ON_RESUME: dict[str, OnResume] = {
     # The states of optimizer and schedule hold the old values, also those of the learning rate.
     **_of(OnResume.FIXED, "optimizer optimizer_precision optimizer_in_bwd lr_scheduler"),
     # The weights, and the adapter's scale, are of this model.
+    **_of(OnResume.FIXED, "policy_model reward_and_value_model"),
     **_of(OnResume.FIXED, "model model_converters quantizer resize_token_embeddings dtype"),
     **_of(OnResume.NEW, "model.checkpoint_dir"),
     # The position in the data would mean another one.
-    **_of(OnResume.FIXED, "shuffle max_steps_per_epoch"),
+    **_of(OnResume.FIXED, "shuffle max_steps_per_epoch num_steps"),
     **_of(OnResume.NEW, "tokenizer dataset dataset_val collate_fn batch_size batch_size_val"),
     **_of(OnResume.NEW, "gradient_accumulation_steps epochs loss clip_grad_norm run_val_every_n_steps"),
     **_of(OnResume.NEW, "ref_checkpointer reference_cache teacher_model teacher_checkpointer kd_loss kd_ratio"),
+    **_of(OnResume.NEW, "policy_model.checkpoint_dir reward_and_value_model.checkpoint_dir"),
+    **_of(OnResume.NEW, "value_checkpointer reward_checkpointer ref_policy_checkpointer forward_batch_size top_k"),
+    **_of(OnResume.NEW, "max_generated_tokens temperature stop_token_ids min_response_length penalise_no_eos"),
+    **_of(OnResume.NEW, "reward_penalty kl_coeff whiten_rewards gamma lmbda ppo_epochs ppo_batch_size"),
     **_of(OnResume.NEW, "num_samples sampler rewards advantages num_iterations tokens_per_batch drop_unfinished"),
     **_of(OnResume.NEW, "output_dir checkpointer save_every_n_steps save_every_n_minutes enable_async_checkpointing"),
     **_of(OnResume.NEW, "save_adapter_weights_only max_skipped_steps loss_spike_threshold hang_timeout_minutes"),
@@ -47,7 +52,8 @@ ON_RESUME: dict[str, OnResume] = {
     **_of(OnResume.NEW, "enable_activation_checkpointing ac_mode ac_option enable_activation_offloading"),
     **_of(OnResume.NEW, "enable_fp8_training fp8_recipe_name fake_quant_after_n_steps show_samples_every_n_steps"),
     **_of(OnResume.NEW, "data_parallel_replicate_dim data_parallel_shard_dim tensor_parallel_dim tensor_parallel_plan"),
-    **_of(OnResume.NEW, "context_parallel_dim fsdp_cpu_offload fsdp_reshard_after_forward custom_sharded_layers"),
+    **_of(OnResume.NEW, "context_parallel_dim expert_parallel_dim fsdp_cpu_offload fsdp_reshard_after_forward"),
+    **_of(OnResume.NEW, "custom_sharded_layers"),
     **_of(OnResume.NEW, "metric_logger log_every_n_steps log_peak_memory_stats log_level profiler"),
 }
 _NOT_SET = "not set"

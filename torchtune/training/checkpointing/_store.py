@@ -48,7 +48,7 @@ POLICY = "policy"
 # Names of folders and prefixes in a checkpoint, which no model may have.
 _RESERVED = (STATE_DIR, ADAPTER_DIR, "logs", "original")
 
-# One model, the policy, or models by name.
+# One model, the policy, or models by name, in a mapping or as one module (``nn.ModuleDict``).
 Models = nn.Module | Mapping[str, nn.Module]
 
 
@@ -139,6 +139,7 @@ class CheckpointStore:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         name: str = POLICY,
+        whole: bool = False,
     ) -> None:
         """Fill ``model`` from its source; parameters on the meta device become real on ``device``.
 
@@ -150,6 +151,7 @@ class CheckpointStore:
             device: see above.
             dtype: of parameters that become real; their own by default.
             name: which source to read.
+            whole: raise where the files lack a parameter: a model that is not trained cannot begin with a new one.
 
         Raises:
             CheckpointError: files are missing or corrupt, or do not fit the model.
@@ -159,6 +161,11 @@ class CheckpointStore:
         reshard(model)
         with self._ranks.together():
             loaded = source.read(model, device, dtype)
+            if whole and (new := [key for key, _ in model.named_parameters() if key not in loaded]):
+                raise CheckpointError(
+                    f"{source.checkpoint_dir} has no '{new[0]}', which the '{name}' model needs and this run does not "
+                    "train: give the folder of a model that was trained with it."
+                )
             # Now: the folder may be gone when a checkpoint records it.
             if name != POLICY:
                 _ = source.fingerprint
@@ -281,7 +288,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the checkpoint is of other models or of another kind of run.
         """
-        models = _by_name(models)
+        parameters, models = _parameters(models), _by_name(models)
         record = ModelsOfRun.read(point.path)
         record.check_trained(models, point.path)
         if self.output_dir is not None:
@@ -297,7 +304,7 @@ class CheckpointStore:
                     load_adapter(model, path, device)
                 else:
                     load_base(model, open_source(find_files(path)), device)
-            load_state(state, _parameters(models), point.path, self._ranks.rank)
+            load_state(state, parameters, point.path, self._ranks.rank)
 
     def save(
         self,
@@ -336,14 +343,14 @@ class CheckpointStore:
                 checkpoints stay as they are.
         """
         self._saver.wait()
-        models, exports = _by_name(models), []
+        parameters, models, exports = _parameters(models), _by_name(models), []
         for model_name, model in models.items():
             reshard(model)
             chosen = contents_of(contents, model_name)
             check_contents(model, chosen, resumable=state is not None)
             source, folder = self.source(model_name), _folder(model_name)
             exports.append(export_model(model, source, chosen, self._ranks, max_shard_bytes, folder))
-        saved = None if state is None else local_state(state, _parameters(models), self._ranks)
+        saved = None if state is None else local_state(state, parameters, self._ranks)
         adapted = [n for n, export in zip(models, exports, strict=True) if "adapter" in export.contents]
         record = ModelsOfRun.of(models, self.sources, adapted if state is not None else ())
 
@@ -425,11 +432,11 @@ class CheckpointStore:
 
 
 def _by_name(models: Models) -> dict[str, nn.Module]:
-    if isinstance(models, nn.Module):
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleDict):
         return {POLICY: models}
     if not models:
         raise CheckpointError("There is no model to save or to resume: give the policy, or models by name.")
-    return dict(models)
+    return dict(models.items())
 
 
 def _folder(name: str) -> str:
@@ -437,11 +444,13 @@ def _folder(name: str) -> str:
     return "" if name == POLICY else name
 
 
-def _parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+def _parameters(models: Models) -> dict[str, nn.Parameter]:
     """The parameters of all models; names of other models than the policy start with the model's."""
+    if isinstance(models, nn.ModuleDict):  # as an optimizer of it names them
+        return dict(models.named_parameters())
     return {
         parameter_name if name == POLICY else f"{name}.{parameter_name}": parameter
-        for name, model in models.items()
+        for name, model in _by_name(models).items()
         for parameter_name, parameter in model.named_parameters()
     }
 

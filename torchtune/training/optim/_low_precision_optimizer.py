@@ -143,10 +143,14 @@ class LowPrecisionOptimizer(Optimizer, ABC):
                         "optimizer_precision=param_dtype, or sparse=False in the embedding."
                     )
             self._step_group(group, parameters)
+        self._end_step()
         return loss
 
     def _begin_step(self) -> None:
         """Called at the start of every step."""
+
+    def _end_step(self) -> None:
+        """Called at the end of every step: what only a step needs does not outlive it."""
 
     def _begin_shard(self, shard: str, dtype: torch.dtype) -> None:
         """Called before this rank's shards of that key and dtype are stepped."""

@@ -47,11 +47,16 @@ class StochasticRoundingOptimizer(LowPrecisionOptimizer):
         self._num_steps = 0
         self._stream = names[self.param_groups[0]["params"][0]]
         self._bits_of: dict[str, RandomBits] = {}  # of this step, by shard
-        self._bits = RandomBits(seed, self._stream, 0)
+        self._bits: RandomBits | None = None
 
     def _begin_step(self) -> None:
         self._num_steps += 1
         self._bits_of.clear()
+
+    def _end_step(self) -> None:
+        # In the backward pass there is an optimizer a parameter: their buffers add up
+        self._bits_of.clear()
+        self._bits = None
 
     def _begin_shard(self, shard: str, dtype: torch.dtype) -> None:
         self._is_rounding = dtype == torch.bfloat16

@@ -41,7 +41,9 @@ class ParallelDims:
 
     Data is split over ``dp_replicate * dp_shard`` groups of processes, which see different examples. Parameters,
     gradients and optimizer states are split over ``dp_shard * cp``, and are the same in the ``dp_replicate`` copies.
-    Within a group, ``cp`` processes share every sequence and ``tp`` every layer.
+    Within a group, ``cp`` processes share every sequence and ``tp`` every layer. Experts have a mesh of their own: each
+    ``ep`` neighbours of the ``dp_shard * cp`` processes have different experts, and those with the same experts shard
+    their parameters.
 
     Args:
         dp_replicate: copies of the model.
@@ -49,7 +51,7 @@ class ParallelDims:
         tp: processes that share every layer.
         cp: processes that share every sequence.
         world_size: all processes.
-        ep: for experts; 1 for now.
+        ep: processes over which experts are distributed; a divisor of ``dp_shard * cp``.
         pp: for stages of layers; 1 for now.
 
     Raises:
@@ -66,13 +68,11 @@ class ParallelDims:
     mesh: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("ep", "pp"):
-            if getattr(self, name) != 1:
-                kind = {"ep": "expert", "pp": "pipeline"}[name]
-                raise ParallelDimsError(
-                    f"{_SETTINGS[name]}: {kind} parallelism is not available in this release: set it to 1."
-                )
-        for name in _MESH:
+        if self.pp != 1:
+            raise ParallelDimsError(
+                f"{_SETTINGS['pp']}: pipeline parallelism is not available in this release: set it to 1."
+            )
+        for name in (*_MESH, "ep"):
             size = getattr(self, name)
             if size < 1 and not (name == "dp_shard" and size == -1):
                 allowed = "at least 1, or -1 for all that are left" if name == "dp_shard" else "at least 1"
@@ -91,8 +91,22 @@ class ParallelDims:
                 f"data_parallel_shard_dim=-1, or start {others * self.dp_shard} with "
                 f"tune run --nproc-per-node {others * self.dp_shard}."
             )
+        self._check_experts()
         self._device = torch.device("cpu")  # of what the default group sends
         self.waited = 0.0  # seconds that exchange and max took: mostly for processes that come later
+
+    def _check_experts(self) -> None:
+        shards = self.dp_shard * self.cp
+        if self.ep > 1 and self.tp > 1:
+            raise ParallelDimsError(
+                f"expert_parallel_dim is {self.ep} and tensor_parallel_dim {self.tp}: layers with experts are not "
+                "split any further: set tensor_parallel_dim to 1."
+            )
+        if shards % self.ep:
+            raise ParallelDimsError(
+                f"expert_parallel_dim is {self.ep}: it must divide the shards, data_parallel_shard_dim {self.dp_shard} "
+                f"x context_parallel_dim {self.cp} = {shards}, of which it takes its processes."
+            )
 
     @classmethod
     def start(cls, device: torch.device, **sizes: int) -> "ParallelDims":
@@ -123,7 +137,8 @@ class ParallelDims:
             return "1 process"
         kinds = ("copies", "shards of data", "context-parallel ranks", "tensor-parallel ranks")
         split = " x ".join(f"{getattr(self, name)} {kind}" for name, kind in zip(_MESH, kinds, strict=True))
-        return f"{self.world_size} processes = {split}"
+        experts = f", experts over {self.ep} of the shards" if self.ep > 1 else ""
+        return f"{self.world_size} processes = {split}{experts}"
 
     def build_mesh(self, device_type: str) -> Any:
         """Make the device mesh for recipes copied from earlier releases, which slice it by joined dimensions too.
@@ -145,6 +160,10 @@ class ParallelDims:
         self._sharded = self.mesh["dp_shard"]
         if self.cp > 1:
             self._sharded = flatten_mesh(self.mesh["dp_shard", "cp"], "dp_shard_cp")
+        if self.ep > 1:
+            sizes = [self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep]
+            names = ("dp_replicate", "dp_shard_of_experts", "ep")
+            self._experts = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
         # No group of its own for messages: NCCL takes them on the device, where the step ends anyway.
         if device_type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -174,6 +193,11 @@ class ParallelDims:
     def tp_enabled(self) -> bool:
         """Whether layers are split."""
         return self.tp > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether experts are distributed."""
+        return self.ep > 1
 
     @property
     def non_data_parallel_size(self) -> int:
@@ -207,6 +231,17 @@ class ParallelDims:
         with warnings.catch_warnings():  # torch would rather have it kept apart, and has no other way to join the two
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return self.mesh["dp_replicate", "dp_shard_cp"]
+
+    @property
+    def expert_mesh(self) -> Any:
+        """The mesh of the experts' dimension: its ranks have different experts."""
+        return self._experts["ep"]
+
+    @property
+    def expert_fsdp_mesh(self) -> Any:
+        """The mesh over which FSDP shards the parameters of a rank's experts; copies, ``dp_replicate``, come first."""
+        names = ("dp_shard_of_experts",) if self.dp_replicate == 1 else ("dp_replicate", "dp_shard_of_experts")
+        return self._experts[names]
 
     @property
     def is_main(self) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from torchtune.modules.conversion import complete_conversions
 from torchtune.modules.transformer import text_decoder
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
+from torchtune.training.parallel._split_experts import check_split_experts, split_experts
 from torchtune.utils import get_logger, log_rank_zero
 
 ShardCondition = Callable[[str, nn.Module], bool]
@@ -26,7 +27,7 @@ def parallelize(
     custom_sharded_layers: Sequence[str] | None = None,
     tensor_parallel_plan: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Split ``model`` in place: its layers first, then sequences, then parameters over data ranks.
+    """Split ``model`` in place: its layers first, then sequences and experts, then parameters over data ranks.
 
     Call it on the converted model, on the meta device; the checkpointer then loads every shard. Gradients come out as
     *sums* over ranks, so that a loss is to be divided by what all ranks count (``dims.sum``), whatever each has of it.
@@ -53,6 +54,7 @@ def parallelize(
         _split_sequences(model, dims)
     if dims.tp > 1:
         _split_layers(model, dims, tensor_parallel_plan)
+    meshes = split_experts(model, dims) if dims.ep > 1 else {}
     if dims.data_size * dims.cp == 1 and not cpu_offload:
         return
     if cpu_offload and device.type == "cpu":
@@ -65,7 +67,7 @@ def parallelize(
         cpu_offload=cpu_offload and device.type != "cpu",
         reshard_after_forward=reshard_after_forward,
         dp_mesh=dims.fsdp_mesh,
-        meshes=_own_meshes(model, dims),
+        meshes=_own_meshes(model, dims) | meshes,
     )
     _keep_output_whole(model)
 
@@ -154,6 +156,8 @@ def check_split(
         _refuse_states(model, dims)
     for module in _heads(model) if dims.cp > 1 else ():
         _check_sequence_heads(module, dims)
+    if dims.ep > 1:
+        check_split_experts(model, dims)
     if dims.tp == 1:
         return None
     found = _layer_plan(model, plan)
@@ -256,7 +260,8 @@ def shard_model(
         cpu_offload: keep the shards in host memory.
         reshard_after_forward: see :func:`parallelize`.
         dp_mesh: ranks to shard over; with two dimensions, copies come first. All ranks by default.
-        meshes: other meshes, by the name of the module that is sharded over each by itself.
+        meshes: other meshes, by the name of the module that is sharded over each by itself; its parameters may be
+            DTensors of other dimensions. Nothing is sharded over a mesh of one, unless it is to be in host memory.
 
     Raises:
         ValueError: no module was chosen.
@@ -266,11 +271,13 @@ def shard_model(
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    meshes = meshes or {}
+    meshes, modules = meshes or {}, dict(model.named_modules())
+    whole = {name for name, mesh in meshes.items() if mesh.size() == 1 and not cpu_offload}
+    options["ignored_params"] = {parameter for name in whole for parameter in modules[name].parameters()}
     chosen = [
         (module, meshes.get(name, dp_mesh))
-        for name, module in reversed(list(model.named_modules()))
-        if name in meshes or any(condition(name, module) for condition in shard_conditions)
+        for name, module in reversed(modules.items())
+        if name not in whole and (name in meshes or any(condition(name, module) for condition in shard_conditions))
     ]
     if not chosen:
         raise ValueError("No module matches the shard conditions: nothing was sharded by itself.")
@@ -282,8 +289,10 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     layers = [module for module, mesh in chosen[::-1] if mesh is dp_mesh]
+    apart = {id(module) for module, mesh in chosen if mesh is not dp_mesh}
     for layer, following in itertools.pairwise(layers):
-        layer.set_modules_to_forward_prefetch([following])
+        inside = [module for module in following.modules() if id(module) in apart]
+        layer.set_modules_to_forward_prefetch([following, *inside])
 
 
 def _keep_output_whole(model: nn.Module) -> None:

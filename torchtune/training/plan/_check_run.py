@@ -90,9 +90,10 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if device is not None and has("dtype"):
         attempt(lambda: get_dtype(cfg.dtype, device=device))
     checkpointer = attempt(lambda: config.instantiate(cfg.checkpointer)) if has("checkpointer") else None
-    teacher = attempt(lambda: config.instantiate(cfg.teacher_checkpointer)) if has("teacher_checkpointer") else None
-    if teacher is not None and hasattr(checkpointer, "add_source"):
-        attempt(lambda: checkpointer.add_source("teacher", teacher))
+    others = {name: attempt(lambda at=at: config.instantiate(at)) for name, (at, _) in cfg.other_models().items() if at}
+    for name, source in others.items() if hasattr(checkpointer, "add_source") else ():
+        if source is not None:
+            attempt(lambda name=name, source=source: checkpointer.add_source(name, source))
     resume = cfg.resume_from_checkpoint or is_restart()
     if has("output_dir", "optimizer") and hasattr(checkpointer, "check_output_dir"):
         attempt(lambda: checkpointer.check_output_dir(resume=resume))
@@ -107,8 +108,12 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         attempt(lambda: check_split(model, dims or ParallelDims(), _plan(cfg)))
     if model is not None and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model))
-    if has("teacher_model") and hasattr(teacher, "check_model"):
-        attempt(lambda: teacher.check_model(build_on_meta(cfg.teacher())[0]))
+    for name, (_, other) in cfg.other_models().items():
+        if hasattr(others.get(name), "check_model"):
+            second = attempt(lambda other=other: build_on_meta(other)[0])
+            if second is not None:
+                attempt(lambda second=second: check_split(second, dims or ParallelDims(), _plan(cfg)))
+                attempt(lambda name=name, second=second: others[name].check_model(second))
     if model is not None and has("optimizer"):
         attempt(lambda: _check_trained(cfg, model, checkpointer))
     built = attempt(lambda: config.instantiate(cfg.tokenizer)) if thorough and has("tokenizer") else None

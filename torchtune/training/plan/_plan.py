@@ -245,18 +245,31 @@ def _loss_bytes(model: torch.nn.Module, num_tokens: int, num_output_chunks: int,
     return logits * size + 2 * 4 * min(logits, LOGITS_BLOCK) + gradient
 
 
-def _gathered_bytes(model: torch.nn.Module) -> tuple[int, int]:
+def _gathered_bytes(model: torch.nn.Module, dims: ParallelDims) -> tuple[int, int]:
     """What FSDP holds whole: (parameters outside of the layers, or of two layers; gradients and their buffer)."""
     layers = list(getattr(text_decoder(model), "layers", []))
     inner = {id(parameter) for layer in layers for parameter in layer.parameters()}
     outer = [parameter for parameter in model.parameters() if id(parameter) not in inner]
     first = [parameter for layer in layers[:2] for parameter in layer.parameters()]
-    own, two = sum(map(_num_bytes, outer)), sum(map(_num_bytes, first))
+    distributed = _distributed_experts(model, dims)
+
+    def kept(parameters: list[torch.nn.Parameter]) -> int:
+        return sum(_num_bytes(p) // distributed.get(id(p), 1) for p in parameters)
 
     def reduced(parameters: list[torch.nn.Parameter]) -> int:
-        return sum(_num_bytes(p) + 4 * p.numel() for p in parameters if p.requires_grad)
+        trained = [p for p in parameters if p.requires_grad]
+        return sum((_num_bytes(p) + 4 * p.numel()) // distributed.get(id(p), 1) for p in trained)
 
+    own, two = kept(outer), kept(first)
     return own + (0 if own else two), max(reduced(outer), own + two + reduced(first) // 2)
+
+
+def _distributed_experts(model: torch.nn.Module, dims: ParallelDims) -> dict[int, int]:
+    """The parameters of experts, by identity, and by how many ranks they are divided while they are gathered."""
+    from torchtune.modules.moe import GroupedExperts
+
+    experts = [module for module in model.modules() if isinstance(module, GroupedExperts)] if dims.ep > 1 else []
+    return {id(parameter): dims.ep for module in experts for parameter in module.parameters()}
 
 
 def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
@@ -279,6 +292,7 @@ def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
         dp_shard=settings.data_parallel_shard_dim,
         tp=settings.tensor_parallel_dim,
         cp=settings.context_parallel_dim,
+        ep=settings.expert_parallel_dim,
         world_size=processes,
     )
 
@@ -311,11 +325,12 @@ def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtyp
 
 
 def _frozen_bytes(settings: RecipeSettings, model: torch.nn.Module, build: Callable[[RecipeSettings], Any]) -> int:
-    """Bytes of the weights of a second model: a teacher, or the reference of a loss that needs one."""
+    """Bytes of the weights of other models: a teacher, those of PPO, or the reference of a loss that needs one."""
     from torchtune import config
 
-    if settings.teacher_model is not None:
-        return sum(map(_num_bytes, build(settings.teacher()).parameters()))
+    if others := settings.other_models():
+        frozen = [build(other) for name, (_, other) in others.items() if name != "value"]
+        return sum(_num_bytes(parameter) for one in frozen for parameter in one.parameters())
     if "ref_checkpointer" not in settings.declared or settings.reference_cache is not None or settings.loss is None:
         return 0
     if not getattr(config.instantiate(settings.loss), "needs_reference", False):
@@ -349,6 +364,11 @@ def _estimate(
         num_output_chunks=(settings.loss.get("num_output_chunks") if settings.loss is not None else None) or 8,
         accumulates=settings.gradient_accumulation_steps > 1,
     )
+    if settings.reward_and_value_model is not None:
+        _, other = settings.other_models()["value"]
+        value = _estimate(other, build(other), state_bytes, build)
+        names = ("weights", "gradients", "optimizer", "activations")
+        found = dataclasses.replace(found, **{name: getattr(found, name) + getattr(value, name) for name in names})
     return dataclasses.replace(found, teacher=_frozen_bytes(settings, model, build))
 
 
@@ -394,7 +414,7 @@ class ClosedForm:
             self._states[key] = optimizer_bytes_per_element(cfg.optimizer, dtype, cfg.optimizer_precision, model)
         offload = cfg.fsdp_cpu_offload and processes > 1
         whole = _estimate(cfg, model, self._states[key], lambda other: self.model(other)[0])
-        found = whole.share(dims, _gathered_bytes(model), offload=offload)
+        found = whole.share(dims, _gathered_bytes(model, dims), offload=offload)
         found = found.offloaded if offload else found
         if self.smallest is None or found.total < self.smallest[0]:
             self.smallest = found.total, what
@@ -411,12 +431,13 @@ def memory_by_processes(settings: Any, counts: Sequence[int]) -> dict[int, Memor
     settings = RecipeSettings.of(settings)
     model, dtype, _ = build_on_meta(settings)
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, settings.optimizer_precision, model)
-    whole, gathered, found = _estimate(settings, model, state_bytes), _gathered_bytes(model), {}
+    whole, found = _estimate(settings, model, state_bytes), {}
     for count in counts:
         try:
-            found[count] = whole.share(arrange(settings, count), gathered, offload=settings.fsdp_cpu_offload)
+            dims = arrange(settings, count)
         except (ParallelDimsError, RecipeSettingsError):
             continue
+        found[count] = whole.share(dims, _gathered_bytes(model, dims), offload=settings.fsdp_cpu_offload)
     return found
 
 
@@ -443,6 +464,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     share = trained / max(total, 1)
     lines = [
         f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
+        *(f"{name:<12}{other.model.get('_component_')}" for name, (_, other) in settings.other_models().items()),
         f"parameters  {total:,}" + (f", of which {trained:,} are trained ({share:.2%})" if settings.optimizer else ""),
         *(f"converted   {report}" for report in reports),
         f"mesh        {dims}, device {settings.device or 'chosen at start'}",
@@ -453,10 +475,11 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     precision = settings.optimizer_precision
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, precision, model)
     batch_size, (length, remark) = settings.batch_size, _row_length(settings, model)
-    gathered, offload = _gathered_bytes(model), settings.fsdp_cpu_offload
+    gathered, offload = _gathered_bytes(model, dims), settings.fsdp_cpu_offload
     estimate = _estimate(settings, model, state_bytes).share(dims, gathered, offload=offload)
     optimizer_name = str(settings.optimizer.get("_component_")).rpartition(".")[2]
-    second = "teacher" if settings.teacher_model is not None else "reference"
+    second = "reference" if settings.teacher_model is None else "teacher"
+    second = second if settings.reward_and_value_model is None else "frozen"
     if all(parameter.dtype not in HALF for parameter in model.parameters() if parameter.requires_grad):
         precision = "fp32"  # nothing is rounded
     recomputed = "recomputed in the backward pass" if _recomputed(settings) else "all kept"

@@ -227,6 +227,10 @@ class Observer(TorchDispatchMode):
         self.patch(torch.UntypedStorage, "resize_", noted)
         for name in ("propagate_tensor_meta", "_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"):
             self.patch(shape_propagation(), name, self._quietly)
+        if self.fake:
+            from torchtune.modules.parallel import _experts
+
+            self.patch(_experts, "exchanged_sizes", lambda _: _balanced)
         self.entered = True
         self._watch_phases()
         self._watch_fsdp()
@@ -326,6 +330,12 @@ class Observer(TorchDispatchMode):
                 parameter.register_post_accumulate_grad_hook(
                     lambda parameter: self.ledger.mark(parameter.grad, "gradients")
                 )
+
+
+def _balanced(own: torch.Tensor, theirs: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Rows that an all-to-all of experts sends to and receives from every rank, if all experts have as many."""
+    sizes = [(rows + rank) // len(own) for rank in range(len(own))]
+    return sizes, sizes
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

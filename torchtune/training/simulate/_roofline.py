@@ -2,9 +2,11 @@
 
 Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785. Collectives are bound by the slowest link of a ring
 (all-gather and reduce-scatter of ``n`` bytes over ``r`` ranks move ``n (r - 1) / r`` through every rank, all-reduce
-twice that). What FSDP sends overlaps with computation; other collectives do not.
+twice that). In an all-to-all every rank sends ``n / r`` to each other one, at the same time over the links of its
+machine and over the network. What FSDP sends overlaps with computation; other collectives do not.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -74,17 +76,29 @@ def _compute(work: Work, device: Accelerator) -> float:
 def _send(traffic: Traffic, device: Accelerator) -> float:
     seconds = 0.0
     for (kind, ranks), (calls, size) in traffic.items():
+        if kind == "all-to-all":
+            seconds += calls * LATENCY + size * _seconds_of_a_byte_to_all(ranks, device) / (1e9 * LINKS)
+            continue
         share = (len(ranks) - 1) / len(ranks)
         rounds = 2 if kind == "all-reduce" else 1
         seconds += calls * LATENCY + rounds * size * share / (_link(ranks, device) * 1e9 * LINKS)
     return seconds
 
 
+def _seconds_of_a_byte_to_all(ranks: tuple[int, ...], device: Accelerator) -> float:
+    """Seconds times 1e9 for each byte that a rank divides among all ranks, over the slower of its two ways."""
+    near = min(_by_machine(ranks, device))
+    return max((near - 1) / device.link, (len(ranks) - near) / device.network) / len(ranks)
+
+
 def _link(ranks: tuple[int, ...], device: Accelerator) -> float:
     """GB/s of the slowest link of a ring over these ranks; a machine's ranks share their ways to the network."""
-    machines: dict[int, int] = {}
-    for rank in ranks:
-        machines[rank // device.per_machine] = machines.get(rank // device.per_machine, 0) + 1
+    machines = _by_machine(ranks, device)
     if len(machines) == 1:
         return device.link
-    return min(device.link, device.network * min(machines.values()))
+    return min(device.link, device.network * min(machines))
+
+
+def _by_machine(ranks: tuple[int, ...], device: Accelerator) -> list[int]:
+    """How many of the ranks every machine has that has one."""
+    return list(Counter(rank // device.per_machine for rank in ranks).values())

@@ -170,7 +170,7 @@ def _more_shards(cfg: RecipeSettings, dims: ParallelDims) -> Iterator[Changes]:
     if not cfg.fsdp_reshard_after_forward:
         yield {"fsdp_reshard_after_forward": True}
     rest = {} if cfg.data_parallel_shard_dim == -1 else {"data_parallel_shard_dim": -1}
-    sizes = {"dp_replicate": dims.dp_replicate, "tp": dims.tp, "cp": dims.cp}
+    sizes = {"dp_replicate": dims.dp_replicate, "tp": dims.tp, "cp": dims.cp, "ep": dims.ep}
     if dims.dp_replicate > 1:
         yield {"data_parallel_replicate_dim": 1, **rest}
     for name, key in (("cp", "context_parallel_dim"), ("tp", "tensor_parallel_dim")):

@@ -71,11 +71,13 @@ def shard(model: nn.Module, how: str) -> nn.Module:
     """Shard a model over all processes: ``fsdp``, ``hsdp``, ``tp``, ``fsdp_tp``; or leave it ``whole``.
 
     ``ours`` is tensor parallel in pairs by the library's plan, which knows adapters, and FSDP over the pairs.
+    ``experts`` is expert parallel in pairs, and FSDP.
     """
     if how == "whole":
         return model
-    if how == "ours":
-        dims = ParallelDims(dp_shard=-1, tp=2, world_size=dist.get_world_size())
+    if how in ("ours", "experts"):
+        pairs = {"tp": 2} if how == "ours" else {"ep": 2}
+        dims = ParallelDims(dp_shard=-1, **pairs, world_size=dist.get_world_size())
         dims.build_mesh("cpu")
         parallelize(model, dims, device=torch.device("cpu"))
         return model

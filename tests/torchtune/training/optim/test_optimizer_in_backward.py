@@ -7,6 +7,7 @@ from torch import nn
 
 from torchtune import training
 from torchtune.modules.optim import OptimizerInBackward
+from torchtune.training.optim._stochastic_rounding import RandomBits
 from torchtune.utils import UserError
 
 PRECISIONS = ["param_dtype", "stochastic_rounding", "fp32_master"]
@@ -81,6 +82,19 @@ def test_parameters_round_independently():
     optimizer.remove_hooks()
     model[0].weight.sum().backward()
     assert model[0].weight.grad is not None
+
+
+def test_nothing_of_a_step_outlives_it():
+    """Random bits of 4 bytes an element, kept by every parameter's optimizer, would outweigh 8-bit states."""
+    model = torch.nn.Linear(64, 64).bfloat16()
+    optimizer = training.setup_optimizer(partial(torch.optim.SGD, lr=1e-3), model, in_backward=True)
+    model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    held = [vars(part) for part in optimizer.optim_map.values()]
+    assert len(held) == 2
+    for attributes in held:
+        bits = [value for value in attributes.values() if isinstance(value, RandomBits)]
+        assert not bits
+        assert not attributes["_bits_of"]
 
 
 def test_state_by_name_and_what_does_not_fit():

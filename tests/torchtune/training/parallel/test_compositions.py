@@ -37,6 +37,11 @@ CASES = {
     "tp lora": (2, {"tp": 2}, {"adapter": "lora"}, {}),
     "fsdp experts": (2, {"dp_shard": 2}, {"source": "experts", "accumulation": 2, "checkpointing": True}, {}),
     "fsdp experts lora": (2, {"dp_shard": 2}, {"source": "experts", "adapter": "lora"}, {}),
+    "ep": (2, {"dp_shard": 2, "ep": 2}, {"source": "experts", "accumulation": 2, "checkpointing": True}, {}),
+    "ep lora": (2, {"dp_shard": 2, "ep": 2}, {"source": "experts", "adapter": "lora"}, {}),
+    "ep x cp": (2, {"cp": 2, "ep": 2}, {"source": "biased experts", "packed": True}, {}),
+    "fsdp x ep": (4, {"dp_shard": 4, "ep": 2}, {"source": "experts", "checkpointing": True}, {}),
+    "hsdp x ep lora": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"source": "experts", "adapter": "lora"}, {}),
     "cp experts": (2, {"cp": 2}, {"source": "experts"}, {}),
     "fsdp accumulates": (2, {"dp_shard": 2}, {"accumulation": 2, "checkpointing": True}, {}),
 }
@@ -62,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tied in (True, False):
         write_checkpoint(folder / f"tied_{tied}", tied=tied)
     write_folder(folder / "experts", "qwen3_moe")
+    write_folder(folder / "biased experts", "gpt_oss")
     return folder
 
 

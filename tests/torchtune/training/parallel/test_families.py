@@ -19,12 +19,24 @@ _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_p
 _SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 4.0, "attention_multiplier": 0.2}
 # Architecture -> what its config says beyond the small sizes, so that all that it has matters.
 SPLIT: dict[str, dict[str, Any]] = {
+    "Ernie4_5": {"use_bias": True},
+    "Exaone4": _KINDS,
     "Gemma": {"head_dim": 12},
     "Gemma2": {**_KINDS, **_CAPS, "head_dim": 12, "tie_word_embeddings": False},
     "Gemma3": {**_KINDS, "head_dim": 12, "rope_parameters": _PAIR, "final_logit_softcapping": 3.0},
     "Glm4": {"head_dim": 16},
     "Granite": _SCALES,
+    "GraniteMoeHybrid": {
+        **_SCALES,
+        "shared_intermediate_size": 40,
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 2,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 1,
+    },
+    "HunYuanDenseV1": {"head_dim": 12},
     "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Ministral3": {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3}},
     "Mistral": {"sliding_window": 7},
     "Olmo2": {"attention_bias": True},
     "Olmo3": {**_KINDS, "rope_parameters": _PAIR},
@@ -37,7 +49,9 @@ SPLIT: dict[str, dict[str, Any]] = {
 WITH_EXPERTS = {
     "Glm4Moe": {"n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 0},
     "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "MiniMaxM2": {"num_local_experts": 2, "num_experts_per_tok": 1},
     "Mixtral": {"num_local_experts": 2},
+    "Olmoe": {"num_experts": 2, "num_experts_per_tok": 1},
     "Qwen3Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
 }
 WITH_MIXERS = {

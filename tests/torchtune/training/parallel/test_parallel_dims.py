@@ -4,6 +4,7 @@ import torch
 from torchtune import training
 from torchtune.models import Description, build
 from torchtune.training import ParallelDims
+from torchtune.training.parallel._parallelize import check_split
 from torchtune.utils import UserError
 
 
@@ -24,7 +25,12 @@ def test_the_rest_of_the_processes_shards() -> None:
         ({"tp": 0}, "tensor_parallel_dim is 0"),
         ({"dp_shard": 0}, "data_parallel_shard_dim is 0: it must be at least 1, or -1"),
         ({"dp_replicate": -1}, "data_parallel_replicate_dim is -1"),
-        ({"ep": 2, "world_size": 2}, "expert parallelism is not available"),
+        ({"ep": 0}, "expert_parallel_dim is 0: it must be at least 1."),
+        (
+            {"dp_shard": 2, "cp": 3, "ep": 4, "world_size": 6},
+            r"expert_parallel_dim is 4: it must divide the shards, .*_shard_dim 2 x context_parallel_dim 3 = 6, of",
+        ),
+        ({"dp_shard": 2, "tp": 2, "ep": 2, "world_size": 4}, "2 and tensor_parallel_dim 2: layers with experts are"),
         ({"pp": 2, "world_size": 2}, "pipeline parallelism is not available"),
     ],
 )
@@ -46,6 +52,29 @@ def test_one_process_changes_nothing() -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     with pytest.raises(UserError, match="fsdp_cpu_offload"):
         training.parallelize(model, dims, device=torch.device("cpu"), cpu_offload=True)
+
+
+def test_experts_take_their_ranks_from_the_shards() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=-1, cp=2, ep=4, world_size=16)
+    assert (dims.dp_shard, dims.data_size, dims.non_data_parallel_size) == (4, 8, 2)
+    assert dims.ep_enabled
+    assert str(dims).endswith("experts over 4 of the shards")
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (0, "expert_parallel_dim is 4: the model has no experts: set it to 1"),
+        (6, r"expert_parallel_dim is 4: it must divide the 6 experts of 'layers\.0\.mlp\.experts'"),
+    ],
+)
+def test_experts_that_cannot_be_distributed_are_named(experts: int, message: str) -> None:
+    sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "intermediate_dim": 8}
+    mixture = {"num_experts": experts, "experts_per_token": 2, "expert_dim": 8} if experts else {}
+    with torch.device("meta"):
+        model = build(Description(vocab_size=8, max_seq_len=8, **sizes, **mixture))
+    with pytest.raises(UserError, match=message):
+        check_split(model, ParallelDims(dp_shard=4, ep=4, world_size=4))
 
 
 def test_layers_and_listed_modules_are_sharded_by_themselves() -> None:

@@ -9,6 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from torchtune.data import DataError
 from torchtune.modules.transforms.tokenizers._files import broken_file, read_json, read_text
+from torchtune.modules.transforms.tokenizers._words import WordEncoder
 
 
 @functools.lru_cache
@@ -71,6 +72,7 @@ class ByteLevelBPE:
             ]
         )
         self.tokenizer.decoder = decoders.ByteLevel()
+        self._words = WordEncoder(self.tokenizer)
         self.special_tokens = dict(special_tokens)
         self._special_texts = {token_id: token for token, token_id in self.special_tokens.items()}
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
@@ -89,7 +91,8 @@ class ByteLevelBPE:
                 ids.append(self.special_tokens[piece])
             elif piece:
                 piece = piece if change is None else change(piece)
-                ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
+                found = self._words.encode(piece, [])
+                ids += self.tokenizer.encode(piece, add_special_tokens=False).ids if found is None else found[0]
         return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:

@@ -8,7 +8,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import regex
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 _KEPT = 1 << 17  # words
 _BYTES = [byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174]
@@ -23,9 +23,7 @@ _DIGITS = rf"\p{{N}}|{_CONTRACTIONS}| ?\p{{L}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?![^\
 
 def _pattern(pre_tokenizer: Any) -> str | None:
     """The expression that finds the words of a byte-level pre-tokenizer; None for one of another kind."""
-    steps = [pre_tokenizer] if pre_tokenizer else []
-    if steps and pre_tokenizer["type"] == "Sequence":
-        steps = pre_tokenizer["pretokenizers"]
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
     *before, last = steps
@@ -66,18 +64,16 @@ class WordEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        content = json.loads(tokenizer.to_str())
-        normalizer, model = content.get("normalizer"), content["model"]
+        # Each part on its own: the vocabulary takes a quarter of a second to write.
+        normalizer, pre_tokenizer, model = tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.model
         added = tokenizer.get_added_tokens_decoder().values()
-        pattern = _pattern(content.get("pre_tokenizer"))
+        pattern = None if pre_tokenizer is None else _pattern(json.loads(pre_tokenizer.__getstate__()))
         is_plain = not any(token.lstrip or token.rstrip or token.single_word for token in added)
-        self._needs_nfc = normalizer == {"type": "NFC"}
+        self._needs_nfc = normalizer is not None and json.loads(normalizer.__getstate__()) == {"type": "NFC"}
         self.is_used = (
             pattern is not None
-            and model.get("type") == "BPE"
-            and not model.get("dropout")
-            and not model.get("continuing_subword_prefix")
-            and not model.get("end_of_word_suffix")
+            and isinstance(model, models.BPE)
+            and not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
             and (normalizer is None or self._needs_nfc)
             and is_plain
             and len({token.normalized for token in added}) <= 1
@@ -98,6 +94,10 @@ class WordEncoder:
         self._known: set[str] = set()
         self._different: set[str] = set()
         self.is_used = self._agrees_on_ascii()
+
+    def fingerprint_parts(self) -> list[Any]:
+        """Nothing: the ids are the tokenizer's."""
+        return []
 
     def encode(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]] | None:
         """Ids, and for each whether it is masked: whether it lies outside ``spans``, in characters of ``text``.

@@ -1,0 +1,294 @@
+"""PPO: one step against plain float64 code, and what its recipe has of its own: four models, two of them trained."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchtune.rlhf._ppo as ppo
+from tests.recipes.checks import promise
+from tests.recipes.runs import Run, start
+from tests.recipes.test_injected_bugs import caught, injected
+from tests.tiny import write_checkpoint
+from torchtune.rlhf import RewardModel, Rollout
+from torchtune.utils import UserError
+
+PPO = "ppo_full_finetune_single_device"
+SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.3}, "lr_scheduler": None, "shuffle": False}
+STOPS = [2, *range(80, 110)]
+LOSS = "torchtune.rlhf.loss.PPOLoss"
+# A step with clipped ratios and values, penalties of both kinds, and a reference that differs from the policy.
+STEP = {
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01, "eps": 1e-3, "weight_decay": 0.1},
+    "lr_scheduler": None,
+    "shuffle": False,
+    "max_steps_per_epoch": 1,
+    "batch_size": 6,
+    "ppo_epochs": 3,
+    "gamma": 0.9,
+    "lmbda": 0.8,
+    "kl_coeff": 0.3,
+    "temperature": 0.7,
+    "reward_penalty": -2.0,
+    "min_response_length": 2,
+    "stop_token_ids": STOPS,
+    "loss": {
+        "_component_": "torchtune.rlhf.loss.PPOLoss",
+        "epsilon": 0.1,
+        "value_clip_range": 0.05,
+        "value_coeff": 0.5,
+    },
+}
+
+
+def figure(run: Run, name: str) -> list[float]:
+    return [record[name] for record in run.records if name in record]
+
+
+def other_reference(folder: Path) -> dict[str, Any]:
+    if not (at := folder / "reference").exists():
+        write_checkpoint(at, seed=5)
+    return {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(at)}
+
+
+class PlainPPO:
+    """The same step in float64: models of ``transformers``, one answer at a time, loops over tokens."""
+
+    def __init__(self, folder: Path, rollouts: list[Rollout]) -> None:
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        def load(kind: Any, name: str) -> torch.nn.Module:
+            return kind.from_pretrained(folder / name, dtype=torch.float64).eval()
+
+        self.policy, self.reference = (load(AutoModelForCausalLM, name) for name in ("checkpoint", "reference"))
+        self.value, self.reward = (load(AutoModelForSequenceClassification, "reward") for _ in range(2))
+        self.rollouts = rollouts
+
+    def log_probs(self, model: torch.nn.Module, rollout: Rollout) -> torch.Tensor:
+        rows = (model(rollout.tokens[None]).logits[0] / 0.7).log_softmax(-1)
+        places = range(rollout.prompt_len, len(rollout.tokens))
+        return torch.stack([rows[place - 1, rollout.tokens[place]] for place in places])
+
+    def values(self, model: torch.nn.Module, rollout: Rollout) -> torch.Tensor:
+        hidden = model.model(rollout.tokens[None]).last_hidden_state[0]
+        return (hidden @ model.score.weight[0])[rollout.prompt_len - 1 : -1]
+
+    @torch.no_grad()
+    def experience(self) -> list[tuple[list[float], ...]]:
+        """(log-probs, values, advantages, returns) of the tokens of every answer; advantages are centred."""
+        found = []
+        for rollout in self.rollouts:
+            old, values = self.log_probs(self.policy, rollout).tolist(), self.values(self.value, rollout).tolist()
+            reference = self.log_probs(self.reference, rollout).tolist()
+            last_state = self.reward.model(rollout.tokens[None]).last_hidden_state[0, -1]
+            score = (last_state @ self.reward.score.weight[0]).item()
+            if len(old) < 2 or int(rollout.tokens[-1]) not in STOPS:
+                score = -2.0
+            rewards = [-0.3 * (one - other) for one, other in zip(old, reference, strict=True)]
+            rewards[-1] += score
+            advantages, last = [0.0] * len(old), 0.0
+            for t in reversed(range(len(old))):
+                following = values[t + 1] if t + 1 < len(old) else 0.0
+                last = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * last
+                advantages[t] = last
+            found.append((old, values, advantages, [a + v for a, v in zip(advantages, values, strict=True)]))
+        every = [a for one in found for a in one[2]]
+        mean = sum(every) / len(every)
+        std = math.sqrt(sum((a - mean) ** 2 for a in every) / (len(every) - 1))
+        return [(old, values, [(a - mean) / std for a in advs], returns) for old, values, advs, returns in found]
+
+    def step(self) -> dict[str, torch.Tensor]:
+        """The weights after three passes over all answers."""
+        experience = self.experience()
+        count = sum(len(one[0]) for one in experience)
+        parameters = [*self.policy.parameters(), *self.value.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.1)
+        self.clipped = 0
+        for _ in range(3):
+            total = torch.zeros((), dtype=torch.float64)
+            for rollout, (old, old_values, advantages, returns) in zip(self.rollouts, experience, strict=True):
+                new, values = self.log_probs(self.policy, rollout), self.values(self.value, rollout)
+                for t in range(len(old)):
+                    ratio = (new[t] - old[t]).exp()
+                    self.clipped += not 0.9 <= ratio <= 1.1
+                    total = total - torch.min(ratio * advantages[t], ratio.clamp(0.9, 1.1) * advantages[t])
+                    near = old_values[t] + (values[t] - old_values[t]).clamp(-0.05, 0.05)
+                    total = total + 0.5 * 0.5 * torch.max((values[t] - returns[t]) ** 2, (near - returns[t]) ** 2)
+            (total / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        named = {"": self.policy, "value/": self.value}
+        return {f"{at}{key}": value.detach() for at, model in named.items() for key, value in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor], list[float]]:
+    """A folder with its models, the weights after a step, and the rewards of its answers."""
+    folder = tmp_path_factory.mktemp("ppo")
+    recipe = start(PPO, folder, train=False, **STEP, ref_policy_checkpointer=other_reference(folder)).recipe
+    scored = recipe.sample(recipe.loader.peek(), 1)
+    kinds = {rollout.finished: len(rollout.answer) for rollout in scored.rollouts}
+    assert set(kinds) == {True, False}, "some answers end, others do not"
+    reference = PlainPPO(folder, scored.rollouts)
+    weights = reference.step()
+    assert reference.clipped > 5
+    return folder, weights, scored.rewards[:, 0].tolist()
+
+
+def a_step_is_that_of_plain_code(plain: tuple[Path, dict[str, torch.Tensor], list[float]], **run: Any) -> None:
+    from safetensors.torch import load_file
+
+    folder, weights, rewards = plain
+    found = start(PPO, folder, **STEP, ref_policy_checkpointer=other_reference(folder), **run)
+    lines = [json.loads(line) for line in (found.output_dir / "rollouts.jsonl").read_text().splitlines()]
+    promise([line["reward"] for line in lines] == pytest.approx(rewards, abs=1e-5), "the answers are the same")
+    (saved,) = found.output_dir.glob("epoch_*")
+    for at in ("", "value/"):
+        for key, value in load_file(saved / at / "model.safetensors").items():
+            close = torch.allclose(value.double(), weights[f"{at}{key}"], atol=2e-5, rtol=0)
+            promise(close, f"after a step, {at or 'policy/'} has the weights of plain code")
+
+
+def test_a_step_is_that_of_plain_code(plain: Any) -> None:
+    a_step_is_that_of_plain_code(plain)
+
+
+def mean_added_back(original: Callable, *args: Any, shift_mean: bool) -> Any:
+    return original(*args, shift_mean=True)
+
+
+def flipped(original: Callable, scores: Any, log_probs: Any, reference: Any, *args: Any) -> Any:
+    return original(scores, reference, log_probs, *args)
+
+
+def shifted(original: Callable, *args: Any) -> torch.Tensor:
+    return original(*args).roll(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "bug", "at"),
+    [
+        ("estimate_advantages", mean_added_back, "policy/"),
+        ("get_rewards_ppo", flipped, "policy/"),
+    ],
+    ids=["whitened with the mean added back", "KL sign flipped"],
+)
+def test_injected_bugs(name: str, bug: Callable, at: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with injected(monkeypatch, ppo, name, bug), caught(f"after a step, {at} has the weights of plain code"):
+        a_step_is_that_of_plain_code(plain)
+
+
+def test_injected_mean_per_micro_batch(plain: Any) -> None:
+    wrong = {"self.compute_loss(batch) / num_terms": "self.compute_loss(batch) / batch.num_labels / len(batches)"}
+    with caught("after a step, policy/ has the weights of plain code"):
+        a_step_is_that_of_plain_code(plain, changes=wrong, gradient_accumulation_steps=3)
+
+
+def test_how_work_is_split_changes_nothing(plain: Any) -> None:
+    a_step_is_that_of_plain_code(plain, gradient_accumulation_steps=3, forward_batch_size=2, ppo_batch_size=6)
+    a_step_is_that_of_plain_code(plain, optimizer_in_bwd=True, enable_activation_checkpointing=True)
+
+
+def test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_same_bits(tmp_path: Path) -> None:
+    settings = {"save_every_n_steps": 2, "batch_size": 6, "ppo_epochs": 2, "ppo_batch_size": 4, "dtype": "bf16"}
+    whole = start(PPO, tmp_path, **settings)
+    output_dir = tmp_path / "resumed"
+    output_dir.mkdir()
+    shutil.copytree(whole.output_dir / "step_2", output_dir / "step_2")
+    (output_dir / "logs").mkdir()
+    lines = (whole.output_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    (output_dir / "rollouts.jsonl").write_text("".join(lines[:16]) + lines[-1][:30])  # killed in step 3
+    resumed = start(PPO, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
+    assert (output_dir / "rollouts.jsonl").read_text() == "".join(lines)
+    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert {key.partition(".")[0] for key in whole.trained} == {"policy", "value"}
+    assert all(torch.equal(value, resumed.trained[key]) for key, value in whole.trained.items())
+    write_checkpoint(tmp_path / "reward", seed=4, is_reward=True)
+    (output_dir / "step_4" / ".complete").unlink()
+    with pytest.raises(UserError, match=r"whose 'reward' model was .* and the weights in .* differ from it"):
+        start(PPO, tmp_path, **settings, output_dir=output_dir, resume_from_checkpoint=True)
+
+
+def test_scores_rise_and_values_explain_them(tmp_path: Path) -> None:
+    start(PPO, tmp_path, train=False)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(
+        "".join(json.dumps({"text": f"the {word} cat"}) + "\n" for word in ("red", "blue", "big", "small"))
+    )
+    data = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "json", "data_files": str(texts)}
+    data = {**data, "add_eos": False}
+    settings = {"dataset": [data] * 8, "batch_size": 32, "epochs": 14, "penalise_no_eos": False, "ppo_epochs": 2}
+    settings |= {"value_checkpointer": {**TEXT_SOURCE, "checkpoint_dir": str(tmp_path / "checkpoint")}}
+    settings |= {"dataset_val": data, "run_val_every_n_steps": 14, "clip_grad_norm": 1.0, "max_generated_tokens": 6}
+    run = start(PPO, tmp_path, **settings, loss__value_coeff=1.0, optimizer__lr=0.03)
+    scores, explained = figure(run, "scores"), figure(run, "value/explained_variance")
+    assert sum(scores[-4:]) > sum(scores[:4]) + 2.0
+    assert explained[-1] > explained[0] + 0.5
+    assert max(figure(run, "policy/sampler_difference")) < 1e-4
+    assert abs(figure(run, "kl")[0]) < 1e-3
+    assert len(figure(run, "val_rewards/total")) == 1
+    with pytest.raises(UserError, match=r"prompt of row 0 ends with a token that ends answers: set dataset.add_eos"):
+        start(PPO, tmp_path, dataset={**data, "add_eos": True}, train=False)
+
+
+TEXT_SOURCE = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
+
+
+def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path: Path) -> None:
+    """At the last token of the whole conversation, which the chat template puts behind the end of the answer."""
+    from torchtune.data import Message
+
+    recipe = start(PPO, tmp_path, train=False).recipe
+    messages = [Message(role="user", content="the cat"), Message(role="assistant", content="sees")]
+    whole = torch.as_tensor(recipe.tokenizer({"messages": messages})["tokens"])
+    end = int((whole == 2).nonzero()[-1]) + 1
+    assert end == len(whole) - 1
+    scores = {}
+    for size in (1, 3):
+        reward_model = RewardModel(recipe.reward_model.model, recipe.tokenizer, size)
+        rollouts = [Rollout(whole[: end - cut], end - 3, None, not cut) for cut in (0, 1, 0)]
+        scores[size] = reward_model(rollouts)
+    torch.testing.assert_close(scores[1], scores[3], atol=1e-6, rtol=0)
+    with torch.no_grad():
+        wanted = [reward_model.model(tokens[None])[0, -1, 0].double() for tokens in (whole, whole[: end - 1])]
+    torch.testing.assert_close(scores[3], torch.stack([*wanted, wanted[0]]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward_checkpointer": "checkpoint"}, "has no 'output.weight', which the 'reward' model needs"),
+        ({"ref_policy_checkpointer": "larger"}, r"vocabulary|embed"),
+        ({"loss__value_coeff": 0.0}, "value model would not be trained, since loss.value_coeff is 0.0"),
+        ({"reward_and_value_model__num_classes": 2}, "the model ends in 2 outputs|score.weight"),
+        ({"loss": {"_component_": "torchtune.rlhf.loss.GRPOLoss"}}, "GRPOLoss trains no values"),
+        ({"max_generated_tokens": 5000}, "prompt of row .* that is more than the model's 4096"),
+        ({"top_k": 5}, "top_k.*ratios are taken of: set it to null"),
+        ({"ppo_batch_size": 3}, "ppo_batch_size.*is 3, but a step has batch_size=2"),
+        ({"batch_size": 3, "gradient_accumulation_steps": 2}, "is 2, which must divide ppo_batch_size=3"),
+        ({"num_steps": 30}, "30 answers are asked for, and the dataset has 24 prompts: set it to null and epochs=2"),
+        ({"num_steps": 8, "epochs": 2}, "num_steps.*says how long the run is"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    for key, value in change.items():
+        if isinstance(value, str):
+            if value == "larger":
+                write_checkpoint(tmp_path / value, vocab_size=400)
+            change = {key: {**TEXT_SOURCE, "checkpoint_dir": str(tmp_path / value)}}
+    with pytest.raises(UserError, match=f"(?s){said}"):
+        start(PPO, tmp_path, train=False, **change)
+
+
+def test_num_steps_counts_answers(tmp_path: Path) -> None:
+    assert start(PPO, tmp_path, num_steps=11, batch_size=4).recipe.global_step == 2
+
+
+def test_other_recipes_refuse_its_loss(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="PPOLoss trains a policy and a value model: run ppo_full_finetune"):
+        start("full_dpo_single_device", tmp_path, train=False, loss={"_component_": "torchtune.rlhf.loss.PPOLoss"})

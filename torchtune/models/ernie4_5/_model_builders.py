@@ -1,0 +1,60 @@
+"""The size of ERNIE 4.5's dense models."""
+
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import hf_names
+from torchtune.models._weight_ops import Identity
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.take("attention_dropout", 0.0)  # transformers applies none
+    return {"attn_dropout": 0.0}
+
+
+FORMAT = HFFormat(
+    "Ernie4_5ForCausalLM",
+    "ernie4_5",
+    "interleaved",
+    biases="attention_bias",
+    has_mlp_bias=True,
+    bias_fields=("use_bias", "use_bias"),
+    read_more=_read,
+    defaults=(
+        ("head_dim", 128),
+        ("max_position_embeddings", 131_072),
+        ("num_key_value_heads", 2),
+        ("rms_norm_eps", 1e-5),
+        ("rope_theta", 500_000.0),
+        ("tie_word_embeddings", True),
+    ),
+)
+SPEC = ModelSpec(
+    name="ernie4_5",
+    architectures=("Ernie4_5ForCausalLM",),
+    from_hf_config=FORMAT.read,
+    to_hf_config=FORMAT.write,
+    weight_maps={"hf": hf_names(Identity())},  # files rotate neighbouring channels, as we do
+)
+
+SIZES = {
+    "ernie4_5_0_3b": Description(
+        vocab_size=103_424,
+        num_layers=18,
+        embed_dim=1024,
+        intermediate_dim=3072,
+        max_seq_len=131_072,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=128,
+        rope_base=500_000.0,
+        norm_eps=1e-5,
+        tie_word_embeddings=True,
+    ),
+}
+BUILDERS = model_builders(__name__, "ERNIE 4.5", SPEC, SIZES)
+globals().update(BUILDERS)

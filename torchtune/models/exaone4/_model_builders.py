@@ -1,0 +1,93 @@
+"""The sizes of EXAONE 4: norms after attention and feed-forward; where layers have windows, only these rotate."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._rope_scaling import Llama3RopeScaling
+from torchtune.models._spec import ModelSpec
+from torchtune.models._weight_names import hf_names
+from torchtune.models._weight_ops import Identity
+
+_NORMS = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    if fields.take("sliding_window_pattern", 4) != 4:
+        raise fields.refusal("sliding_window_pattern", fields.peek("sliding_window_pattern"))
+    return {}
+
+
+_FORMAT = HFFormat(
+    "Exaone4ForCausalLM",
+    "exaone4",
+    "half",
+    qk_norm="before_rope",
+    windows="sliding_window",
+    window_layers=4,
+    rotates_windows_only=True,
+    fixed=(("norm_order", "post"),),
+    read_more=_read,
+    defaults=(
+        ("num_key_value_heads", 32),
+        ("max_position_embeddings", 2048),
+        ("rms_norm_eps", 1e-5),
+        ("sliding_window", 4096),
+    ),
+)
+
+
+def _from_config(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Description:
+    """As :meth:`HFFormat.read`; beside ``layer_types``, the pattern is not read."""
+    skipped = ("sliding_window_pattern",) if config.get("layer_types") is not None else ()
+    return _FORMAT.read({name: value for name, value in config.items() if name not in skipped}, ignore_fields)
+
+
+SPEC = ModelSpec(
+    name="exaone4",
+    architectures=("Exaone4ForCausalLM",),
+    from_hf_config=_from_config,
+    to_hf_config=_FORMAT.write,
+    weight_maps={"hf": hf_names(Identity(), _NORMS)},
+)
+
+_1_2B = Description(
+    vocab_size=102_400,
+    num_layers=30,
+    embed_dim=2048,
+    intermediate_dim=4096,
+    max_seq_len=65_536,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    qk_norm="before_rope",
+    rope_base=1_000_000.0,
+    rope_layout="half",
+    rope_scaling=Llama3RopeScaling(factor=16.0),
+    norm_order="post",
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+SIZES = {
+    "exaone4_1_2b": _1_2B,
+    "exaone4_32b": replace(
+        _1_2B,
+        num_layers=64,
+        embed_dim=5120,
+        intermediate_dim=27_392,
+        max_seq_len=131_072,
+        num_heads=40,
+        head_dim=128,
+        rope_dim=128,
+        window=4096,
+        window_layers=tuple(i for i in range(64) if (i + 1) % 4),
+        unrotated_layers=tuple(range(3, 64, 4)),
+        tie_word_embeddings=False,
+    ),
+}
+BUILDERS = model_builders(__name__, "EXAONE 4", SPEC, SIZES)
+globals().update(BUILDERS)

@@ -1,0 +1,422 @@
+"""What PPO (proximal policy optimisation) is made of besides its loss: scores, values, advantages, updates."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, Message, collate_documents
+from torchtune.modules.loss import token_log_probs
+from torchtune.modules.loss._projection import Projection
+from torchtune.rlhf._experience import Prompt, ScoredRollouts, check_prompts
+from torchtune.rlhf._local_sampler import LocalSampler
+from torchtune.rlhf._reference import _evaluating
+from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts, prompt_seed, texts_of
+from torchtune.rlhf._teacher import check_same_tokenizer
+from torchtune.rlhf.loss.ppo import PPOLoss
+from torchtune.rlhf.loss.reward import pooled_scores
+from torchtune.rlhf.rewards import estimate_advantages, get_rewards_ppo, whiten
+
+
+class NumberedPrompts:
+    """Prompts of a dataset without rows, such as :func:`torchtune.datasets.text_completion_dataset`.
+
+    Args:
+        dataset: its examples have ``tokens``.
+        stop_tokens: tokens that end an answer; a prompt that ends with one is refused.
+    """
+
+    def __init__(self, dataset: Any, stop_tokens: Sequence[int]) -> None:
+        self._dataset, self._stop = dataset, set(stop_tokens)
+        _ = self[0]  # add_eos shows in the first prompt
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """An example of :class:`torchtune.datasets.PromptDataset`."""
+        tokens = [int(token) for token in self._dataset[index]["tokens"]]
+        if tokens[-1] in self._stop:
+            raise RolloutError(
+                f"dataset: the prompt of row {index} ends with a token that ends answers: set dataset.add_eos=False."
+            )
+        return {"tokens": tokens, "labels": tokens, "row": {}, "number": index}
+
+
+def numbered_prompts(dataset: Any, tokenizer: Any) -> Any:
+    """A dataset of prompts as it is, any other one as :class:`NumberedPrompts`."""
+    return dataset if "number" in dataset[0] else NumberedPrompts(dataset, tokenizer.stop_tokens)
+
+
+class RewardModel:
+    """Scores answers with a model that was trained by :class:`torchtune.rlhf.loss.RewardLoss`, frozen.
+
+    The score is read where it was trained: at the last token of the whole conversation. Chat templates may put tokens
+    behind the one that ends an answer (a line break); nobody samples them, so they are appended here.
+
+    Args:
+        model: with one output.
+        tokenizer: of the policy.
+        batch_size: answers that are scored at once; None takes all.
+        penalty: takes the place of the score of an answer that has a fault.
+        penalise_no_eos: whether an answer that has not ended has one.
+        min_response_length: shorter answers have one.
+
+    Attributes:
+        closing: tokens that are appended to a finished answer.
+
+    Raises:
+        RolloutError: the model ends in another number of outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        batch_size: int | None = None,
+        *,
+        penalty: float = -3.0,
+        penalise_no_eos: bool = False,
+        min_response_length: int | None = None,
+    ) -> None:
+        rows = model.output.weight.shape[0]
+        if rows != 1:
+            raise RolloutError(
+                f"reward_and_value_model: a reward is one number, but the model ends in {rows:,} outputs: set "
+                "_component_ to torchtune.modules.classifier_model with num_classes=1 and base_model_path the builder."
+            )
+        self.model, self._batch_size = model.requires_grad_(False).eval(), batch_size
+        self._stop, self.closing = set(tokenizer.stop_tokens), _closing_tokens(tokenizer)
+        self._penalty, self._ends, self._shortest = penalty, penalise_no_eos, min_response_length or 0
+
+    @torch.no_grad()
+    def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Score prompts with their answers: float64 ``[n]``, on the host."""
+        device, found = self.model.tok_embeddings.weight.device, []
+        for part in _chunks(rollouts, self._batch_size):
+            documents = []
+            for rollout in part:
+                closing = self.closing if int(rollout.tokens[-1]) in self._stop else []
+                tokens = torch.cat([rollout.tokens, torch.tensor(closing, dtype=torch.int64)])
+                documents.append({"tokens": tokens, "labels": torch.full_like(tokens, CROSS_ENTROPY_IGNORE_IDX)})
+            batch = collate_documents(documents).to(device)
+            hidden = self.model(**batch.model_inputs(), output="hidden")
+            found.append(pooled_scores(hidden, batch, self.model.output).double().cpu())
+        return torch.cat(found)
+
+    def penalised(self, rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
+        """The scores ``[n]``, with the penalty in the place of those of answers with a fault."""
+        faulty = [(self._ends and not one.finished) or len(one.answer) < self._shortest for one in rollouts]
+        return scores.masked_fill(torch.tensor(faulty), self._penalty)
+
+
+def _closing_tokens(tokenizer: Any) -> list[int]:
+    """Tokens of a conversation behind the token that ends its last answer."""
+    messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
+    tokens = [int(token) for token in tokenizer({"messages": messages})["tokens"]]
+    ends = [place for place, token in enumerate(tokens) if token in set(tokenizer.stop_tokens)]
+    return tokens[ends[-1] + 1 :] if ends else []
+
+
+def _chunks(rollouts: Sequence[Rollout], size: int | None) -> Iterator[Sequence[Rollout]]:
+    size = len(rollouts) if size is None else size
+    return (rollouts[start : start + size] for start in range(0, len(rollouts), max(size, 1)))
+
+
+def judge_rollouts(
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], reward_model: RewardModel, tokenizer: Any
+) -> ScoredRollouts:
+    """Score one answer to each prompt.
+
+    Args:
+        prompts: ``n``.
+        rollouts: ``n``.
+        reward_model: scores them.
+        tokenizer: of the policy.
+
+    Returns:
+        rewards ``[n, 1]``, with penalties, and the scores of the reward model as ``parts["score"]``.
+
+    Raises:
+        RolloutError: a score is not finite.
+    """
+    scores = reward_model(rollouts)
+    if not scores.isfinite().all():
+        at = int((~scores.isfinite()).nonzero()[0])
+        raise RolloutError(
+            f"reward_checkpointer: the score of the answer to row {prompts[at].number} is {scores[at]}: the reward "
+            "model is damaged, or needs dtype=fp32."
+        )
+    rewards, texts = reward_model.penalised(rollouts, scores), texts_of(rollouts, tokenizer)
+    return ScoredRollouts(list(prompts), list(rollouts), texts, rewards[:, None], {"score": scores.tolist()})
+
+
+def token_values(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
+    """Values of the states that the labels follow: what is still to be gained there.
+
+    Args:
+        hidden: of the value model ``[b, s, d]``.
+        batch: only positions with a label are projected.
+        projection: ``[..., d]`` -> ``[..., 1]``.
+
+    Returns:
+        ``[b, s]``, float32 or wider; 0 where there is no label.
+    """
+    labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+    values = projection(hidden[labelled]).squeeze(-1)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    return values.new_zeros(labelled.shape).masked_scatter(labelled, values)
+
+
+class AnswerTokens(NamedTuple):
+    """What models say of the tokens of ``n`` answers, float64 ``[n, r]``, on the host; 0 behind the last one.
+
+    Attributes:
+        mask: bool, True where there is a token.
+        log_probs: of the policy, as they were sampled.
+        reference: log-probs of the reference.
+        values: of the value model, at the states that the tokens follow.
+    """
+
+    mask: Tensor
+    log_probs: Tensor
+    reference: Tensor
+    values: Tensor
+
+
+@torch.no_grad()
+def evaluate_answers(
+    rollouts: Sequence[Rollout],
+    reference: nn.Module,
+    value: nn.Module,
+    temperature: float,
+    batch_size: int | None = None,
+) -> AnswerTokens:
+    """Run the reference and the value model over answers, in evaluation mode.
+
+    Args:
+        rollouts: ``n``, with log-probs.
+        reference: frozen.
+        value: that is trained.
+        temperature: that the tokens were sampled with.
+        batch_size: answers at once; None takes all.
+    """
+    device = value.tok_embeddings.weight.device
+    found: dict[str, list[Tensor]] = {"reference": [], "values": []}
+    with ExitStack() as stack:
+        for model in (reference, value):
+            stack.enter_context(_evaluating(model))
+        for part in _chunks(rollouts, batch_size):
+            batch = collate_rollouts(part, [0.0] * len(part)).to(device)
+            lengths = [len(rollout.tokens) - rollout.prompt_len for rollout in part]
+            labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+            hidden = reference(**batch.model_inputs(), output="hidden")
+            log_probs = token_log_probs(hidden, batch.labels, reference.output, temperature)
+            found["reference"] += log_probs[labelled].double().cpu().split(lengths)
+            hidden = value(**batch.model_inputs(), output="hidden")
+            values = token_values(hidden, batch, value.output)
+            found["values"] += values[labelled].double().cpu().split(lengths)
+    found["log_probs"] = [rollout.log_probs.double() for rollout in rollouts]
+    rows = {name: pad_sequence(parts, batch_first=True) for name, parts in found.items()}
+    lengths = torch.tensor([len(one) for one in found["values"]])
+    return AnswerTokens(torch.arange(rows["values"].shape[1]) < lengths[:, None], **rows)
+
+
+class TokenAdvantages(NamedTuple):
+    """Advantages and returns of the tokens of ``n`` answers, float64 ``[n, r]``, and what to log.
+
+    Attributes:
+        advantages: with mean 0 and variance 1 over all tokens of all answers.
+        returns: what the value model learns.
+        figures: name -> (sum, number of what it is a sum of).
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    figures: dict[str, tuple[float, float]]
+
+
+def ppo_advantages(
+    tokens: AnswerTokens, scored: ScoredRollouts, *, kl_coeff: float, gamma: float, lmbda: float, whiten_rewards: bool
+) -> TokenAdvantages:
+    """Generalised advantage estimates of tokens.
+
+    The reward of a token is −``kl_coeff`` (log π − log π_ref), and at the last one of an answer the score on top.
+
+    Args:
+        tokens: of the answers.
+        scored: the answers, with their scores.
+        kl_coeff: weight of the log-ratio to the reference.
+        gamma: discount of later rewards.
+        lmbda: mixes one-step (0) and whole (1) returns.
+        whiten_rewards: divide the rewards by their standard deviation; their mean stays.
+    """
+    mask, values, scores = tokens.mask, tokens.values, scored.rewards[:, 0]
+    lengths = mask.sum(1)
+    rewards, ratios, of_kl = get_rewards_ppo(scores, tokens.log_probs, tokens.reference, kl_coeff, lengths - 1)
+    total, number, num_stops = rewards.sum().item(), len(scores), sum(one.finished for one in scored.rollouts)
+    if whiten_rewards:
+        rewards = whiten(rewards, mask).masked_fill(~mask, 0.0)
+    advantages, returns = estimate_advantages(values, rewards, gamma, lmbda, mask, shift_mean=False)
+    returns = returns.masked_fill(~mask, 0.0)
+    spread = returns[mask].var(correction=0)
+    figures = {
+        "scores": (scores.sum().item(), number),
+        "rlhf_reward": (total, number),
+        "kl": (ratios.sum().item(), number),
+        "kl_reward": (of_kl.sum().item(), number),
+        "response_lengths": (float(lengths.sum()), number),
+        "num_stop_tokens": (float(num_stops), 1),
+    }
+    if spread > 0:
+        unexplained = (returns - values)[mask].var(correction=0) / spread
+        figures["value/explained_variance"] = (1.0 - unexplained.item(), 1)
+    return TokenAdvantages(advantages, returns, figures)
+
+
+def ppo_updates(
+    rollouts: Sequence[Rollout],
+    tokens: AnswerTokens,
+    found: TokenAdvantages,
+    *,
+    epochs: int,
+    batch_size: int | None,
+    accumulation_steps: int,
+    seeds: Sequence[int],
+    device: torch.device | str,
+) -> Iterator[tuple[list[Batch], int]]:
+    """The optimizer steps on some answers: micro-batches without padding, and their labels.
+
+    Args:
+        rollouts: the answers.
+        tokens: what models say of them.
+        found: their advantages and returns.
+        epochs: passes over all answers.
+        batch_size: answers of an optimizer step; None takes all.
+        accumulation_steps: micro-batches of an optimizer step.
+        seeds: numbers that the order of the answers depends on, with the pass.
+        device: of the micro-batches.
+    """
+    lengths = tokens.mask.sum(1).tolist()
+    entries = {"advantages": found.advantages, "returns": found.returns, "values": tokens.values}
+    size, is_first = batch_size or len(rollouts), True
+    for epoch in range(epochs):
+        order = np.arange(len(rollouts))
+        if size < len(rollouts):
+            order = np.random.Generator(np.random.Philox(key=prompt_seed(*seeds, epoch))).permutation(order)
+        for start in range(0, len(order), size):
+            batches = []
+            for part in np.array_split(order[start : start + size], accumulation_steps):
+                if not len(part):
+                    continue
+                per_token = {name: [rows[i, : lengths[i]] for i in part] for name, rows in entries.items()}
+                batch = collate_rollouts([rollouts[i] for i in part], [0.0] * len(part), per_token=per_token)
+                if is_first:
+                    batch.per_document["is_first"] = torch.ones(len(part))
+                batches.append(batch.to(device, non_blocking=True))
+            is_first = False
+            yield batches, sum(batch.num_labels for batch in batches)
+
+
+def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
+    """Check a loss and what it trains. Raises :class:`RolloutError`, or :class:`LossError` of the models."""
+    if not isinstance(loss, PPOLoss):
+        raise RolloutError(
+            f"loss: {type(loss).__name__} trains no values: give torchtune.rlhf.loss.PPOLoss, or run "
+            "full_grpo_single_device with a loss of the GRPO family."
+        )
+    loss.check_model(models)
+    return loss
+
+
+class _Recipe(Protocol):
+    """What :func:`check_ppo_models` reads of a recipe."""
+
+    checkpointer: Any  # has a source of each model
+    tokenizer: Any
+    sampler: LocalSampler
+    reward_model: RewardModel
+    loader: BatchLoader
+    loader_val: BatchLoader | None
+
+
+def check_ppo_models(models: Mapping[str, nn.Module], recipe: _Recipe) -> None:
+    """See that all models read the same tokens, and prompts with an answer as a whole.
+
+    Args:
+        models: by name, ``policy`` among them.
+        recipe: has the data.
+
+    Raises:
+        RolloutError: one has another vocabulary, or a prompt is too long for one.
+        TeacherError: one has another tokenizer.
+    """
+    mine, needed = len(models["policy"].tok_embeddings.weight), recipe.tokenizer.vocab_size
+    folders = {name: Path(recipe.checkpointer.store.source(name).checkpoint_dir) for name in models}
+    for name, model in models.items():
+        theirs = len(model.tok_embeddings.weight)
+        if theirs != mine or theirs < needed:
+            raise RolloutError(
+                f"{_SETTING[name]}: the {name} model has a vocabulary of {theirs:,} tokens, the policy one of {mine:,} "
+                f"and the tokenizer {needed:,}: take models with the same tokenizer."
+            )
+        if name != "policy":
+            check_same_tokenizer(folders[name], folders["policy"], _SETTING[name])
+    shortest = min(models, key=lambda name: models[name].max_seq_len)
+    for loader in filter(None, (recipe.loader, recipe.loader_val)):
+        check_prompts(loader.dataset, recipe.sampler, models[shortest], 1 + len(recipe.reward_model.closing))
+
+
+_SETTING = {
+    "policy": "checkpointer",
+    "value": "value_checkpointer",
+    "reward": "reward_checkpointer",
+    "reference": "ref_policy_checkpointer",
+}
+
+
+def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the settings of a recipe of PPO: (setting, what is wrong and what to do)."""
+    size = settings.ppo_batch_size or settings.batch_size
+    if size > settings.batch_size:
+        yield "ppo_batch_size", f"is {size}, but a step has batch_size={settings.batch_size} answers: lower it"
+    count = settings.gradient_accumulation_steps
+    for name, number in {"ppo_batch_size": size, "batch_size": settings.batch_size}.items():
+        if number % count:
+            yield "gradient_accumulation_steps", f"is {count}, which must divide {name}={number}"
+            break
+    if settings.min_response_length is not None and settings.min_response_length > settings.max_generated_tokens:
+        yield "min_response_length", "is above max_generated_tokens, so that every answer is penalised: lower it"
+    if settings.num_steps is None:
+        return
+    if settings.num_steps < settings.batch_size:
+        yield "num_steps", f"counts answers, and one step has batch_size={settings.batch_size}: raise it"
+    if settings.epochs > 1 or settings.max_steps_per_epoch is not None:
+        yield "num_steps", "says how long the run is, and so do epochs and max_steps_per_epoch: set it to null"
+
+
+def steps_per_epoch(num_answers: int | None, num_prompts: int, batch_size: int) -> int | None:
+    """Steps of a run of one epoch with so many answers; None where nobody says how many.
+
+    Raises:
+        RolloutError: there are fewer prompts than answers that are asked for.
+    """
+    if num_answers is None:
+        return None
+    if num_answers > num_prompts:
+        epochs = -(-num_answers // num_prompts)
+        raise RolloutError(
+            f"num_steps: {num_answers:,} answers are asked for, and the dataset has {num_prompts:,} prompts: set it to "
+            f"null and epochs={epochs}."
+        )
+    return num_answers // batch_size
