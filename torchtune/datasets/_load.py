@@ -3,6 +3,7 @@
 import difflib
 import glob
 import json
+import logging
 import socket
 import threading
 import urllib.request
@@ -321,7 +322,7 @@ def load_rows(
     if kwargs.get("streaming"):
         raise DataError("streaming=True is not possible: data are tokenized before training; leave it out.")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _reported_once():
             warnings.simplefilter("ignore", ResourceWarning)
             if filter_fn is None and (first := first_lines(names, split)) is not None:
                 return first
@@ -360,6 +361,18 @@ def load_rows(
         raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
     part = "" if split is None else f" (split {split})"
     return limited(_filtered(rows, filter_fn, filter_kwargs, shown + part))
+
+
+@contextmanager
+def _reported_once() -> Iterator[None]:
+    """Inside the block, loaders of the datasets package do not log the errors that they raise, too."""
+    log = logging.getLogger("datasets.packaged_modules")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @contextmanager

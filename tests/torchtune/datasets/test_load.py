@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import logging
 import socket
 import time
 from pathlib import Path
@@ -95,10 +96,16 @@ def test_a_missing_or_empty_file(tmp_path: Path) -> None:
     assert "needs data_files" in refused(tmp_path, source="json")
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"input": "a", "output": "b"}\n{"input": "a", "output": \n')
-    assert f"{path}, line 2" in refused(tmp_path, source=str(path))
+    log = logging.getLogger("datasets")  # its messages do not reach the root
+    log.addHandler(caplog.handler)
+    try:
+        assert f"{path}, line 2" in refused(tmp_path, source=str(path))
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not caplog.records, "the datasets package logs what it raises, too"
 
 
 def test_no_such_split(tmp_path: Path) -> None:
