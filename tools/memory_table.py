@@ -5,6 +5,9 @@ has the closed form of a dry run for them, marked with "~".
 """
 
 import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,12 @@ from torchtune.training.simulate._simulate import simulate
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
 KEPT = ROOT / "docs" / "tables" / "memory_per_gpu.yaml"
-# The sizes for which it is a question, and numbers of GPUs.
+# The sizes for which it is a question, a small config that a test simulates again, and numbers of GPUs.
 SIZES = ("8B", "32B", "70B", "72B")
+SAMPLE = "smol/135M_full"
+# Families that are simulated first, and configs that a process simulates.
+FIRST = ("smol", "llama3_1", "qwen3", "llama3_3", "qwen2_5", "llama3", "olmo3", "llama2")
+AT_ONCE = 4
 COUNTS = (1, 2, 4, 8, 16)
 PER_MACHINE = 8
 GIB = 2**30
@@ -35,7 +42,7 @@ NO_MESH = "—"
 def chosen() -> list[str]:
     """The configs of the table, by name."""
     distributed = recipes_in("distributed")
-    return [
+    return [SAMPLE] + [
         path.relative_to(CONFIGS).with_suffix("").as_posix()
         for path in sorted(path for size in SIZES for path in CONFIGS.glob(f"*/{size}_*.yaml"))
         if recipe_named_by(path).name in distributed and path.stem.partition("_")[2] in ("full", "lora")
@@ -52,13 +59,15 @@ def kept() -> dict[str, dict[str, Any]]:
     return (yaml.safe_load(KEPT.read_text()) or {}) if KEPT.exists() else {}
 
 
-def stale(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Configs without a result, or with one of another file."""
-    return [
-        name
-        for name in chosen()
-        if name not in found or found[name]["of"] != fingerprint(name) or tuple(found[name]["needs"]) != COUNTS
-    ]
+def missing(found: dict[str, dict[str, Any]]) -> list[tuple[str, int]]:
+    """Cells without a result, or with one of another file."""
+    return [(name, count) for name in chosen() for count in COUNTS if count not in results(found, name)]
+
+
+def results(found: dict[str, dict[str, Any]], name: str) -> dict[int, str]:
+    """Texts by number of GPUs, of the config's file as it is."""
+    entry = found.get(name)
+    return entry["needs"] if entry is not None and entry["of"] == fingerprint(name) else {}
 
 
 def cell(name: str, processes: int) -> str:
@@ -68,11 +77,10 @@ def cell(name: str, processes: int) -> str:
     settings = load_and_check(path, [], main)
     depths = two_depths(build_on_meta(RecipeSettings.of(settings))[0])
     try:
-        with simulated_cluster(processes, PER_MACHINE):
-            runs = [
-                simulate(main, settings, processes, per_machine=PER_MACHINE, layers=layers, micro_batches=2)
-                for layers in depths or (None,)
-            ]
+        runs = [
+            simulate(main, settings, processes, per_machine=PER_MACHINE, layers=layers, micro_batches=2)
+            for layers in depths or (None,)
+        ]
     except ParallelDimsError:
         return NO_MESH
     if depths is None:
@@ -88,7 +96,7 @@ def _host(simulation: Any) -> int:
 
 
 def write(found: dict[str, dict[str, Any]]) -> None:
-    """Keep results, a config on a line."""
+    """Keep results, a config a line."""
     lines = [
         f"{name}: {{of: '{entry['of']}', needs: {{"
         + ", ".join(f"{count}: '{text}'" for count, text in entry["needs"].items())
@@ -99,17 +107,42 @@ def write(found: dict[str, dict[str, Any]]) -> None:
 
 
 def update(*, anew: bool = False) -> None:
-    """Simulate what is stale, or all; a result is kept as soon as it is there."""
-    found = {name: entry for name, entry in kept().items() if name in chosen()}
-    for name in chosen() if anew else stale(found):
-        found[name] = {"of": fingerprint(name), "needs": {count: cell(name, count) for count in COUNTS}}
-        print(f"{name}: {found[name]['needs']}", flush=True)
-        write(found)
+    """Simulate what is missing, or all; a result is kept as soon as it is there."""
+    found = {} if anew else {name: entry for name, entry in kept().items() if results(kept(), name)}
+    wanted = missing(found)
+    names = sorted(dict.fromkeys(name for name, _ in wanted), key=_rarity)
+    for start in range(0, len(names), AT_ONCE):
+        for count in COUNTS:
+            batch = [name for name in names[start : start + AT_ONCE] if (name, count) in wanted]
+            for name, text in _simulated(batch, count):
+                entry = found.setdefault(name, {"of": fingerprint(name), "needs": {}})
+                entry["needs"] = dict(sorted({**entry["needs"], count: text}.items()))
+                print(f"{name} on {count}: {text}", flush=True)
+                write(found)
     write(found)
 
 
+def _rarity(name: str) -> int:
+    family = name.partition("/")[0]
+    return FIRST.index(family) if family in FIRST else len(FIRST)
+
+
+def _simulated(names: list[str], processes: int) -> Iterator[tuple[str, str]]:
+    """(config, cell) of configs, in a process of their own: DTensor remembers groups of another cluster's size."""
+    if not names:
+        return
+    command = [sys.executable, __file__, str(processes), *names]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            name, _, text = line.strip().partition(" ")
+            yield name, text
+    if worker.returncode:
+        raise SystemExit(f"simulating {' '.join(names)} on {processes} failed: see above.")
+
+
 def closed_form(name: str) -> list[str]:
-    """The cells of a config that was not simulated."""
+    """The cells of a config as far as they are not simulated."""
     path = CONFIGS / f"{name}.yaml"
     settings = load_and_check(path, [], recipe_named_by(path).load_main())
     found = memory_by_processes(settings, COUNTS)
@@ -127,11 +160,19 @@ def table() -> str:
     """The table as reStructuredText, from what is kept and, where nothing is, from the closed form."""
     rows = [["config", *(f"{count} GPU{'s' * (count > 1)}" for count in COUNTS)]]
     found = kept()
-    missing = stale(found)
     for name in chosen():
-        cells = closed_form(name) if name in missing else found[name]["needs"].values()
-        rows.append([f"``{name}``", *map(str, cells)])
+        done = results(found, name)
+        cells = closed_form(name) if len(done) < len(COUNTS) else [""] * len(COUNTS)
+        cells = [done.get(count, cell) for count, cell in zip(COUNTS, cells, strict=True)]
+        rows.append([f"``{name}``", *cells])
     lines = [".. list-table::", "   :header-rows: 1", ""]
     for row in rows:
         lines += [f"   {'*' if i == 0 else ' '} - {text}" for i, text in enumerate(row)]
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    processes = int(sys.argv[1])
+    with simulated_cluster(processes, PER_MACHINE):
+        for name in sys.argv[2:]:
+            print(name, cell(name, processes), flush=True)
