@@ -73,7 +73,7 @@ class LoRAProjection(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = torch.mm(kept, lora_a.t(), out=kept.new_empty(kept.shape[0], lora_a.shape[0]))
-        if _base_is_kept.get():
+        if not torch.compiler.is_compiling() and _base_is_kept.get():
             base = F.linear(rows, decode(*stored), bias)
             y = torch.addmm(base, low, lora_b.t(), alpha=scale, out=torch.empty_like(base))
         else:
