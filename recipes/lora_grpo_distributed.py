@@ -190,6 +190,7 @@ class LoRAGRPORecipeDistributed:
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
+        training.add_reference(self.checkpointer, cfg.ref_checkpointer, cfg.loss)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)
         self.checkpointer.lock_output_dir()
@@ -238,7 +239,7 @@ class LoRAGRPORecipeDistributed:
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Load the model and what answers and scores, then wrap it."""
-        model = self.load_model(cfg, self.checkpointer)
+        model = self.load_model(cfg)
         require_adapters(model)
         contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
         self.checkpointer.check_contents(model, contents=contents)
@@ -249,7 +250,7 @@ class LoRAGRPORecipeDistributed:
             training.compile_model(model)
         return model
 
-    def load_model(self, cfg: Settings, checkpointer: Any) -> torch.nn.Module:
+    def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
         """Describe, convert, split, then load: each process reads its own share of the weights."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
@@ -263,7 +264,7 @@ class LoRAGRPORecipeDistributed:
             custom_sharded_layers=cfg.custom_sharded_layers,
             tensor_parallel_plan=cfg.tensor_parallel_plan and partial(config.instantiate, cfg.tensor_parallel_plan),
         )
-        checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device)
+        self.checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device, name=name)
         return model
 
     # twin of distributed

@@ -174,6 +174,7 @@ def page_folder(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_what_a_page_shows_runs(path: Path, page_folder: Page) -> None:
     for block in blocks_of(path):

@@ -83,6 +83,12 @@ class PackedDataset(Dataset):
 
     Raises:
         DataError: a row is longer than ``max_seq_len`` and may not be cut, or there are no rows.
+
+    Example:
+        >>> rows = [{"tokens": [n] * n, "labels": [n] * n} for n in (3, 1, 2, 2)]
+        >>> packs = torchtune.datasets.PackedDataset(rows, max_seq_len=4)
+        >>> sorted(sum(len(document["tokens"]) for document in packs[i]) for i in range(len(packs)))
+        [4, 4]
     """
 
     def __init__(

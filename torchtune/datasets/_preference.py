@@ -196,6 +196,12 @@ def preference_dataset(
 
     Raises:
         DataError: see :class:`PreferenceDataset`.
+
+    Example:
+        >>> question = {"role": "user", "content": "Who?"}
+        >>> row = {side: [question, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+        >>> len(torchtune.datasets.preference_dataset(tokenizer, source=[row]))
+        1
     """
     transform = ChosenRejectedToMessages(
         train_on_input=train_on_input,

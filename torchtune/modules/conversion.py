@@ -325,6 +325,13 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
     Raises:
         ConversionError: a forbidden pair, an object that is no conversion, a conversion that would have to be undone
             and cannot be, or a target that the model does not have; all but the last before anything is changed.
+
+    Example:
+        >>> from torchtune.modules.conversion import apply_conversions, get_conversions
+        >>> from torchtune.modules.peft import LoRA
+        >>> reports = apply_conversions(model, [LoRA(rank=2)])
+        >>> get_conversions(model)
+        [<torchtune.modules.peft._conversion.LoRA ...>]
     """
     for conversion in conversions:
         _check_members(conversion)
@@ -403,6 +410,11 @@ def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> l
         wanted: a module name or a pattern that matched nothing.
         paths: paths of the modules that could have been meant.
         count: how many to return at most.
+
+    Example:
+        >>> from torchtune.modules.conversion import nearest_module_names
+        >>> nearest_module_names("qproj", ["layers.0.attn.q_proj", "norm"])
+        ['layers.*.attn.q_proj']
     """
     templates = list(
         dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths)

@@ -56,12 +56,22 @@ def get_rewards_ppo(
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Sum of ``x`` where ``mask`` is True."""
+    """Sum of ``x`` where ``mask`` is True.
+
+    Example:
+        >>> torchtune.rlhf.masked_sum(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        tensor(4.)
+    """
     return (x * mask).sum(dim=dim)
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Mean of ``x`` where ``mask`` is True; 0 where it is True nowhere."""
+    """Mean of ``x`` where ``mask`` is True; 0 where it is True nowhere.
+
+    Example:
+        >>> torchtune.rlhf.masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        tensor(2.)
+    """
     return masked_sum(x, mask, dim) / (mask.sum(dim=dim) + 1e-8)
 
 
@@ -79,6 +89,10 @@ def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool =
         x: of any shape.
         mask: bool of that shape; values where it is False do not count.
         shift_mean: keep the mean, which is added back.
+
+    Example:
+        >>> torchtune.rlhf.whiten(torch.tensor([1.0, 2.0, 3.0]), shift_mean=False).std().round().item()
+        1.0
     """
     if mask is None:
         mean, variance = x.mean(), x.var()

@@ -28,6 +28,10 @@ def logits_to_logprobs(logits: torch.Tensor, sequences: torch.Tensor, temperatur
 
     Returns:
         ``[b, r]`` in nats, in the dtype of the logits. :func:`torchtune.modules.loss.linear_log_probs` needs no logits.
+
+    Example:
+        >>> torchtune.rlhf.logits_to_logprobs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
+        tensor([[0.2500, 0.2500]])
     """
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     return log_probs.gather(2, sequences.unsqueeze(-1)).squeeze(-1)

@@ -101,6 +101,10 @@ def checkpoint_activations(
 
     Raises:
         ActivationCheckpointingError: both ways are asked for, or the mode or option is unknown.
+
+    Example:
+        >>> torchtune.training.checkpoint_activations(model, True)
+        >>> model(torch.tensor([[5, 40, 7]])).sum().backward()
     """
     if every_layer and ac_mode is not None:
         raise ActivationCheckpointingError("ac_mode: set it or enable_activation_checkpointing, not both.")

@@ -90,6 +90,11 @@ class DiskLogger(MetricLoggerInterface):
 
     Raises:
         ValueError: ``output_fmt`` is another one.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.DiskLogger(str(folder))
+        >>> logger.log("loss", 1.5, step=1)
+        >>> logger.close()
     """
 
     def __init__(self, log_dir: str, output_fmt: str = "txt", filename: str | None = None, **kwargs: Any) -> None:

@@ -114,6 +114,10 @@ def get_device(device: str | None = None) -> "torch.device":
 
     Raises:
         UserError: the device does not exist on this machine.
+
+    Example:
+        >>> torchtune.utils.get_device("cpu")
+        device(type='cpu')
     """
     import torch
 

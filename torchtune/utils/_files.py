@@ -68,6 +68,12 @@ def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -
 
     Raises:
         UserError: the disk is full or the directory may not be written to.
+
+    Example:
+        >>> with torchtune.utils.atomic_write(folder / "a.txt", "w") as file:
+        ...     _ = file.write("whole or not at all")
+        >>> (folder / "a.txt").read_text()
+        'whole or not at all'
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -95,6 +101,12 @@ def atomic_directory(path: str | Path, replace: bool = True) -> Iterator[Path]:
 
     Raises:
         UserError: the disk is full or the parent may not be written to.
+
+    Example:
+        >>> with torchtune.utils.atomic_directory(folder / "new") as temporary:
+        ...     _ = (temporary / "a.txt").write_text("one")
+        >>> (folder / "new" / "a.txt").exists()
+        True
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")

@@ -143,6 +143,11 @@ def setup_optimizer(
 
     Raises:
         UserError: nothing requires a gradient, or see ``prepare_optimizer``.
+
+    Example:
+        >>> optimizer = torchtune.training.setup_optimizer(lambda params: torch.optim.AdamW(params, lr=1e-4), model)
+        >>> optimizer.param_groups[0]["lr"]
+        0.0001
     """
     trained = require_trained(model)
     parameters = [parameter for _, parameter in trained]
