@@ -68,7 +68,8 @@ class ServerSampler:
 
     Example:
         >>> sampler = torchtune.rlhf.ServerSampler(
-        ...     model, tokenizer, server="vllm", url="http://localhost:8000/v1", checkpoint_dir=checkpoint, folder=folder
+        ...     model, tokenizer, url="http://localhost:8000/v1", server="vllm",
+        ...     checkpoint_dir=checkpoint, folder=folder, temperature=1.0
         ... )  # doctest: +SKIP
         >>> rollouts = sampler([[1, 65, 66], [1, 70]], num_samples=8, seeds=[0, 1])  # doctest: +SKIP
     """
