@@ -328,7 +328,7 @@ def _frozen_bytes(settings: RecipeSettings, model: torch.nn.Module, build: Calla
     """Bytes of the weights of other models: a teacher, those of PPO, or the reference of a loss that needs one."""
     from torchtune import config
 
-    if others := settings.other_models():
+    if settings.teacher_cache is None and (others := settings.other_models()):
         frozen = [build(other) for name, (_, other) in others.items() if name != "value"]
         return sum(_num_bytes(parameter) for one in frozen for parameter in one.parameters())
     if "ref_checkpointer" not in settings.declared or settings.reference_cache is not None or settings.loss is None:
