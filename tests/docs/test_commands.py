@@ -33,6 +33,8 @@ NOT_RUN = {
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": "needs the hub",
     "tune download meta-llama/Llama-3.2-1B-Instruct --hf-token $HF_TOKEN": "needs the hub",
     "make quickstart": "makes an environment of its own and downloads a model",
+    "make dpo": "the same; tests/examples runs it with a tiny model",
+    "make grpo": "the same",
     "tune chat --model /tmp/SmolLM2-135M-Instruct": "reads the terminal",
     'tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_2 --system "Answer in one sentence."': "",
     "make test": "runs this test",

@@ -190,6 +190,12 @@ class RowSource:
         prepared: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.pop("streaming", None):
+            raise DataError(
+                "streaming=True is not possible here: the rows are tokenized before training; leave it out."
+            )
+        if kwargs.pop("shuffle_buffer", None) is not None:
+            raise DataError("shuffle_buffer is for streaming=True: leave it out, all rows are shuffled.")
         self.prepared = None if prepared is None else Path(prepared).expanduser()
         self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs.copy()
         self._rows: Any = None
@@ -226,7 +232,7 @@ class RowSource:
         if not self._is_here:
             where, kwargs = resolve_source(self._source, self._kwargs)
             names = _flat(kwargs["data_files"]) if where in LOADERS.values() else [where]
-            if kwargs.get("streaming") is None and all(not _is_remote(name) and _exists(name) for name in names):
+            if all(not _is_remote(name) and _exists(name) for name in names):
                 files = kwargs.pop("data_files", None) if where in LOADERS.values() else None
                 fingerprint.add([where if files is not None else "folder", kwargs])
                 fingerprint.add({split: len(_flat(part)) for split, part in files.items()} if _is_map(files) else None)
@@ -307,7 +313,7 @@ def load_rows(
         **load_dataset_kwargs: arguments of ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
 
     Returns:
-        ``datasets.Dataset`` with at least one row.
+        ``datasets.Dataset`` with at least one row; with ``streaming``, an unfiltered ``datasets.IterableDataset``.
 
     Raises:
         DataError: it cannot be found, reached or read, has no such split, or has no rows.
@@ -319,14 +325,13 @@ def load_rows(
     look(source, is_remote=any(map(_is_remote, names)) if names else not Path(where).is_dir())
     shown = ", ".join(names) or source
     split = kwargs.get("split")
-    if kwargs.get("streaming"):
-        raise DataError("streaming=True is not possible: data are tokenized before training; leave it out.")
+    streaming = bool(kwargs.get("streaming"))
     try:
         with warnings.catch_warnings(), _reported_once():
             warnings.simplefilter("ignore", ResourceWarning)
-            if filter_fn is None and (first := first_lines(names, split)) is not None:
+            if filter_fn is None and not streaming and (first := first_lines(names, split)) is not None:
                 return first
-            if _is_saved(where):
+            if _is_saved(where) and not streaming:
                 rows = _saved_rows(where, split)
             elif names or Path(where).is_dir():
                 rows = datasets.load_dataset(where, **kwargs)
@@ -359,6 +364,8 @@ def load_rows(
         raise DataError(f"Cannot load {shown}: {_first_line(error)}.") from error
     if isinstance(rows, dict):
         raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
+    if streaming:
+        return rows
     part = "" if split is None else f" (split {split})"
     return limited(_filtered(rows, filter_fn, filter_kwargs, shown + part))
 

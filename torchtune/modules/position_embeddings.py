@@ -305,6 +305,37 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         return both[(reach > self.original_max_seq_len).long()].unsqueeze(2)
 
 
+class ProportionalRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
+    """Rotary embeddings of the first ``fraction`` of a head's pairs of channels; the others keep their place in the
+    series of frequencies and have the frequency 0 (``rope_type: proportional``).
+
+    Args:
+        dim: channels of a head.
+        max_seq_len: kept for information.
+        base: of the geometric series of wavelengths.
+        fraction: of the pairs.
+        factor: divisor of the positions.
+        layout: which channels of a head form a pair.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        max_seq_len: int,
+        base: float,
+        *,
+        fraction: float,
+        factor: float = 1.0,
+        layout: Layout = "interleaved",
+    ) -> None:
+        self.fraction = fraction
+        super().__init__(dim, max_seq_len, base, layout=layout, stretch=factor)
+
+    def _scale(self, frequencies: Tensor) -> Tensor:
+        turning = int(self.fraction * self.dim // 2)
+        return torch.cat((super()._scale(frequencies[:turning]), torch.zeros(self.dim // 2 - turning, device="cpu")))
+
+
 class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
     """Rotary embeddings with dynamic NTK scaling: the base grows with long sequences (``rope_type: dynamic``).
 

@@ -51,6 +51,7 @@ class Sampler(Protocol):
 
     Attributes:
         temperature: of the distribution that tokens are drawn from, untruncated.
+        gives_log_probs: whether answers come with the log-probs of their tokens; without the attribute they do.
     """
 
     temperature: float

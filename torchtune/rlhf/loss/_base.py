@@ -20,9 +20,11 @@ class AnswerLoss(nn.Module, ABC):
 
     Attributes:
         needs_reference: whether it compares with a reference model.
+        min_examples: fewest examples of a micro-batch.
     """
 
     needs_reference: ClassVar[bool] = True
+    min_examples: ClassVar[int] = 1
     balance: Balance | None = None  # of the model's experts, from setup_loss
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:

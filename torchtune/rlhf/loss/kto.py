@@ -1,6 +1,7 @@
 """Loss of single answers that are labelled good or bad."""
 
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class KTOLoss(AnswerLoss):
         >>> torchtune.rlhf.loss.KTOLoss(beta=0.1, desirable_weight=1.0, undesirable_weight=1.5).needs_reference
         True
     """
+
+    min_examples: ClassVar[int] = 2
 
     def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
         super().__init__()

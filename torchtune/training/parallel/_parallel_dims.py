@@ -352,6 +352,7 @@ class ParallelDims:
             batch = Batch.from_dict(collate_fn(examples)).pad_to_multiple(self.min_seq_len_divisor)
             return batch.split(self.mesh["cp"].get_local_rank(), self.cp) if self.cp > 1 else batch
 
+        collate.of_whole_batch = collate_fn  # for what adds to the batch before it is split
         return collate
 
 

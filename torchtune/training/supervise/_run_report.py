@@ -127,8 +127,9 @@ class RunReport:
         dataset = recipe.loader.dataset
         tokens = count_tokens(dataset)
         kind = "packs" if hasattr(dataset, "packs") else "rows"
+        size = "read while the run trains" if getattr(dataset, "is_stream", False) else f"{len(dataset):,} {kind}"
         held_out = "" if recipe.loader_val is None else f"; {len(recipe.loader_val.dataset):,} for validation"
-        yield "data", f"{len(dataset):,} {kind}{'' if tokens is None else f', {tokens:,} tokens'}{held_out}"
+        yield "data", f"{size}{'' if tokens is None else f', {tokens:,} tokens'}{held_out}"
         yield "batch", global_batch(cfg, dims.data_size)
         from_step = f", from step {recipe.global_step}" if recipe.global_step else ""
         yield "steps", count_steps(cfg, len(recipe.loader)) + from_step
