@@ -29,6 +29,7 @@ __getattr__, __dir__, __all__ = attach(
         "mixed_dataset": "_mixed",
         "preference_dataset": "_preference",
         "prompt_dataset": "_prompts",
+        "reasoning_gym_dataset": "_reasoning_gym",
         "samsum_dataset": "_instruct",
         "slimorca_dataset": "_chat",
         "stack_exchange_paired_dataset": "_preference",

@@ -143,6 +143,11 @@ def prompt_dataset(
 
     Raises:
         DataError: see :class:`PromptDataset`.
+
+    Example:
+        >>> data = torchtune.datasets.prompt_dataset(tokenizer, source=[{"prompt": "What is 2 + 3?", "answer": "5"}])
+        >>> len(data)
+        1
     """
     return PromptDataset(
         source=source,

@@ -30,6 +30,13 @@ class SFTTransform(Transform):
     Args:
         message_transform: row -> ``messages``; ``None`` where rows have them.
         model_transform: ``messages`` -> ``tokens`` and ``mask``, usually a tokenizer.
+
+    Example:
+        >>> transform = torchtune.datasets.SFTTransform(torchtune.data.OpenAIToMessages(), tokenizer)
+        >>> turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "one"}]
+        >>> row = transform({"messages": turns})
+        >>> len(row["tokens"]) == len(row["labels"])
+        True
     """
 
     def __init__(self, message_transform: Transform | None = None, model_transform: Transform | None = None) -> None:
@@ -202,6 +209,13 @@ class SFTDataset(Dataset):
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number); the
             rows in ``prepared`` are others.
+
+    Example:
+        >>> rows = [{"question": "Who?", "answer": "one cat"}]
+        >>> transform = torchtune.data.InputOutputToMessages(column_map={"input": "question", "output": "answer"})
+        >>> data = torchtune.datasets.SFTDataset(source=rows, message_transform=transform, model_transform=tokenizer)
+        >>> tokenizer.decode([label for label in data[0]["labels"] if label != -100])
+        'one cat'
     """
 
     def __init__(
