@@ -181,6 +181,10 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
 
     Raises:
         ModelError: no family reads it.
+
+    Example:
+        >>> torchtune.models.spec_for_architecture("Qwen3ForCausalLM").name
+        'qwen3'
     """
     for spec in _registered.values():
         if architecture in spec.architectures:
