@@ -76,7 +76,7 @@ class PreferenceDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            bad, cut = BadRows(self.source, drop=drop_bad_rows), 0
+            bad, cut = BadRows(self.source, drop=drop_bad_rows or found.skips), 0
             hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None
             for index, row in enumerate(tqdm(found.rows(), desc="Tokenizing", unit=" rows", disable=hidden)):
                 sign_of_life()

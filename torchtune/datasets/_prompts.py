@@ -52,6 +52,8 @@ class PromptDataset(Dataset):
     ) -> None:
         self._column, self._system = column, new_system_prompt
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        if found.skips:
+            raise DataError("on_bad_row=skip is not possible for prompts: leave rows out with filter_fn.")
         self.source = found.shown
         fingerprint = Fingerprint()
         fingerprint.add_part("dataset", [type(self), column, new_system_prompt])
