@@ -63,7 +63,7 @@ class Settings:
     collate_fn: str = "torchtune.rlhf.collate_prompts"
     # Answers that are sampled for each prompt: a group.
     num_samples: Annotated[int, Range(min=1)] = 8
-    # Where answers come from: torchtune.rlhf.LocalSampler samples from the model itself.
+    # Where answers come from: torchtune.rlhf.LocalSampler (the model itself) or ServerSampler (a server).
     sampler: Annotated[Component, HandedOver("model", "tokenizer", rules={"max_new_tokens": Range(min=1)})]
     # What scores an answer; the weighted rewards are added up.
     rewards: list[Component] = field(default_factory=list)
@@ -290,7 +290,7 @@ class LoRAGRPORecipeDistributed:
             rlhf.check_prompts(loader.dataset, self.sampler, model)
         self.rewards = rlhf.RewardSum([config.instantiate(reward) for reward in cfg.rewards])
         self.advantages = rlhf.make_advantages(config.instantiate(cfg.advantages))
-        loss = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler.temperature)
+        loss = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler)
         self.reference = rlhf.setup_reference(
             self, model, partial(self.load_model, cfg), cfg.ref_checkpointer, loss=loss
         )

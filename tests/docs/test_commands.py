@@ -27,12 +27,14 @@ from torchtune._recipe_registry import find_config
 # Commands that are shown and not run, each with the reason.
 NOT_RUN = {
     "tune run --nproc-per-node 8 --config llama3_1/8B_full": "eight GPUs",
-    "tune run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 --config llama3_3/70B_full": "two machines",
+    "tune run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 --config llama3_3/70B_full_multinode": "2 hosts",
     "sbatch --nodes 2 examples/launch/slurm.sh llama3_3/70B_full output_dir=/shared/run": "needs Slurm",
     "pip install .": "changes the environment; tests/test_repository.py installs a wheel",
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": "needs the hub",
     "tune download meta-llama/Llama-3.2-1B-Instruct --hf-token $HF_TOKEN": "needs the hub",
     "make quickstart": "makes an environment of its own and downloads a model",
+    "make dpo": "the same; tests/examples runs it with a tiny model",
+    "make grpo": "the same",
     "tune chat --model /tmp/SmolLM2-135M-Instruct": "reads the terminal",
     'tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_2 --system "Answer in one sentence."': "",
     "make test": "runs this test",

@@ -39,6 +39,7 @@ class Batch(MutableMapping[str, Any]):
         num_padding_documents: documents at the end of ``documents`` that are padding.
         shard: (rank, size) of the context-parallel split: this batch has the ``rank``-th of ``size`` equal parts.
         terms: :attr:`num_terms` where it is not the number of labels, for example of pairs.
+        sources: names of the datasets of a mixture; ``per_token["source"]`` has their numbers.
 
     Raises:
         DataError: shapes do not fit together, or a name occurs twice.
@@ -62,6 +63,7 @@ class Batch(MutableMapping[str, Any]):
     num_padding_documents: int = 0
     shard: tuple[int, int] = (0, 1)
     terms: int | None = None
+    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)

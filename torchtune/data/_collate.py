@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune.data._batch import Batch
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber
 from torchtune.data._documents import Documents
 
 Document = Mapping[str, Any]
@@ -42,7 +42,7 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
 
     Returns:
         a batch of one row: ``tokens``, ``labels`` and ``input_pos`` are int64 ``[1, s]``, ``s`` is the number of
-        tokens. ``input_pos`` restarts at 0 in every document.
+        tokens. ``input_pos`` restarts at 0 in every document. Of a mixture it has :attr:`Batch.sources`.
 
     Raises:
         DataError: an example has more than tokens and labels (images), or the two differ in length.
@@ -57,14 +57,19 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     tokens = [_row(document["tokens"]) for document in documents]
     labels = [_row(document["labels"]) for document in documents]
     for document, row, label in zip(documents, tokens, labels, strict=True):
-        if extra := document.keys() - {"tokens", "labels", "mask"}:
+        if extra := document.keys() - {"tokens", "labels", "mask", "source"}:
             raise DataError(
                 f"collate_documents takes text only, not '{min(extra)}': set collate_fn to one that batches it."
             )
         if len(row) != len(label):
             raise DataError(f"An example has {len(row)} tokens but {len(label)} labels.")
     boundaries = Documents.from_lengths([len(row) for row in tokens])
-    return Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
+    out = Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
+    sources = [document.get("source") for document in documents]
+    if not all(isinstance(source, SourceNumber) for source in sources):
+        return out
+    numbers = np.repeat(np.array(sources, np.int64), boundaries.lengths)
+    return replace(out, per_token={"source": torch.from_numpy(numbers)[None]}, sources=sources[0].names)
 
 
 def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
@@ -297,6 +302,11 @@ def padded_collate_packed(
 
     Returns:
         ``tokens``, ``labels`` and ``input_pos``, int64 ``[b, s]``; ``documents``, :class:`~torchtune.data.Documents`.
+
+    Example:
+        >>> pack = [{"tokens": [1, 2], "labels": [2, 3]}, {"tokens": [4], "labels": [5]}]
+        >>> torchtune.data.padded_collate_packed([pack])["tokens"]
+        tensor([[1, 2, 4]])
     """
     packs = [documents_of(example) for example in batch]
     length = max(sum(len(document["tokens"]) for document in pack) for pack in packs)

@@ -13,7 +13,7 @@ import pytest
 
 from torchtune.data import DataError
 from torchtune.datasets import chat_dataset, instruct_dataset
-from torchtune.datasets._load import load_rows, resolve_source
+from torchtune.datasets._load import RowSource, load_rows, resolve_source
 
 ROWS = [{"input": f"red {i}", "output": f"blue {i}"} for i in range(6)]
 
@@ -126,7 +126,9 @@ def test_no_rows_left(tmp_path: Path) -> None:
 def test_without_a_split(tmp_path: Path) -> None:
     path = str(write(tmp_path / "mine.jsonl"))
     assert "has the splits train" in refused(tmp_path, source=path, split=None)
-    assert "streaming=True is not possible" in refused(tmp_path, source=path, streaming=True)
+    for setting in ({"streaming": True}, {"shuffle_buffer": 5}):
+        with pytest.raises(DataError, match="streaming=True"):
+            RowSource(path, **setting)
 
 
 def test_the_hub_cannot_be_reached(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Losses of fine-tuning and distillation."""
 
 from torchtune.modules.loss._linear_log_probs import linear_log_probs
+from torchtune.modules.loss._rows import keep_row_losses
 from torchtune.modules.loss._setup import LossError, TokenLoss, setup_loss
 from torchtune.modules.loss._teacher import LikeliestTokens, TeacherOutputs, TeacherStates
 from torchtune.modules.loss._token_log_probs import token_log_probs
@@ -36,6 +37,7 @@ __all__ = [
     "TeacherOutputs",
     "TeacherStates",
     "TokenLoss",
+    "keep_row_losses",
     "linear_log_probs",
     "setup_loss",
     "token_log_probs",

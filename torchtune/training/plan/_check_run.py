@@ -23,7 +23,7 @@ from torchtune.training.optim._prepare_optimizer import require_trained
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.parallel._parallelize import check_split
 from torchtune.training.plan._plan import arrange, build_on_meta, optimizer_bytes_per_element
-from torchtune.training.plan._plan_data import nodes_of
+from torchtune.training.plan._plan_data import is_mixture, mixture_examples, nodes_of
 from torchtune.training.precision import get_dtype
 from torchtune.training.quantization import check_quantizer
 from torchtune.utils import UserError, is_simulated
@@ -197,6 +197,8 @@ def _check_component(node: Any, *, build: bool) -> None:
 
 def _check_sources(dataset: Any) -> None:
     """Check that the files of built-in datasets exist; other datasets are not built for it."""
+    if is_mixture(dataset):
+        mixture_examples(dataset, [1] * len(dataset["datasets"]))
     for node in nodes_of(dataset):
         if str(node.get("_component_")).startswith("torchtune.datasets."):
             with preview(0), suppress(NotRead):
