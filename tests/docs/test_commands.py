@@ -27,7 +27,7 @@ from torchtune._recipe_registry import find_config
 # Commands that are shown and not run, each with the reason.
 NOT_RUN = {
     "tune run --nproc-per-node 8 --config llama3_1/8B_full": "eight GPUs",
-    "tune run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 --config llama3_3/70B_full": "two machines",
+    "tune run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 --config llama3_3/70B_full_multinode": "2 hosts",
     "sbatch --nodes 2 examples/launch/slurm.sh llama3_3/70B_full output_dir=/shared/run": "needs Slurm",
     "pip install .": "changes the environment; tests/test_repository.py installs a wheel",
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": "needs the hub",

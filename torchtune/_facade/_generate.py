@@ -62,6 +62,8 @@ def generate(
         2
     """
     decoder = _checked(plain(model), tokenizer)
+    if isinstance(prompt, torch.Tensor):
+        prompt = prompt.tolist()
     if not (math.isfinite(temperature) and temperature >= 0 and (top_k is None or top_k >= 0)):
         raise GenerationError(f"temperature is {temperature} and top_k {top_k}: both must be at least 0.")
     is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | Mapping | Message)

@@ -68,6 +68,11 @@ def load(
         adapter = folder
         if not any(file.name != ADAPTER_FILE for pattern in _WEIGHTS for file in folder.glob(pattern)):
             folder, repo_id = _base_of(folder)
+    if not (folder / "config.json").is_file() and (files := sorted(folder.glob("*.gguf"))):
+        raise CheckpointError(
+            f"{path} holds a GGUF file alone: torchtune.training.checkpointing.gguf_to_hf({files[0].name!r}, folder) "
+            "writes a folder to load."
+        )
     adapter_dir, conversions = None, []
     if isinstance(adapter, str | Path):
         adapter_dir = adapter_folder(_folder(adapter)[0])

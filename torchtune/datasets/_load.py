@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from torchtune.data import DataError
@@ -171,10 +171,12 @@ class RowSource:
             ``datasets.Dataset``, or any iterable of mappings column -> value.
         filter_fn: rows for which it is false are left out.
         filter_kwargs: arguments of ``datasets.Dataset.filter``.
+        on_bad_row: ``stop`` where a row cannot be trained on, or ``skip`` such rows and list them.
         prepared: folder that ``tune data prepare`` has written; rows that are not in it are refused.
         **kwargs: arguments of ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
 
     Attributes:
+        skips: rows that cannot be trained on are left out.
         shown: what the rows are from, for messages.
 
     Raises:
@@ -188,8 +190,12 @@ class RowSource:
         filter_fn: Callable[..., bool] | None = None,
         filter_kwargs: Mapping[str, Any] | None = None,
         prepared: str | Path | None = None,
+        on_bad_row: Literal["stop", "skip"] = "stop",
         **kwargs: Any,
     ) -> None:
+        if on_bad_row not in ("stop", "skip"):
+            raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
+        self.skips = on_bad_row == "skip"
         if kwargs.pop("streaming", None):
             raise DataError(
                 "streaming=True is not possible here: the rows are tokenized before training; leave it out."
@@ -224,6 +230,8 @@ class RowSource:
             DataError: a file is missing, or see :func:`load_rows`.
         """
         fingerprint.add_part("filter", [self._filter, self._filter_kwargs])
+        if self.skips:
+            fingerprint.add_part("on_bad_row", "skip")
         data = Fingerprint()
         self._add_data(data)
         fingerprint.take("data", data)

@@ -42,6 +42,13 @@ class PreferenceDataset(Dataset):
 
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number).
+
+    Example:
+        >>> question = {"role": "user", "content": "Who?"}
+        >>> row = {side: [question, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+        >>> transform = torchtune.data.ChosenRejectedToMessages()
+        >>> len(torchtune.datasets.PreferenceDataset(source=[row], message_transform=transform, tokenizer=tokenizer))
+        1
     """
 
     _sides: ClassVar[tuple[str, ...]] = _SIDES
@@ -69,7 +76,7 @@ class PreferenceDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            bad, cut = BadRows(self.source, drop=drop_bad_rows), 0
+            bad, cut = BadRows(self.source, drop=drop_bad_rows or found.skips), 0
             hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None
             for index, row in enumerate(tqdm(found.rows(), desc="Tokenizing", unit=" rows", disable=hidden)):
                 sign_of_life()
@@ -237,6 +244,12 @@ def hh_rlhf_helpful_dataset(
 
     Raises:
         DataError: see :class:`PreferenceDataset`.
+
+    Example:
+        >>> question = {"role": "user", "content": "Who?"}
+        >>> row = {side: [question, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+        >>> len(torchtune.datasets.hh_rlhf_helpful_dataset(tokenizer, source=[row]))
+        1
     """
     return preference_dataset(
         tokenizer,
@@ -304,6 +317,11 @@ def stack_exchange_paired_dataset(
 
     Raises:
         DataError: see :class:`PreferenceDataset`.
+
+    Example:
+        >>> rows = [{"question": "Who?", "response_j": "one cat", "response_k": "no"}]
+        >>> len(torchtune.datasets.stack_exchange_paired_dataset(tokenizer, source=rows))
+        1
     """
     if source == "lvwerra/stack-exchange-paired" and "data_files" not in load_dataset_kwargs:
         load_dataset_kwargs.setdefault("data_dir", "data/rl")

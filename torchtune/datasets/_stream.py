@@ -1,20 +1,22 @@
 """Datasets that are read and tokenized while the run trains."""
 
 import json
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune.data import DataError
+from torchtune.datasets._bad_rows import list_left_out, num_left_out
 from torchtune.datasets._packed import Piece, best_fit, split_evenly
 from torchtune.datasets._read import Position, Row, open_reader
 from torchtune.datasets._sft import _Part, _Tokenize
 from torchtune.datasets._store import TokenStore
-from torchtune.utils import get_logger, log_rank_zero, sign_of_life
+from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
 
 _KEPT = 3  # windows
 
@@ -59,6 +61,7 @@ class StreamedDataset(Dataset):
         split_across_pack: fill packs by cutting rows.
         filter_fn: rows for which it is false are left out.
         shuffle_buffer: rows of a window.
+        on_bad_row: ``stop`` at a row that cannot be trained on, or ``skip`` such rows and list them.
         prepared: must be left out.
         streaming: accepted, because builders pass it on.
         **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
@@ -66,6 +69,15 @@ class StreamedDataset(Dataset):
     Raises:
         DataError: the source is not there or cannot be streamed; when read: it cannot be read on, has shrunk, or has
             a row that cannot be trained on (named by line).
+
+    Example:
+        >>> path = folder / "rows.jsonl"
+        >>> _ = path.write_text('{"ids": [1, 2]}\\n{"ids": [3]}\\n')
+        >>> stream = torchtune.datasets.StreamedDataset(
+        ...     lambda row: {"tokens": row["ids"], "labels": row["ids"]}, str(path), limit=None
+        ... )
+        >>> stream[0]["tokens"], stream[3]["tokens"]  # the file begins again
+        ([1, 2], [3])
     """
 
     is_stream = True
@@ -86,20 +98,24 @@ class StreamedDataset(Dataset):
         split_across_pack: bool = False,
         filter_fn: Callable[[Mapping[str, Any]], bool] | None = None,
         shuffle_buffer: int = 10_000,
+        on_bad_row: Literal["stop", "skip"] = "stop",
         prepared: str | None = None,
         streaming: bool = True,
         **load_dataset_kwargs: Any,
     ) -> None:
         if shuffle_buffer < 1:
             raise DataError(f"shuffle_buffer must be at least 1, not {shuffle_buffer}.")
+        if on_bad_row not in ("stop", "skip"):
+            raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
         if prepared is not None:
             raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
         self._tokenize = _Tokenize(transform, limit, side)
         self._filter, self._rows = filter_fn, shuffle_buffer
         self._capacity, self._splits = pack_length, split_across_pack
-        self._is_lazy = pack_length is None and filter_fn is None
-        self.fingerprint = f"{self._reader.fingerprint()} in windows of {shuffle_buffer} rows"
+        self._skips = on_bad_row == "skip"
+        self._is_lazy = pack_length is None and filter_fn is None and not self._skips
+        self.fingerprint = f"{self._reader.fingerprint()} in windows of {shuffle_buffer} rows, on_bad_row={on_bad_row}"
         self.begin(0, shuffle=False)
 
     def begin(self, seed: int, *, shuffle: bool) -> None:
@@ -124,7 +140,7 @@ class StreamedDataset(Dataset):
         self._prepare(window, (place + 1) / len(window.order))
         item = int(window.order[place])
         if self._is_lazy:
-            part = self._transformed(window.start, window.rows[item : item + 1])
+            part, _ = self._transformed(window, [item])
             return {"tokens": part.tokens.tolist(), "labels": part.labels.tolist()}
         if window.packs:
             return [window.store.document(*piece) for piece in window.packs[item]]
@@ -196,27 +212,44 @@ class StreamedDataset(Dataset):
         return np.random.RandomState([self._seed & 0xFFFFFFFF, (self._seed >> 32) & 0xFFFFFFFF, *words])
 
     def _advance(self, window: _Window, until: int) -> None:
-        if window.done >= until:
-            return
-        rows = window.rows[window.done : until]
-        if self._filter is not None:
-            kept = [i for i, row in enumerate(rows, window.done) if self._filter(_parsed(row))]
-        else:
-            kept = list(range(window.done, until))
-        window.parts.append(self._transformed(window.start, [window.rows[i] for i in kept]))
-        window.places += kept
-        window.done = until
+        if window.done < until:
+            part, places = self._transformed(window, range(window.done, until))
+            window.parts.append(part)
+            window.places += places
+            window.done = until
 
-    def _transformed(self, start: _Start, rows: Sequence[Row]) -> _Part:
+    def _leave_out(self, rows: Sequence[tuple[Row, str]]) -> None:
+        """List rows that cannot be trained on; raises :class:`DataError` for the first one unless they are skipped."""
+        row, reason = rows[0]
+        said = f"{row.place}: {reason.rstrip('.')}"
+        if not self._skips:
+            raise DataError(f"{said}; correct it, or leave such rows out with on_bad_row=skip.")
+        path = list_left_out([(row.origin, reason) for row, reason in rows])
+        listed = "" if path is None else f"; all such rows are listed in {path}"
+        if num_left_out() <= 10:
+            log_once(get_logger(), f"{said}: it is left out{listed}.", logging.WARNING)
+
+    def _transformed(self, window: _Window, numbers: Sequence[int]) -> tuple[_Part, list[int]]:
+        """Rows of a window to tokens, and which of the rows these are."""
         sign_of_life()
-        part = self._tokenize(0 if start.example == 0 else 1, map(_parsed, rows))
+        rows, kept, bad = [], [], {}
+        for number in numbers:
+            try:
+                row = _parsed(window.rows[number])
+            except DataError as error:
+                bad[number] = str(error)
+                continue
+            if self._filter is None or self._filter(row):
+                rows.append(row)
+                kept.append(number)
+        first = 0 if window.start.example == 0 else 1  # the first row of all says whether there is more than text
+        part = self._tokenize(first, rows)
         if part.on_reading:
             raise DataError(f"{self.source}: rows with more than text cannot be streamed: leave streaming out.")
-        if part.bad:
-            index, reason = part.bad[0]
-            place = rows[index - (start.example != 0)].place
-            raise DataError(f"{place}: {reason.rstrip('.')}; correct it, or leave it out with filter_fn.")
-        return part
+        bad |= {kept[index - first]: reason for index, reason in part.bad}
+        if bad:
+            self._leave_out([(window.rows[number], reason) for number, reason in sorted(bad.items())])
+        return part, [number for number in kept if number not in bad]
 
     def _finished(self, window: _Window) -> _Window:
         count = len(window.rows)
@@ -248,7 +281,7 @@ class StreamedDataset(Dataset):
 
 
 def _parsed(row: Row) -> Mapping[str, Any]:
-    """The columns of a row. Raises :class:`DataError` where it is broken, with its place."""
+    """The columns of a row. Raises :class:`DataError` where it is broken."""
     if not isinstance(row.content, bytes):
         return row.content
     try:
@@ -257,9 +290,9 @@ def _parsed(row: Row) -> Mapping[str, Any]:
             return {"text": text.rstrip("\r\n")}
         found = json.loads(text)
     except UnicodeDecodeError as error:
-        raise DataError(f"{row.place}: byte {error.start} is not UTF-8: save the file as UTF-8.") from error
+        raise DataError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{row.place}: {error.msg} at column {error.colno}: correct the line.") from error
+        raise DataError(f"{error.msg} at column {error.colno}") from error
     if not isinstance(found, dict):
-        raise DataError(f"{row.place}: the line is no mapping column -> value, but {type(found).__name__}.")
+        raise DataError(f"the line is no mapping column -> value, but {type(found).__name__}")
     return found

@@ -12,7 +12,7 @@ from torchtune.datasets._build import pack_length
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._packed import PackedDataset
-from torchtune.datasets._sft import say_what_is_cut, tokenize_rows
+from torchtune.datasets._sft import row_numbers, say_what_is_cut, tokenize_rows
 from torchtune.datasets._shared import prepare
 from torchtune.datasets._store import StoreWriter
 from torchtune.datasets._stream import StreamedDataset
@@ -56,6 +56,11 @@ class TextCompletionDataset(Dataset):
 
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows without text (named by number).
+
+    Example:
+        >>> data = torchtune.datasets.TextCompletionDataset(tokenizer, [{"text": "the cat"}])
+        >>> tokenizer.decode(list(data[0]["tokens"]))
+        'the cat'
     """
 
     def __init__(
@@ -80,10 +85,11 @@ class TextCompletionDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            return tokenize_rows(found.rows(), transform, self.source, writers["rows"], limit)
+            return tokenize_rows(found.rows(), transform, self.source, writers["rows"], limit, skips=found.skips)
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
         self.store = stores["rows"]
+        self._numbers = row_numbers(info, len(self), self.source)
         say_what_is_cut(info, len(self), self.source, limit)
 
     @property
@@ -106,7 +112,7 @@ class TextCompletionDataset(Dataset):
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
-        return [{"source": self.source, "row": index}]
+        return [{"source": self.source, "row": int(self._numbers[index])}]
 
 
 def text_completion_dataset(

@@ -51,6 +51,12 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
 
     Returns:
         The model, with ``description`` and ``spec`` attached.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     same = torchtune.models.build(model.description, model.spec)
+        >>> len(same.layers)
+        2
     """
     d = description
     ropes = _ropes(d)

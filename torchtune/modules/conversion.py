@@ -41,7 +41,13 @@ class ConversionError(UserError, ValueError):
 
 
 class Phase(IntEnum):
-    """When a conversion runs: lower phases first."""
+    """When a conversion runs: lower phases first.
+
+    Example:
+        >>> from torchtune.modules.conversion import Phase
+        >>> Phase.QUANTIZED_BASE < Phase.ADAPTER
+        True
+    """
 
     KERNEL = 0
     QUANTIZED_BASE = 1
@@ -73,6 +79,11 @@ class ConversionReport:
         replaced: paths of the modules that were replaced or changed.
         num_parameters: number of parameters that it added.
         note: anything else worth a few words.
+
+    Example:
+        >>> from torchtune.modules.conversion import ConversionReport
+        >>> print(ConversionReport("LoRA", ["layers.0.attn.q_proj"], num_parameters=128))
+        LoRA: 1 modules converted (q_proj), 128 parameters added
     """
 
     name: str
@@ -118,6 +129,16 @@ class Conversion(ABC):
 
     Attributes:
         phase: when it is applied.
+
+    Example:
+        >>> from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
+        >>> class FreezeNorm(Conversion):
+        ...     phase = Phase.KERNEL
+        ...     def convert(self, model):
+        ...         model.norm.requires_grad_(False)
+        ...         return ConversionReport("FreezeNorm", ["norm"])
+        >>> print(*apply_conversions(model, [FreezeNorm()]))
+        FreezeNorm: 1 modules converted (norm)
     """
 
     phase: ClassVar[Phase]
@@ -355,12 +376,24 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
 
 
 def get_conversions(model: nn.Module) -> list[Conversion]:
-    """The conversions that were applied to ``model``, in order, as they were given."""
+    """The conversions that were applied to ``model``, in order, as they were given.
+
+    Example:
+        >>> from torchtune.modules.conversion import get_conversions
+        >>> get_conversions(model)
+        []
+    """
     return list(getattr(model, "conversions", ()))
 
 
 def complete_conversions(model: nn.Module) -> list[Conversion]:
-    """The conversions that were applied to ``model``, in order, each with all methods of :class:`Conversion`."""
+    """The conversions that were applied to ``model``, in order, each with all methods of :class:`Conversion`.
+
+    Example:
+        >>> from torchtune.modules.conversion import complete_conversions
+        >>> complete_conversions(model)
+        []
+    """
     return [_complete(conversion) for conversion in get_conversions(model)]
 
 
@@ -369,6 +402,11 @@ def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
 
     Of the parameters that store a weight in another form the first one has the shape of that weight, and the others
     have none, ``(0,)``.
+
+    Example:
+        >>> from torchtune.modules.conversion import full_shapes
+        >>> full_shapes(model)[model.norm.scale]
+        (32,)
     """
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -390,6 +428,10 @@ def run_pre_optimizer_hooks(model: nn.Module) -> None:
     """Call ``pre_optimizer_hook(model)`` of every conversion, in order of application.
 
     It is called for every step, also for one that turns out to be skipped, for which no post hook follows.
+
+    Example:
+        >>> from torchtune.modules.conversion import run_pre_optimizer_hooks
+        >>> run_pre_optimizer_hooks(model)  # before optimizer.step()
     """
     for part in _models_of(model):
         for conversion in complete_conversions(part):
@@ -397,7 +439,12 @@ def run_pre_optimizer_hooks(model: nn.Module) -> None:
 
 
 def run_post_optimizer_hooks(model: nn.Module) -> None:
-    """Call ``post_optimizer_hook(model)`` of every conversion, in order of application."""
+    """Call ``post_optimizer_hook(model)`` of every conversion, in order of application.
+
+    Example:
+        >>> from torchtune.modules.conversion import run_post_optimizer_hooks
+        >>> run_post_optimizer_hooks(model)  # after optimizer.step()
+    """
     for part in _models_of(model):
         for conversion in complete_conversions(part):
             conversion.post_optimizer_hook(part)

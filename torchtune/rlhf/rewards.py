@@ -19,6 +19,11 @@ def get_reward_penalty_mask(
 
     Returns:
         bool ``[b]``.
+
+    Example:
+        >>> padding = torch.tensor([[False, False, True], [False, False, False]])
+        >>> torchtune.rlhf.get_reward_penalty_mask(padding, torch.tensor([1, 2]), penalise_no_eos=True)
+        tensor([...])
     """
     penalised = torch.zeros_like(seq_lens, dtype=torch.bool)
     if penalise_no_eos:
@@ -46,6 +51,11 @@ def get_rewards_ppo(
 
     Returns:
         total rewards, log-ratios, and their part of the rewards, ``[b, r]`` each.
+
+    Example:
+        >>> log_probs = torch.zeros(1, 3)
+        >>> torchtune.rlhf.get_rewards_ppo(torch.tensor([2.0]), log_probs, log_probs, kl_coeff=0.1)[0]
+        tensor([[-0., -0., 2.]])
     """
     log_ratios = logprobs - ref_logprobs
     kl_rewards = -kl_coeff * log_ratios
@@ -76,7 +86,12 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> 
 
 
 def masked_var(centered_values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of masked values with mean 0; ``unbiased`` divides by their count minus 1."""
+    """Variance of masked values with mean 0; ``unbiased`` divides by their count minus 1.
+
+    Example:
+        >>> torchtune.rlhf.masked_var(torch.tensor([1.0, -1.0, 9.0]), torch.tensor([True, True, False]), unbiased=False)
+        tensor(1.)
+    """
     variance = masked_mean(centered_values.square(), mask)
     count = mask.sum()
     return variance * count / (count - 1).clamp(min=1) if unbiased else variance
@@ -123,6 +138,11 @@ def estimate_advantages(
 
     Returns:
         advantages and returns, ``[b, r]`` each.
+
+    Example:
+        >>> values, rewards = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, 1.0]])
+        >>> torchtune.rlhf.estimate_advantages(values, rewards, gamma=1.0, lmbda=1.0)[1]  # returns
+        tensor([[1., 1., 1.]])
     """
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     deltas = rewards + gamma * following - values

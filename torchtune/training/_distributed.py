@@ -11,7 +11,12 @@ from torchtune.utils import DeviceSupport, get_logger
 
 
 def is_distributed() -> bool:
-    """Whether this process was started by torchrun with more than its own rank known, and torch can communicate."""
+    """Whether this process was started by torchrun with more than its own rank known, and torch can communicate.
+
+    Example:
+        >>> torchtune.training.is_distributed()
+        False
+    """
     return dist.is_available() and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
@@ -20,6 +25,10 @@ def is_restart() -> bool:
 
     All processes call it, and are told the same: torchrun counts restarts machine by machine. Machines that join or
     leave (``--nnodes 1:4``) are no restart: give ``resume_from_checkpoint=True`` with them.
+
+    Example:
+        >>> torchtune.training.is_restart()
+        False
     """
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return any_rank(again)
@@ -44,7 +53,12 @@ def join_process_group(backend: str, **options: Any) -> None:
 
 
 def get_distributed_backend(device_type: str, offload_ops_to_cpu: bool = False) -> str:
-    """Backend for ``init_process_group``, for example ``"nccl"``, or ``"cuda:nccl,cpu:gloo"`` with CPU offload."""
+    """Backend for ``init_process_group``, for example ``"nccl"``, or ``"cuda:nccl,cpu:gloo"`` with CPU offload.
+
+    Example:
+        >>> torchtune.training.get_distributed_backend("cpu")
+        'gloo'
+    """
     backend = DeviceSupport.from_type(device_type).communication_backend
     if offload_ops_to_cpu and device_type != "cpu":
         return f"{device_type}:{backend},cpu:gloo"
@@ -60,7 +74,11 @@ def set_torch_num_threads() -> None:
 
 
 def validate_no_params_on_meta_device(model: torch.nn.Module) -> None:
-    """Check that every parameter and buffer holds data. Raises ``RuntimeError`` that names the first that does not."""
+    """Check that every parameter and buffer holds data. Raises ``RuntimeError`` that names the first that does not.
+
+    Example:
+        >>> torchtune.training.validate_no_params_on_meta_device(model)
+    """
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if tensor.is_meta:

@@ -35,7 +35,12 @@ def save_config(config: "DictConfig") -> Path:
 
 
 def flatten_dict(d: dict[str, Any], *, sep: str = ".", parent_key: str = "") -> dict[str, Any]:
-    """Turn nested dicts into one whose keys are the paths: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``."""
+    """Turn nested dicts into one whose keys are the paths: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
+
+    Example:
+        >>> torchtune.training.metric_logging.flatten_dict({"a": {"b": 1}})
+        {'a.b': 1}
+    """
     flat: dict[str, Any] = {}
     for key, value in d.items():
         path = f"{parent_key}{sep}{key}" if parent_key else str(key)
@@ -139,7 +144,13 @@ class DiskLogger(MetricLoggerInterface):
 
 
 class StdoutLogger(MetricLoggerInterface):
-    """Prints metrics to standard output."""
+    """Prints metrics to standard output.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.StdoutLogger()
+        >>> logger.log("loss", 1.5, step=1)
+        Step 1 | loss:1.5
+    """
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Print one scalar."""
@@ -413,7 +424,11 @@ class MLFlowLogger(MetricLoggerInterface):
 
 
 class SilentLogger(MetricLoggerInterface):
-    """Logs nothing: what processes besides the first one get."""
+    """Logs nothing: what processes besides the first one get.
+
+    Example:
+        >>> torchtune.training.metric_logging.SilentLogger().log("loss", 1.5, step=1)
+    """
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Nothing."""

@@ -139,7 +139,7 @@ def test_generate(base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     model.train()
     answers = [expected(ids) for ids in prompts]
     assert torchtune.generate(model, tokenizer, ["Where is the cat?", chats[1]], **greedy) == answers
-    assert torchtune.generate(model, tokenizer, prompts[1], **greedy) == answers[1]  # ids are continued
+    assert torchtune.generate(model, tokenizer, torch.tensor(prompts[1]), **greedy) == answers[1]  # ids are continued
     assert torchtune.generate(torch.compile(model), tokenizer, "Why?", **greedy) == answers[1]
     assert model.training
     drawn = [torchtune.generate(model, tokenizer, "Why?", max_new_tokens=6, seed=seed) for seed in (3, 3, 4)]
@@ -196,6 +196,9 @@ def test_what_cannot_be_loaded(base: Path, adapter: Path, tmp_path: Path) -> Non
 
     refused("there is no such folder", tmp_path / "nowhere")
     refused("is a file: give the folder", base / "config.json")
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "tiny.gguf").touch()
+    refused("holds a GGUF file alone: .*gguf_to_hf", tmp_path / "gguf")
     refused("dtype: 'torch.int8' is not known", base, dtype=torch.int8)
     refused("dtype: 'half' is not known", base, dtype="half")
     refused("no adapter_model.safetensors", base, adapter=base)

@@ -12,8 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchtune.data import BatchLoader, DataError
-from torchtune.datasets import StreamedDataset, chat_dataset, mixed_dataset, text_completion_dataset
+from torchtune.datasets import (
+    StreamedDataset,
+    chat_dataset,
+    instruct_dataset,
+    mixed_dataset,
+    text_completion_dataset,
+)
 from torchtune.datasets._read import open_reader
+from torchtune.utils import close_run_logger, get_run_logger
 
 CAPACITY = 12
 QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -186,7 +193,10 @@ def test_what_goes_wrong_on_the_way_is_named(tmp_path: Path) -> None:
         (good + b"{broken\n", r"rows\.jsonl, line 2: Expecting property name"),
         (good + b'"\xff"\n', r"rows\.jsonl, line 2: byte 1 is not UTF-8"),
         (good + b"[1]\n", r"rows\.jsonl, line 2: the line is no mapping"),
-        (good + b'{"id": 1, "length": 0}\n', r"rows\.jsonl, line 2: no label is left; correct it"),
+        (
+            good + b'{"id": 1, "length": 0}\n',
+            r"rows\.jsonl, line 2: no label is left; correct it, or leave",
+        ),
         (good + b'{"id": -5, "length": 1}\n', r"rows\.jsonl, line 2: token id -5 is none"),
     ):
         with pytest.raises(DataError, match=words):
@@ -203,6 +213,33 @@ def test_what_goes_wrong_on_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError, match="cannot be read on"):
         shrinking[2]
+
+
+def test_rows_that_are_left_out_are_listed(tmp_path: Path, tokenizer: Any) -> None:
+    path, out = tmp_path / "chats.jsonl", tmp_path / "out"
+    rows = [{"input": "the cat", "output": "a bird"}, {"input": "the cat"}, {"input": "a dog", "output": "one cat"}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    settings = {"source": str(path), "on_bad_row": "skip"}
+    get_run_logger(out, "ERROR")
+    try:
+        for _ in range(2):  # the second time they were tokenized before
+            mapped = instruct_dataset(tokenizer, **settings)
+            assert len(mapped) == 2
+            assert mapped.origins(1) == [{"source": str(path), "row": 2}]
+        path.write_text(path.read_text() + "{broken\n")
+        streamed = instruct_dataset(tokenizer, **settings, streaming=True, packed=True)
+        assert [len(streamed[i]) for i in range(3)] == [2, 2, 2]  # passes of one pack
+        assert streamed.origins(0) == [{"source": str(path), "line": line} for line in (1, 3)]
+    finally:
+        close_run_logger()
+    found = [json.loads(line) for line in (out / "skipped_rows.jsonl").read_text().splitlines()]
+    assert [(row.get("row"), row.get("line")) for row in found] == [(1, None), (None, 2), (None, 4)]
+    assert "column 'output' holds nothing" in found[0]["reason"]
+    assert "Expecting property name" in found[2]["reason"]
+    with pytest.raises(DataError, match=r"row 1: .*leave them out with on_bad_row=skip"):
+        instruct_dataset(tokenizer, source=rows)
+    with pytest.raises(DataError, match="no row is left"):
+        instruct_dataset(tokenizer, source=rows[1:2], on_bad_row="skip")
 
 
 def test_what_a_stream_cannot_do_is_refused(tmp_path: Path, tokenizer: Any) -> None:

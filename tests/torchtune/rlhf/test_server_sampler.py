@@ -1,7 +1,13 @@
 """Sampling from a server: the tokens, their log-probs, and above all the weights that it samples from."""
 
+import os
 import re
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,7 @@ from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.modules.transforms.tokenizers import hf_tokenizer
-from torchtune.rlhf import Rollout, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
+from torchtune.rlhf import LocalSampler, Rollout, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
 from torchtune.rlhf.loss import GRPOLoss
 from torchtune.training import FullModelHFCheckpointer
 
@@ -153,6 +159,53 @@ def test_a_server_that_fails_is_one_sentence(
     with tiny_server(checkpoint, *faults) as server, pytest.raises(RolloutError) as caught:
         make(server, kind, **{"max_new_tokens": 2, **arguments})(PROMPTS, 1, [1, 2])
     assert re.search(said, str(caught.value)), str(caught.value)
+
+
+@pytest.fixture
+def transformers_serve(tmp_path: Path) -> Iterator[str]:
+    """Url of a process of ``transformers serve``."""
+    for package in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package, reason="the extra serving is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).with_name("transformers"), "serve", "--device", "cpu", "--port", str(port)]
+    with (tmp_path / "serve.log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        )
+    try:
+        for _ in range(600):
+            if process.poll() is not None:
+                break
+            with suppress(OSError), socket.create_connection(("localhost", port), timeout=1.0):
+                break
+            time.sleep(0.2)
+        assert process.poll() is None, (tmp_path / "serve.log").read_text()[-2000:]
+        yield f"http://localhost:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.slow
+def test_transformers_serve_answers_with_the_weights_of_this_step(
+    checkpoint: Path, make: Callable[..., ServerSampler], transformers_serve: str
+) -> None:
+    prompts = [[1, 65 + i, 70 + i] for i in range(24)]
+    with tiny_server(checkpoint) as unused:
+        sampler = make(unused, "transformers", url=transformers_serve, max_new_tokens=1)
+    local = LocalSampler(sampler.model, hf_tokenizer(str(checkpoint)), max_new_tokens=1)
+    former: list[list[int]] = []
+    for seed in range(2):
+        shift(sampler, seed)
+        answers, own = ([one.answer for one in sample(prompts, 1)] for sample in (sampler, local))
+        known = [i for i, answer in enumerate(answers) if answer]
+        assert len(known) >= 3
+        assert [answers[i] for i in known] == [own[i] for i in known]
+        assert own != former
+        former = own
+    assert sum(bool(one.answer) for one in sampler(prompts[:1], 24, [5])) > 0
 
 
 def test_a_recipe_trains_on_answers_of_a_server(tmp_path: Path) -> None:

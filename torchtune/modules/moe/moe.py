@@ -31,6 +31,13 @@ class TokenChoiceTopKRouter(nn.Module):
 
     Raises:
         ValueError: ``experts_per_token`` exceeds ``num_experts``.
+
+    Example:
+        >>> from torchtune.modules.moe import TokenChoiceTopKRouter
+        >>> gate = torch.nn.Linear(8, 4, bias=False)
+        >>> router = TokenChoiceTopKRouter(gate=gate, dim=8, num_experts=4, experts_per_token=2)
+        >>> router(torch.randn(3, 8))[0].shape
+        torch.Size(...)
     """
 
     def __init__(

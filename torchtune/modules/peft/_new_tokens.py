@@ -75,6 +75,11 @@ class NewTokens(Conversion):
 
     Args:
         num_new: number of rows, at least 1.
+
+    Example:
+        >>> from torchtune.modules.peft import LoRA, NewTokens
+        >>> model, _ = torchtune.load(checkpoint, adapter=LoRA(rank=2), device="cpu")
+        >>> NewTokens.check(model)
     """
 
     phase: ClassVar[Phase] = Phase.OBJECTIVE  # after everything else: it needs the values of the rows

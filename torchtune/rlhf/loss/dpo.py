@@ -165,6 +165,10 @@ class RobustDPOLoss(_Margin):
     Args:
         beta: higher stays closer to the reference.
         label_smoothing: ε, the fraction of pairs with swapped labels.
+
+    Example:
+        >>> torchtune.rlhf.loss.RobustDPOLoss(beta=0.1, label_smoothing=0.1).needs_reference
+        True
     """
 
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
@@ -182,6 +186,10 @@ class HingeLoss(_Margin):
 
     Args:
         beta: higher stays closer to the reference.
+
+    Example:
+        >>> torchtune.rlhf.loss.HingeLoss(beta=0.1).needs_reference
+        True
     """
 
     def of_margin(self, margin: Tensor) -> Tensor:
@@ -195,6 +203,10 @@ class RSOLoss(HingeLoss):
 
     Args:
         gamma: its ``beta``.
+
+    Example:
+        >>> torchtune.rlhf.loss.RSOLoss(gamma=0.1).needs_reference
+        True
     """
 
     def __init__(self, gamma: float = 0.1) -> None:
@@ -224,6 +236,10 @@ class SigmoidNormLoss(_Margin):
 
     Args:
         beta: higher stays closer to the reference; means are smaller than sums, so choose it larger than for DPO.
+
+    Example:
+        >>> torchtune.rlhf.loss.SigmoidNormLoss(beta=0.1).needs_reference
+        True
     """
 
     by_token: ClassVar[bool] = True
@@ -300,6 +316,10 @@ class CPOLoss(PreferenceLoss):
         beta: scale of the log-probs.
         alpha: weight of the negative log-likelihood of the chosen answer, a mean over its tokens.
         label_smoothing: fraction of pairs with swapped labels.
+
+    Example:
+        >>> torchtune.rlhf.loss.CPOLoss(beta=0.1, alpha=1.0).needs_reference
+        False
     """
 
     needs_reference: ClassVar[bool] = False

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from torchtune.data import BatchLoader
+from torchtune.datasets._bad_rows import num_left_out
 from torchtune.modules.conversion import full_shapes
 from torchtune.training._recipe_settings import RecipeSettings, RecipeSettingsError
 from torchtune.training.checkpointing._adapter import ADAPTER_FILE
@@ -167,6 +168,11 @@ class RunReport:
         first, last = self._recipe.guard.first_loss, self._recipe.guard.last_loss
         if first is not None and last is not None and math.isfinite(last[1]):
             yield "loss", f"{first[1]:.4f} at step {first[0]:,}, {last[1]:.4f} at step {last[0]:,}"
+        if left_out := num_left_out():
+            yield (
+                "left out",
+                f"{left_out:,} rows of data, listed in {Path(self._cfg.output_dir) / 'skipped_rows.jsonl'}",
+            )
         saved = complete_directories(Path(self._cfg.output_dir))
         if not saved:
             return

@@ -109,6 +109,14 @@ def test_mixers_are_refused(tmp_path: Path, name: str) -> None:
         model.spec.parallel_plan(model)
 
 
+def test_keys_of_other_layers_are_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, "gemma4_shared_keys")
+    with torch.device("meta"):
+        model = from_hf_config(tmp_path)
+    with pytest.raises(ParallelError, match="tensor_parallel_dim: a model whose layers embed tokens or share keys"):
+        model.spec.parallel_plan(model)
+
+
 def test_the_guide_says_of_every_architecture_what_is_tested() -> None:
     known = {name.removesuffix("ForCausalLM") for spec in map(get_spec, list_specs()) for name in spec.architectures}
     assert {*SPLIT, *WITH_EXPERTS, *WITH_MIXERS} == known - {"Gemma3Text"}
