@@ -51,8 +51,9 @@ ROOM_BUDGET = {
     # Another quarter is what a config from anywhere costs: sizes counted before anything recurses, references resolved
     # in an order in which nothing doubles, and secrets known by origin, name and shape.
     "torchtune/config": 2500,
-    # What a file of data holds, before it is trained on, and a chat with what came out, are commands of 600 lines.
-    "torchtune/_cli": 1900,
+    # What a file of data holds, before it is trained on, a chat with what came out, and how it compares with another
+    # model on rows of the user's, are commands of 850 lines.
+    "torchtune/_cli": 2100,
     # Fifteen losses with their formulas are 1,200; samplers, rewards and the record of rollouts 1,200.
     # Servers that answer in the sampler's place, and a value model beside the policy, are 700.
     "torchtune/rlhf": 4300,

@@ -96,26 +96,13 @@ class _Conversation:
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
 
-        from torchtune import training, utils
-        from torchtune.generation import fast_linears
-        from torchtune.models import from_hf_config
-        from torchtune.modules.conversion import apply_conversions
-        from torchtune.modules.transforms.tokenizers import hf_tokenizer
-        from torchtune.training.checkpointing._adapter import adapter_conversion, adapter_folder
+        from torchtune.generation import fast_linears, load_model
 
         self._args = args
-        self._device = utils.get_device(args.device)
-        dtype = training.get_dtype(args.dtype, device=self._device)
-        self._tokenizer = hf_tokenizer(args.model)
-        adapter = None if args.adapter is None else adapter_folder(args.adapter)
-        with training.set_default_dtype(dtype), torch.device("meta"):
-            self._model = from_hf_config(args.model)
-            if adapter is not None:
-                apply_conversions(self._model, [adapter_conversion(self._model, adapter)])
-        source = training.FullModelHFCheckpointer(
-            str(args.model), adapter_checkpoint=None if adapter is None else str(adapter.resolve())
+        self._model, self._tokenizer = load_model(
+            args.model, adapter=args.adapter, device=args.device, dtype=args.dtype
         )
-        source.load_model(self._model, device=self._device)
+        self._device = self._model.tok_embeddings.weight.device
         self._rng = torch.Generator(self._device)
         if args.seed is None:
             self._rng.seed()
