@@ -9,7 +9,7 @@ from torchtune.utils import UserError
 
 
 class Eval(Subcommand):
-    """Says what a model is worth on rows of the user's."""
+    """Says what a model is worth, on rows of the user's and on tasks of the evaluation harness."""
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
         self._parser = subparsers.add_parser(
@@ -32,6 +32,7 @@ class Eval(Subcommand):
                   $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --score json --against /tmp/SmolLM2-135M-Instruct
                   $ tune eval /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/step_100 --data held_out.jsonl --score exact
                   $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --perplexity
+                  $ tune eval /tmp/run/epoch_2 --tasks hellaswag,arc_easy --limit 100
                 """),
         )
         self._add_arguments()
@@ -40,11 +41,14 @@ class Eval(Subcommand):
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
         add("model", help="folder of the checkpoint")
-        add("--data", type=Path, required=True, help="rows with the right answers: .jsonl, .json, .csv, .parquet …")
+        add("--data", type=Path, help="rows with the right answers: .jsonl, .json, .csv, .parquet …")
         add("--score", action="append", default=[], metavar="NAME", help="how to score answers, see below; repeatable")
         add("--perplexity", action="store_true", help="measure the perplexity of the right answers, or of texts")
         add("--against", help="folder of a checkpoint to compare with")
         add("--adapter", help="folder of a LoRA adapter of the model")
+        add("--tasks", metavar="NAME,NAME", help="tasks of lm-eval (extra eval); tune_facts needs no download")
+        add("--include-path", type=Path, help="folder with tasks of yours, in lm-eval's YAML")
+        add("--chat-template", action="store_true", help="ask tasks in the template of the checkpoint")
         add("--prompt", metavar="COLUMN", help="column of the prompt or conversation; found by its name")
         add("--answer", metavar="COLUMN", help="column of the right answer; found by its name")
         add("--system", help="system prompt of conversations without one")
@@ -68,8 +72,25 @@ class Eval(Subcommand):
             if folder is not None and not Path(folder).is_dir():
                 flag = name if name == "model" else f"--{name}"
                 raise UserError(f"{flag} {folder}: there is no such folder: give one, `tune download` gets models.")
-        if not args.score and not args.perplexity:
-            raise UserError("nothing is to be measured: add --score exact (or another, see --help), or --perplexity.")
-        from torchtune._cli._eval_rows import eval_rows
+        self._check_what_is_measured(args)
+        if args.tasks:
+            from torchtune._cli._eval_tasks import eval_tasks
 
-        eval_rows(args)
+            eval_tasks(args)
+        if args.data:
+            from torchtune._cli._eval_rows import eval_rows
+
+            eval_rows(args)
+
+    @staticmethod
+    def _check_what_is_measured(args: argparse.Namespace) -> None:
+        if args.data is None and (args.score or args.perplexity):
+            raise UserError("--score and --perplexity need rows: give them in --data.")
+        if args.data is not None and not args.score and not args.perplexity:
+            raise UserError("nothing is to be measured: add --score exact (or another, see --help), or --perplexity.")
+        if args.data is None and not args.tasks:
+            raise UserError("nothing is to be measured: give rows in --data, or --tasks.")
+        if not args.tasks and (args.include_path or args.chat_template):
+            raise UserError(
+                "--include-path and --chat-template go with --tasks: rows are always asked in the template."
+            )

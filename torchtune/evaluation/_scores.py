@@ -64,10 +64,8 @@ def _score(text: str) -> Reward:
         except ValueError as error:
             raise EvaluationError(f"score '{text}': {str(error).rstrip('.')}.") from error
     if "." not in text:
-        known = ", ".join(_NAMED)
-        raise EvaluationError(
-            f"there is no score '{text}'{did_you_mean(text, _NAMED)}: use {known}, or the dotted path of a function."
-        )
+        hint = f": use {', '.join(_NAMED)}, or the dotted path of a function."
+        raise EvaluationError(f"there is no score '{text}'{did_you_mean(text, _NAMED) or hint}")
     try:
         target = locate(text)
         if inspect.isclass(target) and issubclass(target, Reward):

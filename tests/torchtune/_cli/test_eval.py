@@ -146,6 +146,8 @@ def test_what_cannot_be_evaluated(folder: Path, tmp_path: Path, tune: Any) -> No
     (path,) = (tmp_path / "eval").glob("*.jsonl")
     assert len(path.read_text().splitlines()) == 2  # what was answered is kept
     for args, message in {
+        (model,): "give rows in --data, or --tasks",
+        (model, "--score", "exact"): "need rows",
         (model, "--data", data): "nothing is to be measured",
         (tmp_path / "none", "--data", data, "--score", "exact"): "there is no such folder",
         (model, "--data", tmp_path / "none.jsonl", "--score", "exact"): "there is no file",
