@@ -71,6 +71,22 @@ def test_numbers_are_those_of_the_harness(checkpoint: Path, tmp_path: Path, chat
     assert kept["tune_facts"]["acc,none"] == found["tune_facts"]["acc,none"]
 
 
+def test_the_command_gives_the_numbers_of_the_recipe_and_keeps_answers(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchtune._cli.tune import main
+
+    command = ["tune", "eval", str(checkpoint), "--tasks", "tune_facts", "--limit", "8", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", [*command, "--dtype", "fp32", "--output", str(tmp_path)])
+    main()
+    (path,) = tmp_path.glob("*/results.json")
+    found = json.loads(path.read_text())["results"]["tune_facts"]
+    wanted = run(checkpoint, tmp_path, tasks=["tune_facts"])["tune_facts"]
+    assert found["acc_norm,none"] == wanted["acc_norm,none"]
+    assert f"tune_facts  8     acc_norm  {wanted['acc_norm,none']:.4g}" in capsys.readouterr().out
+    assert list(path.parent.glob("answers_*.db"))
+
+
 def test_every_request_has_the_answer_of_the_harness(checkpoint: Path) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM

@@ -87,7 +87,8 @@ def _result(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
             scores[name] = {"mean": mean, "standard_error": error, "unscored": answers.unscored(name)}
         result |= {"answers": str(answers.path), "scores": scores, "ends": answers.ends}
     if measured is not None:
-        result["perplexity"] = {"loss": measured.loss, "perplexity": measured.value, "tokens": measured.tokens}
+        value = measured.value if math.isfinite(measured.value) else None
+        result["perplexity"] = {"loss": measured.loss, "perplexity": value, "tokens": measured.tokens}
     return result
 
 

@@ -129,7 +129,6 @@ class HarnessModel(_harness.TemplateLM):
         self._report_cut(sum(len(one) + len(other) > self.max_length + 1 for _, one, other in requests), len(requests))
         order = sorted(shared, key=lambda inputs: -len(inputs))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        was_training = self.decoder.training
         self.decoder.eval()
         bar = tqdm(total=len(requests), desc="Log-likelihoods", disable=True if disable_tqdm else None)
         with bar, fast_linears(self.decoder, pack=False):
@@ -147,7 +146,6 @@ class HarnessModel(_harness.TemplateLM):
                         if requests[at][0] is not None:
                             self.cache_hook.add_partial("loglikelihood", requests[at][0], values)
                 bar.update(sum(len(shared[inputs]) for inputs in part))
-        self.decoder.train(was_training)
         return found
 
     def _report_cut(self, count: int, total: int) -> None:

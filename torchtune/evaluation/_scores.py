@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchtune.config import ConfigError
+from torchtune.config import InstantiationError
 from torchtune.config._errors import did_you_mean
 from torchtune.config._locate import locate
 from torchtune.evaluation._errors import EvaluationError
@@ -70,7 +70,7 @@ def _score(text: str) -> Reward:
         target = locate(text)
         if inspect.isclass(target) and issubclass(target, Reward):
             return target()
-    except (ConfigError, TypeError, ValueError) as error:
+    except (InstantiationError, TypeError, ValueError) as error:
         raise EvaluationError(f"score '{text}': {str(error).rstrip('.')}.") from error
     if not callable(target):
         raise EvaluationError(f"score '{text}': it is a {type(target).__name__}, not a function of (rows, texts).")
