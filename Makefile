@@ -9,13 +9,19 @@ INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-versio
 # Threads that spin while they wait slow down everything else on a shared machine.
 ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help quickstart test lint format docs bench cuda configs sync clean
+.PHONY: help quickstart dpo grpo test lint format docs bench cuda configs sync clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 quickstart: $(BIN)/.quickstart  ## Fine-tune SmolLM2-135M on a small task, four to ten minutes on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/run.py
+
+dpo: $(BIN)/.quickstart  ## Train the model of the quickstart on preferences, about eight minutes on two cores
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/dpo.py
+
+grpo: $(BIN)/.quickstart  ## Let a half-trained model learn from rewards of its own answers, ten minutes on two cores
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/grpo.py
 
 # Many tests wait for processes of their own: three workers keep two cores busy.
 test: $(BIN)/.test  ## Lint, import contracts, docs and all tests

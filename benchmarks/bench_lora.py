@@ -1,4 +1,4 @@
-"""Speed and kept activations of a linear layer with an adapter, side by side with plain operations and the bare base.
+"""Speed and kept activations of a linear layer with an adapter, beside peft's, plain operations and the bare base.
 
     python benchmarks/bench_lora.py [--tokens 2048 --rounds 7]
 
@@ -10,6 +10,7 @@ import argparse
 import time
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -29,6 +30,13 @@ class Plain(nn.Module):
         layer = self.layer
         update = layer.lora_b(layer.lora_a(layer.dropout(x)))
         return F.linear(x, layer.weight) + update * layer.scaling
+
+
+def by_peft(width: int, out: int, rank: int, dropout: float, dtype: torch.dtype) -> nn.Module:
+    """The same layer as ``peft`` makes it, its adapter in the base's dtype."""
+    layer = nn.ModuleDict({"base": nn.Linear(width, out, bias=False, dtype=dtype)})
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=["base"])
+    return inject_adapter_in_model(config, layer)["base"].to(dtype)
 
 
 def kept(module: nn.Module, x: Tensor) -> float:
@@ -62,7 +70,12 @@ def main() -> None:
                 ours = LoRALinear(width, out, rank, 2 * rank, dropout).to(dtype)
                 nn.init.normal_(ours.lora_b.weight)
                 base = nn.Linear(width, out, bias=False, dtype=dtype).requires_grad_(False)
-                modules = {"ours": ours, "plain": Plain(ours), "base": base}
+                modules = {
+                    "ours": ours,
+                    "peft": by_peft(width, out, rank, dropout, dtype),
+                    "plain": Plain(ours),
+                    "base": base,
+                }
                 x = torch.randn(1, args.tokens, width).to(dtype).requires_grad_()
                 grad = torch.randn(1, args.tokens, out).to(dtype)
                 best = dict.fromkeys(modules, float("inf"))
@@ -75,8 +88,10 @@ def main() -> None:
                 print(
                     f"{str(dtype)[6:]:9} {width:4} -> {out:4}  rank {rank:2}  dropout {dropout:4}  "
                     + "  ".join(f"{name} {seconds * 1e3:6.2f} ms" for name, seconds in best.items())
-                    + f"  plain/ours {best['plain'] / best['ours']:.2f}  ours/base {best['ours'] / best['base']:.2f}"
-                    + f"  kept ours {kept(ours, x):.2f} MiB, plain {kept(modules['plain'], x):.2f} MiB"
+                    + f"  peft/ours {best['peft'] / best['ours']:.2f}  ours/base {best['ours'] / best['base']:.2f}"
+                    + "  kept "
+                    + ", ".join(f"{name} {kept(modules[name], x):.2f}" for name in ("ours", "peft", "plain"))
+                    + " MiB"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Compare this library with TRL's SFTTrainer on a CPU: label tokens per CPU-second, peak memory, losses.
+"""Compare this library with TRL's trainers on a CPU: label tokens per CPU-second, peak memory, losses.
 
     python benchmarks/compare_trl.py                      # SmolLM2-135M's shape, random weights
     python benchmarks/compare_trl.py --checkpoint FOLDER  # a Hugging Face folder of a Llama
@@ -15,7 +15,8 @@ backward pass here, TRL's own full fine-tuning there.
 
 Work: chats of about 230 tokens, up to 512, half of them labelled. "rows" are batches of 4 examples (TRL pads them),
 "packed" are 4 rows of up to 512 tokens (TRL's best-fit decreasing; without flash attention its documents see each
-other, which costs no time). TRL keeps its default loss.
+other, which costs no time). TRL keeps its default loss. "pairs" (DPO), "scores" (reward models) and "rollouts" (GRPO)
+are explained in compare_trl_answers.py.
 """
 
 import argparse
@@ -32,7 +33,9 @@ from typing import Any
 
 CASES = [(method, "bf16", layout) for method in ("lora", "qlora", "full", "full8") for layout in ("rows", "packed")]
 CASES += [("lora", "fp32", "rows"), ("full", "fp32", "rows")]
-WARMUP = 2
+CASES += [("lora", "bf16", "pairs"), ("full", "bf16", "pairs"), ("lora", "fp32", "pairs")]
+CASES += [("full", "bf16", "scores"), ("full", "fp32", "scores")]
+CASES += [("lora", "bf16", "rollouts"), ("lora", "fp32", "rollouts")]
 LR = {"lora": 1e-4, "qlora": 1e-4, "full": 2e-5, "full8": 2e-5}
 
 
@@ -106,7 +109,9 @@ def resident(field: str) -> float:
 
 
 class Meter:
-    """CPU seconds and label tokens of the steps after the warm-up."""
+    """CPU seconds of the steps after the warm-up."""
+
+    WARMUP = 2  # steps
 
     def __init__(self) -> None:
         self.steps = 0
@@ -124,10 +129,15 @@ class Meter:
     def stop(self) -> None:
         """A step ends."""
         self.steps += 1
-        if self.steps > WARMUP:
+        if self.is_warm:
             cpu, wall = self._now()
             self.cpu += cpu - self._mark[0]
             self.wall += wall - self._mark[1]
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the step that ended last counts."""
+        return self.steps > self.WARMUP
 
     def figures(self, losses: list[float], labelled: int, imported: float) -> dict[str, Any]:
         """What a run reports: memory in MiB."""
@@ -195,7 +205,7 @@ def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: l
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         meter.stop()
-        labelled += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum()) if meter.steps > WARMUP else 0
+        labelled += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum()) if meter.is_warm else 0
         if meter.steps == steps:
             break
     return meter.figures(losses, labelled, imported)
@@ -281,19 +291,25 @@ def run_trl(method: str, dtype: str, layout: str, checkpoint: Path, examples: li
             if "lora_" in name:
                 parameter.data = parameter.data.to(precision)
         trainer.train()
-    labelled = sum(counted[WARMUP:])
+    labelled = sum(counted[Meter.WARMUP :])
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return meter.figures(losses, labelled, imported)
 
 
 def child(arguments: argparse.Namespace) -> None:
     """One run in this process; prints its figures as JSON."""
+    import compare_trl_answers
     import torch
 
     torch.set_num_threads(arguments.threads)
     examples = json.loads((Path(arguments.work) / "examples.json").read_text())
-    run = {"ours": run_ours, "trl": run_trl}[arguments.side]
-    figures = run(*arguments.case.split(","), Path(arguments.checkpoint), examples, arguments.steps)
+    method, dtype, layout = arguments.case.split(",")
+    if layout in compare_trl_answers.LAYOUTS:
+        runs = {"ours": compare_trl_answers.run_ours, "trl": compare_trl_answers.run_trl}
+    else:
+        runs = {"ours": run_ours, "trl": run_trl}
+    run = runs[arguments.side]
+    figures = run(method, dtype, layout, Path(arguments.checkpoint), examples, arguments.steps)
     print("RESULT " + json.dumps(figures))
 
 
@@ -328,7 +344,7 @@ def report(case: tuple[str, ...], ours: list[dict], trl: list[dict]) -> None:
         return statistics.median(run[name] for run in runs)
 
     pairs = zip(ours[0]["losses"], trl[0]["losses"], strict=False)
-    apart = max(abs(a - b) for a, b in pairs) if case[-1] == "rows" else float("nan")
+    apart = max(abs(a - b) for a, b in pairs) if case[-1] in ("rows", "pairs", "scores") else float("nan")
     columns = [f"{' '.join(case):<18} {ratio('rate'):>7.2f}x {median(ours, 'rate'):>8.0f} {median(trl, 'rate'):>8.0f}"]
     for name in ("peak", "above"):
         columns.append(f"{ratio(name):>8.2f}x {median(ours, name):>7.0f} {median(trl, name):>7.0f}")

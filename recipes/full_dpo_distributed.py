@@ -174,6 +174,7 @@ class FullDPORecipeDistributed:
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
+        training.add_reference(self.checkpointer, cfg.ref_checkpointer, cfg.loss)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)
         self.checkpointer.lock_output_dir()
@@ -222,7 +223,7 @@ class FullDPORecipeDistributed:
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Load the model and what it is compared with, then wrap it."""
-        model = self.load_model(cfg, self.checkpointer)
+        model = self.load_model(cfg)
         self.checkpointer.check_contents(model)
         training.fit_vocabulary(model, self.tokenizer)
         load = partial(self.load_model, cfg)
@@ -232,7 +233,7 @@ class FullDPORecipeDistributed:
             training.compile_model(model)
         return model
 
-    def load_model(self, cfg: Settings, checkpointer: Any) -> torch.nn.Module:
+    def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
         """Describe, convert, split, then load: each process reads its own share of the weights."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
@@ -246,7 +247,7 @@ class FullDPORecipeDistributed:
             custom_sharded_layers=cfg.custom_sharded_layers,
             tensor_parallel_plan=cfg.tensor_parallel_plan and partial(config.instantiate, cfg.tensor_parallel_plan),
         )
-        checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device)
+        self.checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device, name=name)
         return model
 
     # twin of distributed

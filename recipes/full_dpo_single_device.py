@@ -147,6 +147,7 @@ class FullDPORecipeSingleDevice:
         self.dims = training.ParallelDims()
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
+        training.add_reference(self.checkpointer, cfg.ref_checkpointer, cfg.loss)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)
         self.checkpointer.lock_output_dir()
@@ -195,7 +196,7 @@ class FullDPORecipeSingleDevice:
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Load the model and what it is compared with, then wrap it."""
-        model = self.load_model(cfg, self.checkpointer)
+        model = self.load_model(cfg)
         self.checkpointer.check_contents(model)
         training.fit_vocabulary(model, self.tokenizer)
         load = partial(self.load_model, cfg)
@@ -205,12 +206,12 @@ class FullDPORecipeSingleDevice:
             training.compile_model(model)
         return model
 
-    def load_model(self, cfg: Settings, checkpointer: Any) -> torch.nn.Module:
+    def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
         """Describe, convert, then load: weights exist once, in their final form."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
-        checkpointer.load_model(model, device=self.device)
+        self.checkpointer.load_model(model, device=self.device, name=name)
         return model
 
     # twin of one_device

@@ -1,7 +1,4 @@
-"""Distillation on several devices: knowledge_distillation_single_device with student and teacher sharded alike.
-
-tune run --nproc-per-node 2 knowledge_distillation_distributed --config llama3_2/8B_to_1B_KD_lora_distributed
-"""
+"""Distillation on several devices: tune run --nproc-per-node 2 knowledge_distillation_distributed --config NAME."""
 
 import sys
 from dataclasses import dataclass, field
@@ -61,6 +58,8 @@ class Settings:
     teacher_model: Component
     # Where the weights of the teacher come from.
     teacher_checkpointer: Annotated[Component, HandedOver()]
+    # Folder of the teacher's likeliest tokens (kd_loss.top_k), computed once before training; null computes every step.
+    teacher_cache: str | None = None
     # Divergence of the student from the teacher over the labelled tokens.
     kd_loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
     # Weight of kd_loss; loss has the rest of 1.
@@ -157,7 +156,7 @@ class Settings:
 
 
 class KDRecipeDistributed:
-    """Trains adapters of a student to predict as its teacher does, on several devices."""
+    """Trains adapters of a student to predict as its teacher does, both sharded alike over several devices."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
@@ -227,7 +226,8 @@ class KDRecipeDistributed:
         contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
         self.checkpointer.check_contents(model, contents=contents)
         self.kd_loss_fn = rlhf.setup_kd_loss(config.instantiate(cfg.kd_loss), compile=cfg.compile)
-        self.teacher = rlhf.setup_teacher(self, model, partial(self.load_model, cfg, cfg.teacher_model, [], "teacher"))
+        load = partial(self.load_model, cfg, cfg.teacher_model, [], "teacher")
+        self.teacher = rlhf.setup_teacher(self, model, load, cfg.teacher_cache)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
             training.compile_model(model)

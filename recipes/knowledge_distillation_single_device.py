@@ -67,6 +67,8 @@ class Settings:
     teacher_model: Component
     # Where the weights of the teacher come from.
     teacher_checkpointer: Annotated[Component, HandedOver()]
+    # Folder of the teacher's likeliest tokens (kd_loss.top_k), computed once before training; null computes every step.
+    teacher_cache: str | None = None
     # Divergence of the student from the teacher over the labelled tokens.
     kd_loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
     # Weight of kd_loss; loss has the rest of 1.
@@ -212,7 +214,8 @@ class KDRecipeSingleDevice:
         contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
         self.checkpointer.check_contents(model, contents=contents)
         self.kd_loss_fn = rlhf.setup_kd_loss(config.instantiate(cfg.kd_loss), compile=cfg.compile)
-        self.teacher = rlhf.setup_teacher(self, model, partial(self.load_model, cfg, cfg.teacher_model, [], "teacher"))
+        load = partial(self.load_model, cfg, cfg.teacher_model, [], "teacher")
+        self.teacher = rlhf.setup_teacher(self, model, load, cfg.teacher_cache)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
             training.compile_model(model)

@@ -1,8 +1,6 @@
-"""Preference training of adapters on several devices: DPO and its kin, KTO, ORPO, reward models; the loss says which.
+"""Preference training of adapters on several devices: DPO and its kin, KTO, ORPO, reward models (docs/preferences.rst).
 
-Weights are sharded (FSDP2), layers and long sequences can be split; docs/preferences.rst says which loss to choose.
-
-    tune run --nproc-per-node 2 lora_dpo_distributed --config llama3_1/8B_lora_dpo loss.beta=0.05
+tune run --nproc-per-node 2 lora_dpo_distributed --config llama3_1/8B_lora_dpo loss.beta=0.05
 """
 
 import sys
@@ -155,7 +153,7 @@ class Settings:
 
 
 class LoRADPORecipeDistributed:
-    """Trains adapters of a frozen model on preferences, on several devices."""
+    """Trains adapters of a frozen model on preferences; weights are sharded, layers and long sequences can be split."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
@@ -171,6 +169,7 @@ class LoRADPORecipeDistributed:
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
+        training.add_reference(self.checkpointer, cfg.ref_checkpointer, cfg.loss)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)
         self.checkpointer.lock_output_dir()
@@ -219,7 +218,7 @@ class LoRADPORecipeDistributed:
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Load the model and what it is compared with, then wrap it."""
-        model = self.load_model(cfg, self.checkpointer)
+        model = self.load_model(cfg)
         require_adapters(model)
         contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
         self.checkpointer.check_contents(model, contents=contents)
@@ -231,7 +230,7 @@ class LoRADPORecipeDistributed:
             training.compile_model(model)
         return model
 
-    def load_model(self, cfg: Settings, checkpointer: Any) -> torch.nn.Module:
+    def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
         """Describe, convert, split, then load: each process reads its own share of the weights."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
@@ -245,7 +244,7 @@ class LoRADPORecipeDistributed:
             custom_sharded_layers=cfg.custom_sharded_layers,
             tensor_parallel_plan=cfg.tensor_parallel_plan and partial(config.instantiate, cfg.tensor_parallel_plan),
         )
-        checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device)
+        self.checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device, name=name)
         return model
 
     # twin of distributed

@@ -267,7 +267,7 @@ class LoRAFinetuneRecipeDistributed:
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Loss summed over the labels of one batch, as a scalar."""
         batch = batch.to(self.device, non_blocking=True)
-        with self.activations_handling_ctx:
+        with self.activations_handling_ctx, self.guard.by_source(batch):
             hidden = self.model(**batch.model_inputs(), output="hidden")
             total, _ = self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output)
             return total

@@ -67,7 +67,7 @@ class Settings:
     collate_fn: str = "torchtune.rlhf.collate_prompts"
     # Answers that are sampled for each prompt: a group.
     num_samples: Annotated[int, Range(min=1)] = 8
-    # Where answers come from: torchtune.rlhf.LocalSampler samples from the model itself.
+    # Where answers come from: torchtune.rlhf.LocalSampler (the model itself) or ServerSampler (a server).
     sampler: Annotated[Component, HandedOver("model", "tokenizer", rules={"max_new_tokens": Range(min=1)})]
     # What scores an answer; the weighted rewards are added up.
     rewards: list[Component] = field(default_factory=list)
@@ -167,6 +167,7 @@ class LoRAGRPORecipeSingleDevice:
         self.dims = training.ParallelDims()
         self.dtype = training.get_dtype(cfg.dtype, device=self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
+        training.add_reference(self.checkpointer, cfg.ref_checkpointer, cfg.loss)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)
         self.checkpointer.lock_output_dir()
@@ -215,7 +216,7 @@ class LoRAGRPORecipeSingleDevice:
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Load the model and what answers and scores, then wrap it."""
-        model = self.load_model(cfg, self.checkpointer)
+        model = self.load_model(cfg)
         require_adapters(model)
         contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
         self.checkpointer.check_contents(model, contents=contents)
@@ -226,12 +227,12 @@ class LoRAGRPORecipeSingleDevice:
             training.compile_model(model)
         return model
 
-    def load_model(self, cfg: Settings, checkpointer: Any) -> torch.nn.Module:
+    def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
         """Describe, convert, then load: weights exist once, in their final form."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
-        checkpointer.load_model(model, device=self.device)
+        self.checkpointer.load_model(model, device=self.device, name=name)
         return model
 
     # twin of one_device
@@ -255,7 +256,7 @@ class LoRAGRPORecipeSingleDevice:
             rlhf.check_prompts(loader.dataset, self.sampler, model)
         self.rewards = rlhf.RewardSum([config.instantiate(reward) for reward in cfg.rewards])
         self.advantages = rlhf.make_advantages(config.instantiate(cfg.advantages))
-        loss = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler.temperature)
+        loss = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler)
         self.reference = rlhf.setup_reference(
             self, model, partial(self.load_model, cfg), cfg.ref_checkpointer, loss=loss
         )

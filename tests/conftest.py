@@ -33,10 +33,8 @@ def own_cache_of_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(autouse=True)
-def logger_as_it_was() -> Iterator[None]:
-    """A recipe that runs in the test process sets the level and the handlers of the library's logger."""
+def logger_as_it_was() -> None:
+    """A recipe that runs in the test process, or in a fixture of a file before, sets the level and the handlers."""
     logger = logging.getLogger("torchtune")
-    level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
-    yield
-    logger.setLevel(level)
-    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(logging.NOTSET)
+    logger.handlers[:], logger.propagate = [], True

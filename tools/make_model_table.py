@@ -26,7 +26,7 @@ def parameters(d: Description) -> int:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in build(replace(d, num_layers=layers)).parameters())
 
-    if d.expertless_layers or d.mixer_layers or d.num_layers < 2:
+    if d.expertless_layers or d.mixer_layers or d.window_layers or d.num_layers < 2:
         return count(d.num_layers)
     one = count(1)
     return one + (d.num_layers - 1) * (count(2) - one)
@@ -47,6 +47,9 @@ def features(d: Description) -> list[str]:
         (d.logit_softcap is not None, "soft caps"),
         (d.residual_scale != 1.0, "multipliers"),
         (bool(d.num_experts), "mixture of experts"),
+        (d.full_keys_as_values, "keys as values in full attention"),
+        (d.shared_kv_layers > 0, "keys of other layers in some"),
+        (d.layer_embed_dim > 0, "embeddings in every layer"),
     ]
     return [text for holds, text in found if holds]
 

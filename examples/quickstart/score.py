@@ -11,9 +11,9 @@ import torch
 
 from torchtune import training
 from torchtune.data import Message
-from torchtune.generation import generate
+from torchtune.generation import generate_tokens
 from torchtune.models import from_hf_config
-from torchtune.modules import TransformerDecoder, local_kv_cache
+from torchtune.modules import TransformerDecoder
 from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 from torchtune.training import FullModelHFCheckpointer
 
@@ -35,35 +35,27 @@ def conversations() -> list[dict[str, str]]:
     return [{message["role"]: message["content"] for message in row["messages"]} for row in rows]
 
 
-@torch.inference_mode()
 def answer(
-    model: TransformerDecoder, tokenizer: HuggingFaceModelTokenizer, asked: list[dict[str, str]], batch_size: int = 30
+    model: TransformerDecoder,
+    tokenizer: HuggingFaceModelTokenizer,
+    asked: list[dict[str, str]],
+    max_sequences: int | None = 64,
 ) -> list[str]:
-    """The likeliest answer to each conversation, in batches."""
+    """The likeliest answer to each conversation; ``max_sequences`` are generated at once."""
     prompts = []
     for each in asked:
         messages = [Message(role=role, content=each[role]) for role in ("system", "user")]
         messages.append(Message(role="assistant", content=""))
         prompts.append(tokenizer({"messages": messages}, inference=True)["tokens"])
-    answers = []
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        longest = max(map(len, batch))
-        padded = torch.tensor([[tokenizer.pad_id] * (longest - len(prompt)) + prompt for prompt in batch])
-        dtype = next(model.parameters()).dtype
-        size = longest + MAX_NEW_TOKENS
-        with local_kv_cache(model, batch_size=len(batch), device=padded.device, dtype=dtype, decoder_max_seq_len=size):
-            tokens, _ = generate(
-                model,
-                padded,
-                max_generated_tokens=MAX_NEW_TOKENS,
-                pad_id=tokenizer.pad_id,
-                temperature=0,
-                stop_tokens=tokenizer.stop_tokens,
-                prompt_lengths=[len(prompt) for prompt in batch],
-            )
-        answers += [tokenizer.decode(row, skip_special_tokens=True).strip() for row in tokens[:, longest:].tolist()]
-    return answers
+    generated = generate_tokens(
+        model,
+        prompts,
+        max_new_tokens=MAX_NEW_TOKENS,
+        temperature=0.0,
+        stop_tokens=tokenizer.stop_tokens,
+        max_sequences=max_sequences,
+    )
+    return [tokenizer.decode(row.tolist(), skip_special_tokens=True).strip() for row in generated.tokens]
 
 
 def main() -> None:

@@ -58,8 +58,12 @@ def check_recipe_tables(page: str) -> None:
 def public_names() -> list[str]:
     """Dotted path of everything that the packages export, subpackages aside."""
     found = []
-    for face in importlib.import_module("torchtune").__all__:
-        module = importlib.import_module(f"torchtune.{face}")
+    top = importlib.import_module("torchtune")
+    for face in top.__all__:
+        module = getattr(top, face)
+        if not inspect.ismodule(module):
+            found.append(f"torchtune.{face}")
+            continue
         names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
         found += [f"torchtune.{face}.{name}" for name in names]
     return found

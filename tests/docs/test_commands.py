@@ -27,12 +27,14 @@ from torchtune._recipe_registry import find_config
 # Commands that are shown and not run, each with the reason.
 NOT_RUN = {
     "tune run --nproc-per-node 8 --config llama3_1/8B_full": "eight GPUs",
-    "tune run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 --config llama3_3/70B_full": "two machines",
+    "tune run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 --config llama3_3/70B_full_multinode": "2 hosts",
     "sbatch --nodes 2 examples/launch/slurm.sh llama3_3/70B_full output_dir=/shared/run": "needs Slurm",
     "pip install .": "changes the environment; tests/test_repository.py installs a wheel",
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": "needs the hub",
     "tune download meta-llama/Llama-3.2-1B-Instruct --hf-token $HF_TOKEN": "needs the hub",
     "make quickstart": "makes an environment of its own and downloads a model",
+    "make dpo": "the same; tests/examples runs it with a tiny model",
+    "make grpo": "the same",
     "tune chat --model /tmp/SmolLM2-135M-Instruct": "reads the terminal",
     'tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_2 --system "Answer in one sentence."': "",
     "tune eval /tmp/SmolLM2-135M-Instruct --tasks tune_facts,tune_arithmetic,tune_texts": "needs the extra eval",
@@ -177,6 +179,7 @@ def page_folder(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_what_a_page_shows_runs(path: Path, page_folder: Page) -> None:
     for block in blocks_of(path):

@@ -19,7 +19,7 @@ def test_answers_do_not_depend_on_the_batch(tmp_path: Path, monkeypatch: pytest.
     # The random model has 256 positions and a small vocabulary; the first words of each order do.
     asked = [{"system": "a b", "user": " ".join(each["user"].split()[:4])} for each in score.conversations()[:5]]
     together = score.answer(model, tokenizer, asked)
-    alone = score.answer(model, tokenizer, asked, batch_size=1)
+    alone = score.answer(model, tokenizer, asked, max_sequences=1)
     assert together == alone
     assert any(together)
     sys.modules.pop("score")

@@ -16,6 +16,7 @@ from tests.recipes.runs import Run, load_recipe, start, write_config
 from tests.recipes.test_injected_bugs import caught, injected
 from tests.tiny import write_checkpoint
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.rlhf import _teacher
 from torchtune.utils import UserError
 
 ONE, MANY = "knowledge_distillation_single_device", "knowledge_distillation_distributed"
@@ -107,6 +108,51 @@ def test_accumulation_and_packing_change_nothing(tmp_path: Path) -> None:
     checks.setting_changes_nothing(ONE, tmp_path, many)
 
 
+KD = {"_component_": f"{LOSSES}ForwardKLWithChunkedOutputLoss", "top_k": 8, "with_entropy": True}
+
+
+def test_a_cache_of_the_teacher_changes_nothing_and_needs_no_teacher(tmp_path: Path, monkeypatch: Any) -> None:
+    """Bit for bit, of rows and of packs; a second run reads it. The vocabularies differ: the teacher's is padded."""
+    settings = {"kd_loss": KD, "shuffle": False, "batch_size": 6, "max_steps_per_epoch": 3, "dataset_val": "${dataset}"}
+    settings |= {"run_val_every_n_steps": 3, "epochs": 2}
+    live = start(ONE, tmp_path, **settings)
+    assert of(live, "kd_loss")[0] > 0.1
+    for collate in ("collate_documents", "padded_collate_sft"):
+        more = {"teacher_cache": str(tmp_path / "kept"), "collate_fn": f"torchtune.data.{collate}"}
+        once = start(ONE, tmp_path, **settings, **more)
+        if collate == "collate_documents":
+            assert once.losses == live.losses
+            assert of(once, "val_kd_loss") == of(live, "val_kd_loss")
+            assert all(torch.equal(value, once.trained[key]) for key, value in live.trained.items())
+            monkeypatch.setattr(_teacher, "_load", None)  # the teacher is not needed any more
+        else:
+            assert once.losses == pytest.approx(live.losses, abs=1e-5)
+
+
+def test_a_stale_cache_is_refused_by_what_changed(tmp_path: Path) -> None:
+    settings = {"kd_loss": KD, "teacher_cache": str(tmp_path / "kept"), "max_steps_per_epoch": 1, "train": False}
+    start(ONE, tmp_path, **settings)
+    kept = {path.name: path.stat().st_size for path in (tmp_path / "kept" / "train").iterdir()}
+    assert sorted(kept) == ["log_probs.float32", "rows.npz", "teacher.json", "tokens.int32"]
+    for change, words in (
+        ({"kd_loss": {**KD, "top_k": 4}}, r"differs in kd_loss.top_k \(was 8, is 4\)"),
+        ({"kd_loss": {**KD, "temperature": 2.0}}, r"differs in kd_loss.temperature \(was 1.0, is 2.0\)"),
+        ({"dataset__masking_strategy": "train_on_all"}, "differs in data"),
+        ({"kd_loss": {**KD, "top_k": None}}, "set kd_loss.top_k"),
+        ({"kd_loss": {**KD, "top_k": 5000}}, "top_k is 5000: it must be below"),
+        ({"kd_loss": {**KD, "top_k": 5000}, "teacher_cache": None}, "top_k is 5000: it must be below"),
+    ):
+        with pytest.raises(UserError, match=words):
+            start(ONE, tmp_path, **{**settings, **change})
+    with open(tmp_path / "kept" / "train" / "tokens.int32", "r+b") as file:
+        file.truncate(kept["tokens.int32"] // 2)
+    with pytest.raises(UserError, match="its files are too short"):
+        start(ONE, tmp_path, **settings)
+    write_checkpoint(tmp_path / "teacher", seed=2, width=48, vocab_size=384, tied=False)
+    with pytest.raises(UserError, match="differs in teacher: set it to a new folder"):
+        start(ONE, tmp_path, **settings)
+
+
 def test_resume_equals_uninterrupted(tmp_path: Path) -> None:
     checks.resume_equals_uninterrupted(ONE, tmp_path, dtype="fp32")
 
@@ -150,6 +196,9 @@ def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path: Path) 
     main = load_recipe(ONE, tmp_path).recipe_main
     cfg = load_and_check(write_config(ONE, tmp_path, tmp_path / "new"), [], main)
     assert "  teacher " in plan_run(cfg)
+    cfg.teacher_cache = "kept"
+    assert "  teacher " not in plan_run(cfg), "it is gone before training"
+    cfg.teacher_cache = None
     assert run.recipe.teacher.model.tok_embeddings.weight.shape[0] == 384
     assert not find_problems(cfg, 1, thorough=True)
     for file in (tmp_path / "teacher").glob("*.safetensors"):
@@ -159,10 +208,12 @@ def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path: Path) 
 
 
 def test_two_processes_train_as_one_however_they_share_the_work(forker: Forker, tmp_path: Path) -> None:
-    settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2}
+    settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2, "kd_loss": KD}
     whole = start(ONE, tmp_path, **settings, batch_size=6)
-    for split in ("data_parallel_shard_dim", "tensor_parallel_dim"):
+    for split in ("data_parallel_shard_dim", "tensor_parallel_dim", "context_parallel_dim"):
         output_dir, batch_size = tmp_path / split, 3 if split == "data_parallel_shard_dim" else 6
+        if split != "tensor_parallel_dim":
+            settings["teacher_cache"] = str(tmp_path / f"kept_{split}")
         config = write_config(MANY, tmp_path, output_dir, **settings, **{split: 2, "batch_size": batch_size})
         forker.start(MANY, config, ranks=2)
         assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]

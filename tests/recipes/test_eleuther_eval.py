@@ -91,10 +91,10 @@ def test_every_request_has_the_answer_of_the_harness(checkpoint: Path) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
+    import torchtune
     from torchtune.evaluation._harness_model import HarnessModel
-    from torchtune.generation import load_model
 
-    ours = HarnessModel(*load_model(checkpoint, device="cpu", dtype="fp32"), batch_size=3, max_length=24)
+    ours = HarnessModel(*torchtune.load(checkpoint, device="cpu", dtype="fp32"), batch_size=3, max_length=24)
     theirs = HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32", batch_size=1, max_length=24)
 
     def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:

@@ -134,6 +134,20 @@ def test_another_model_may_be_the_reference(tmp_path: Path) -> None:
     assert full.losses[1] == pytest.approx(-logsigmoid(0.1 * torch.stack(margins)).mean().item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["another model", "its own start"])
+def test_a_resume_with_another_reference_is_refused(kind: str, tmp_path: Path) -> None:
+    start(FULL, tmp_path, train=False)
+    settings = {"batch_size": 6, "save_every_n_steps": 1, "checkpointer__keep_last_n_checkpoints": 2}
+    if kind == "another model":
+        settings["ref_checkpointer"] = other_model(tmp_path)
+    run = start(FULL, tmp_path, **settings)
+    (run.output_dir / "step_2" / ".complete").unlink()
+    again = {**settings, "output_dir": run.output_dir, "resume_from_checkpoint": True}
+    write_checkpoint(tmp_path / ("other" if kind == "another model" else "checkpoint"), seed=2)
+    with pytest.raises(UserError, match=r"whose 'reference' model was .* and the weights in .* differ from it"):
+        start(FULL, tmp_path, **again)
+
+
 def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -165,6 +179,7 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path: Path) -> None
             "does without",
         ),
         (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "max_steps_per_epoch": 1}, "kto_dataset"),
+        (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "batch_size": 11}, "1: set batch_size to 10"),
     ],
 )
 def test_what_does_not_fit_the_loss_is_one_sentence(name: str, settings: dict, words: str, tmp_path: Path) -> None:

@@ -85,15 +85,6 @@ def test_micro_batches_change_nothing(normalize: str, tmp_path: Path) -> None:
         torch.testing.assert_close(split.trained[key], value, atol=1e-5, rtol=0)
 
 
-def test_a_mean_per_micro_batch_would_be_caught(tmp_path: Path) -> None:
-    """The bug that ``test_micro_batches_change_nothing`` is there for."""
-    settings = {**SGD, "max_steps_per_epoch": 1, "num_samples": 3, "batch_size": 6}
-    bug = {"self.compute_loss(batch) / num_terms": "self.compute_loss(batch) / batch.num_labels / len(batches)"}
-    whole = start(FULL, tmp_path, **settings, changes=bug)
-    split = start(FULL, tmp_path, **settings, changes=bug, tokens_per_batch=70)
-    assert figure(split, "grad_norm") != pytest.approx(figure(whole, "grad_norm"), rel=1e-3)
-
-
 def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ With an environment of its own: ``pip install --target DIR --no-deps trl==1.16.0
 ``PYTHONPATH=DIR pytest tests/recipes/test_trl.py``.
 """
 
+import importlib
 import json
 import random
 from pathlib import Path
@@ -30,7 +31,7 @@ def run(folder: Path, loss: dict[str, Any], **settings: Any) -> Run:
     write_pairs(folder / "pairs.jsonl", count=STEPS * BATCH)
     optimizer = {"_component_": "torch.optim.AdamW", "lr": LR, "eps": EPS}
     options = {"optimizer": optimizer, "lr_scheduler": None, "shuffle": False, "batch_size": BATCH}
-    return start(FULL, folder, loss={**loss, "_component_": f"{LOSSES}.{loss['_component_']}"}, **options, **settings)
+    return start(FULL, folder, loss={**loss, "_component_": f"{LOSSES}.{loss['_component_']}"}, **options | settings)
 
 
 def parts(row: dict[str, Any], side: str = "") -> tuple[list[int], list[int]]:
@@ -141,6 +142,45 @@ def test_pairs_with_a_reference(name: str, ours: dict, kind: str, more: dict, tm
     model = causal(tmp_path)
     config = trl.DPOConfig(**options(tmp_path, loss_type=[kind], max_length=None, **more))
     agree(mine, theirs(trl.DPOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
+
+
+# Steps of one pair: TRL's mean of the likelihood term is over the tokens of a batch, ours over its pairs.
+ONE_PAIR = {"batch_size": 1, "max_steps_per_epoch": STEPS}
+# TRL's likelihood term of ORPO includes the prompt; here all tokens but the first belong to the answers.
+ALL_TOKENS = {**ONE_PAIR, "dataset__masking_strategy": "train_on_all"}
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "settings", "more"),
+    [
+        ("CPO", {"_component_": "SimPOLoss", "beta": 2.0, "gamma": 0.7}, {}, {"loss_type": "simpo", "cpo_alpha": 0.0}),
+        ("CPO", {"_component_": "CPOLoss", "beta": 0.3, "alpha": 0.5}, ONE_PAIR, {"cpo_alpha": 0.5}),
+        ("ORPO", {"_component_": "ORPOLoss", "beta": 0.3}, ALL_TOKENS, {}),
+    ],
+    ids=["simpo", "cpo", "orpo"],
+)
+def test_pairs_without_a_reference(name: str, ours: dict, settings: dict, more: dict, tmp_path: Path) -> None:
+    module = importlib.import_module(f"trl.experimental.{name.lower()}")
+    mine = run(tmp_path, ours, **settings)
+    data, rows = mine.recipe.loader.dataset, []
+    for index in range(len(data)):
+        row = {}
+        for side in ("chosen", "rejected"):
+            prompt, answer = parts(data[index], side)
+            row[f"{side}_input_ids"] = prompt + answer
+            row[f"{side}_labels"] = [-100] * len(prompt) + answer
+            row[f"{side}_attention_mask"] = [1] * len(prompt + answer)
+        rows.append({**row, "prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)})
+    if name == "ORPO":
+        assert {len(row["prompt_input_ids"]) for row in rows} == {1}
+    model = causal(tmp_path)
+    more = {"beta": ours["beta"], "max_length": 512, **more}
+    if "gamma" in ours:
+        more["simpo_gamma"] = ours["gamma"]
+    if "batch_size" in settings:
+        more["per_device_train_batch_size"] = settings["batch_size"]
+    config = getattr(module, f"{name}Config")(**options(tmp_path, **more))
+    agree(mine, theirs(getattr(module, f"{name}Trainer"), config, model, tmp_path, rows), model)
 
 
 def test_reward_model(tmp_path: Path) -> None:

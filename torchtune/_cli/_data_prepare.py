@@ -23,6 +23,7 @@ def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
     from torchtune.datasets._parallel import workers
     from torchtune.datasets._shared import preparing
     from torchtune.training._recipe_settings import RecipeSettings
+    from torchtune.training.plan._plan_data import nodes_of
     from torchtune.training.supervise._run_report import count_tokens
 
     cfg = RecipeSettings.of(settings)
@@ -44,5 +45,5 @@ def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
         kind = "packs" if hasattr(dataset, "packs") else "rows"
         took = time.monotonic() - started
         print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {took:.1f} s. Use them with")
-        many = isinstance(node, list | tuple) or type(node).__name__ == "ListConfig"
-        print(f"  prepared: {output}  # in every node of {name}" if many else f"  {name}.prepared={output}")
+        alone = nodes_of(node)[0] is node
+        print(f"  {name}.prepared={output}" if alone else f"  prepared: {output}  # in every node of {name}")

@@ -147,7 +147,7 @@ def show_config(settings: Any, examples: int, everything: bool, sample: int) -> 
     """
     from torchtune import config
     from torchtune.training._recipe_settings import RecipeSettings
-    from torchtune.training.plan._plan_data import _steps_per_epoch
+    from torchtune.training.plan._plan_data import _steps_per_epoch, is_mixture, measure
     from torchtune.training.supervise._run_report import count_steps, global_batch
 
     cfg = RecipeSettings.of(settings)
@@ -161,6 +161,8 @@ def show_config(settings: Any, examples: int, everything: bool, sample: int) -> 
         of = "" if train["exact"] and held_out["exact"] else " among the rows that were read (--all compares every row)"
         rows = f"{len(both):,} rows of dataset_val are in dataset too: remove them from one" if both else "none"
         print(f"leaks       {rows}{of}")
-    per_epoch = _steps_per_epoch(cfg, train["examples"], 1)
+    mixed, exact = is_mixture(cfg.dataset), train["exact"]
+    examples = measure(cfg.dataset, tokenizer, sys.maxsize if exact else sample)[0] if mixed else train["examples"]
+    per_epoch = _steps_per_epoch(cfg, examples, 1)
     print(f"\nbatch       {global_batch(cfg, 1)}")
     print(f"steps       {'' if train['exact'] else 'about '}{count_steps(cfg, per_epoch)}, on one device")

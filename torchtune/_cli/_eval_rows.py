@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torchtune
 from torchtune import evaluation
 from torchtune._cli.data import dataset_node
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._facts import format_of, read_rows
-from torchtune.generation import load_model
 from torchtune.utils import UserError, atomic_write
 
 
@@ -55,7 +55,7 @@ def _evaluate(
     folder: str, adapter: str | None, args: argparse.Namespace, data: Path, rows: Any, scores: Any, node: Any
 ) -> dict[str, Any]:
     """What came of a model, which is let go of afterwards."""
-    model, tokenizer = load_model(folder, adapter=adapter, device=args.device, dtype=args.dtype)
+    model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
     found: dict[str, Any] = {"model": folder, "adapter": adapter, "perplexity": None, "answers": None}
     if node is not None:
         found["perplexity"] = evaluation.perplexity(model, instantiate_dataset(node, tokenizer))

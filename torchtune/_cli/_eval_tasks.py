@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+import torchtune
 from torchtune import evaluation
-from torchtune.generation import load_model
 
 
 def eval_tasks(args: argparse.Namespace) -> None:
@@ -17,7 +17,7 @@ def eval_tasks(args: argparse.Namespace) -> None:
     models = [(args.against, None)] if args.against else []
     for place, (folder, adapter) in enumerate([*models, (args.model, args.adapter)], start=1):
         output = args.output / f"{place}_{Path(adapter or folder).resolve().name}"
-        model, tokenizer = load_model(folder, adapter=adapter, device=args.device, dtype=args.dtype)
+        model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
         results = evaluation.evaluate_tasks(
             model,
             tokenizer,

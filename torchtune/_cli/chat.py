@@ -3,7 +3,6 @@
 import argparse
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from torchtune._cli.subcommand import Subcommand
@@ -34,8 +33,8 @@ class Chat(Subcommand):
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        add("--model", type=Path, required=True, help="folder of the checkpoint")
-        add("--adapter", type=Path, help="folder of a LoRA adapter of that model")
+        add("--model", required=True, help="folder of the checkpoint, or repository of the hub, owner/name")
+        add("--adapter", help="folder or repository of a LoRA adapter of that model")
         add("--system", help="system prompt")
         add("--temperature", type=float, default=0.6, help="randomness; 0 always takes the likeliest token")
         add("--top-k", type=int, help="sample among the k likeliest tokens")
@@ -51,10 +50,6 @@ class Chat(Subcommand):
             value = getattr(args, name)
             if value is not None and not value >= least:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}.")
-        for name in ("model", "adapter"):
-            folder = getattr(args, name)
-            if folder is not None and not folder.is_dir():
-                raise UserError(f"--{name} {folder}: there is no such folder: give the folder of a checkpoint.")
         conversation = _Conversation(args)
         with conversation:
             self._talk(conversation)
@@ -96,14 +91,14 @@ class _Conversation:
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
 
-        from torchtune.generation import fast_linears, load_model
+        import torchtune
+        from torchtune.generation import fast_linears
 
         self._args = args
-        self._model, self._tokenizer = load_model(
-            args.model, adapter=args.adapter, device=args.device, dtype=args.dtype
+        self._model, self._tokenizer = torchtune.load(
+            args.model, adapter=args.adapter, dtype=args.dtype, device=args.device
         )
-        self._device = self._model.tok_embeddings.weight.device
-        self._rng = torch.Generator(self._device)
+        self._rng = torch.Generator(self._model.tok_embeddings.weight.device)
         if args.seed is None:
             self._rng.seed()
         else:

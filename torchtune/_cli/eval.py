@@ -40,11 +40,11 @@ class Eval(Subcommand):
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        add("model", help="folder of the checkpoint")
+        add("model", help="folder of the checkpoint, or its repository on the hub")
         add("--data", type=Path, help="rows with the right answers: .jsonl, .json, .csv, .parquet …")
         add("--score", action="append", default=[], metavar="NAME", help="how to score answers, see below; repeatable")
         add("--perplexity", action="store_true", help="measure the perplexity of the right answers, or of texts")
-        add("--against", help="folder of a checkpoint to compare with")
+        add("--against", help="checkpoint to compare with")
         add("--adapter", help="folder of a LoRA adapter of the model")
         add("--tasks", metavar="NAME,NAME", help="tasks of lm-eval (extra eval); tune_facts needs no download")
         add("--include-path", type=Path, help="folder with tasks of yours, in lm-eval's YAML")
@@ -67,11 +67,6 @@ class Eval(Subcommand):
             value = getattr(args, name)
             if value is not None and not value >= smallest:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {smallest}.")
-        for name in ("model", "against", "adapter"):
-            folder = getattr(args, name)
-            if folder is not None and not Path(folder).is_dir():
-                flag = name if name == "model" else f"--{name}"
-                raise UserError(f"{flag} {folder}: there is no such folder: give one, `tune download` gets models.")
         self._check_what_is_measured(args)
         if args.tasks:
             from torchtune._cli._eval_tasks import eval_tasks

@@ -10,7 +10,9 @@ from torchtune.config._configurable import from_node
 from torchtune.config._errors import InstantiationError
 from torchtune.config._locate import locate
 from torchtune.config._reader import leaves
-from torchtune.config._schema import is_configurable
+from torchtune.config._schema import is_configurable, takes_component
+from torchtune.config._signature import accepts
+from torchtune.config._values import is_component
 
 
 def instantiate(
@@ -22,7 +24,8 @@ def instantiate(
     """Build what a component node describes.
 
     Args:
-        config: a mapping with ``_component_`` and arguments; nested components, in lists too, are built first.
+        config: a mapping with ``_component_`` and arguments; nested components, in lists too, are built first,
+            unless the argument's annotation has a :class:`Component`: then it gets their nodes.
         *args: positional arguments of the outermost component.
         caller_globals: where a path without dots is looked up; by default the caller's module.
         **kwargs: arguments that take the place of those in ``config``; any objects, passed on as they are.
@@ -33,6 +36,11 @@ def instantiate(
     Raises:
         ValueError: ``config`` is not a mapping.
         InstantiationError: it has no ``_component_``, or the path leads nowhere.
+
+    Example:
+        >>> node = {"_component_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
+        >>> torchtune.config.instantiate(node).weight.shape
+        torch.Size([3, 2])
     """
     if config is None:
         return None
@@ -71,7 +79,16 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
         return from_node(component, given, *args)
     if not callable(component):
         raise InstantiationError(f"'{node['_component_']}' is a {type(component).__name__}, not a class or function")
-    return component(*args, **{key: _build(value, caller_globals) for key, value in given.items()})
+    return component(*args, **{key: _argument(component, key, value, caller_globals) for key, value in given.items()})
+
+
+def _argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:
+    inner = value.values() if type(value) is dict else value if type(value) is list else ()
+    if is_component(value) or any(map(is_component, inner)):
+        argument = accepts(component).named.get(key)
+        if argument is not None and takes_component(argument.annotation):
+            return value
+    return _build(value, caller_globals)
 
 
 def _build(value: Any, caller_globals: dict[str, Any]) -> Any:

@@ -111,6 +111,11 @@ def members(annotation: Any) -> tuple[Any, ...]:
 _NAMES = {type(None): "null", Any: "anything", Component: "component", dict: "mapping", list: "list"}
 
 
+def takes_component(annotation: Any) -> bool:
+    """Whether a :class:`Component` is in an annotation, at any depth."""
+    return annotation is Component or any(map(takes_component, get_args(annotation)))
+
+
 def type_text(annotation: Any) -> str:
     """``list[int] | None`` -> ``"list of int or null"``."""
     base, extras = split_annotated(annotation)

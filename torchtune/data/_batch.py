@@ -39,9 +39,18 @@ class Batch(MutableMapping[str, Any]):
         num_padding_documents: documents at the end of ``documents`` that are padding.
         shard: (rank, size) of the context-parallel split: this batch has the ``rank``-th of ``size`` equal parts.
         terms: :attr:`num_terms` where it is not the number of labels, for example of pairs.
+        sources: names of the datasets of a mixture; ``per_token["source"]`` has their numbers.
 
     Raises:
         DataError: shapes do not fit together, or a name occurs twice.
+
+    Example:
+        >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3, 4, 5], "labels": [4, 5, -100]}]
+        >>> batch = torchtune.data.collate_documents(rows)
+        >>> batch.num_tokens, batch.num_labels
+        (5, 3)
+        >>> model(**batch.model_inputs()).shape
+        torch.Size([1, 5, 316])
     """
 
     tokens: torch.Tensor
@@ -54,6 +63,7 @@ class Batch(MutableMapping[str, Any]):
     num_padding_documents: int = 0
     shard: tuple[int, int] = (0, 1)
     terms: int | None = None
+    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         shape = tuple(self.tokens.shape)

@@ -55,6 +55,11 @@ class ShareGPTToMessages(_ConversationTransform):
 
     Raises:
         DataError: a key of the map is missing; when called, a column is missing or is not a conversation.
+
+    Example:
+        >>> row = {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}
+        >>> [message.role for message in torchtune.data.ShareGPTToMessages()(row)["messages"]]
+        ['user', 'assistant']
     """
 
     roles: ClassVar[dict[str, str]] = {
@@ -118,6 +123,12 @@ class OpenAIToMessages(_ConversationTransform):
 
     Raises:
         DataError: a key of the map is missing; when called, a column is missing or is not a conversation.
+
+    Example:
+        >>> row = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+        >>> messages = torchtune.data.OpenAIToMessages()(row)["messages"]
+        >>> [(message.role, message.masked) for message in messages]
+        [('user', True), ('assistant', False)]
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune.data._batch import Batch
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber
 from torchtune.data._documents import Documents
 
 Document = Mapping[str, Any]
@@ -42,23 +42,34 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
 
     Returns:
         a batch of one row: ``tokens``, ``labels`` and ``input_pos`` are int64 ``[1, s]``, ``s`` is the number of
-        tokens. ``input_pos`` restarts at 0 in every document.
+        tokens. ``input_pos`` restarts at 0 in every document. Of a mixture it has :attr:`Batch.sources`.
 
     Raises:
         DataError: an example has more than tokens and labels (images), or the two differ in length.
+
+    Example:
+        >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3, 4, 5], "labels": [4, 5, -100]}]
+        >>> batch = torchtune.data.collate_documents(rows)
+        >>> batch.tokens, batch.input_pos
+        (tensor([[1, 2, 3, 4, 5]]), tensor([[0, 1, 0, 1, 2]]))
     """
     documents = [document for example in batch for document in documents_of(example)]
     tokens = [_row(document["tokens"]) for document in documents]
     labels = [_row(document["labels"]) for document in documents]
     for document, row, label in zip(documents, tokens, labels, strict=True):
-        if extra := document.keys() - {"tokens", "labels", "mask"}:
+        if extra := document.keys() - {"tokens", "labels", "mask", "source"}:
             raise DataError(
                 f"collate_documents takes text only, not '{min(extra)}': set collate_fn to one that batches it."
             )
         if len(row) != len(label):
             raise DataError(f"An example has {len(row)} tokens but {len(label)} labels.")
     boundaries = Documents.from_lengths([len(row) for row in tokens])
-    return Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
+    out = Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
+    sources = [document.get("source") for document in documents]
+    if not all(isinstance(source, SourceNumber) for source in sources):
+        return out
+    numbers = np.repeat(np.array(sources, np.int64), boundaries.lengths)
+    return replace(out, per_token={"source": torch.from_numpy(numbers)[None]}, sources=sources[0].names)
 
 
 def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
@@ -79,6 +90,12 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
 
     Raises:
         DataError: an example lacks one of the keys, or tokens and labels differ in length.
+
+    Example:
+        >>> side = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+        >>> row = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in side.items()}
+        >>> torchtune.data.collate_preference([row]).documents.lengths
+        (3, 3)
     """
     paired = not all("is_chosen" in example for example in batch)
     documents = [_answer(example, side) for side in (_SIDES if paired else ("",)) for example in batch]
@@ -118,6 +135,11 @@ def left_pad_sequence(
 
     Returns:
         ``[b, s]``, or ``[s, b]`` without ``batch_first``; ``s`` is the longest length.
+
+    Example:
+        >>> torchtune.data.left_pad_sequence([torch.tensor([1]), torch.tensor([2, 3])], batch_first=True)
+        tensor([[0, 1],
+                [2, 3]])
     """
     flipped = [sequence.flip(0) for sequence in sequences]
     padded = pad_sequence(flipped, batch_first=batch_first, padding_value=padding_value)
@@ -152,6 +174,12 @@ def padded_collate(
     Raises:
         DataError: a key is missing, a mapping ``padding_idx`` has other keys than ``keys_to_pad``, or
             ``pad_direction`` is unknown.
+
+    Example:
+        >>> rows = [{"tokens": [1, 2]}, {"tokens": [4]}]
+        >>> torchtune.data.padded_collate(rows, pad_direction="right", keys_to_pad=["tokens"], padding_idx=0)["tokens"]
+        tensor([[1, 2],
+                [4, 0]])
     """
     if pad_direction not in ("left", "right"):
         raise DataError(f"pad_direction must be 'left' or 'right', not '{pad_direction}'.")
@@ -206,6 +234,12 @@ def padded_collate_sft(
     Returns:
         ``tokens`` and ``labels``, int64 ``[b, s]``; ``input_pos``, int64 ``[1, s]``, and ``encoder_input`` where they
         apply. :func:`padded_collate_packed` batches packs.
+
+    Example:
+        >>> rows = [{"tokens": [1, 2], "labels": [2, 3]}, {"tokens": [4], "labels": [5]}]
+        >>> torchtune.data.padded_collate_sft(rows, padding_idx=0)["labels"]
+        tensor([[   2,    3],
+                [   5, -100]])
     """
     if not isinstance(batch[0], Mapping):
         return padded_collate_packed(batch, padding_idx, ignore_idx)

@@ -13,6 +13,12 @@ class DataError(UserError, ValueError):
     """Invalid data, prompt template or tokenizer file; the message names the rows if rows are invalid."""
 
 
+class SourceNumber(int):
+    """The ``source`` of an example of a mixture: its number among ``names``."""
+
+    names: tuple[str, ...] = ()
+
+
 class Transform(Protocol):
     """Maps one sample to another: a row to messages, or messages to tokens."""
 

@@ -16,6 +16,10 @@ class Documents:
     Attributes:
         lengths: length of every document, in order, on the host.
         cu_seqlens: int32 ``[len(lengths) + 1]``, cumulative lengths from 0, on the device of the batch.
+
+    Example:
+        >>> torchtune.data.Documents.from_lengths([2, 3]).cu_seqlens
+        tensor([0, 2, 5], dtype=torch.int32)
     """
 
     lengths: tuple[int, ...]

@@ -30,7 +30,9 @@ class BatchLoader:
     and the rank, so loading ahead or resuming does not change them.
 
     Args:
-        dataset: examples by index, with a length.
+        dataset: examples by index, with a length. A mixture says by ``order(seed, epoch, shuffle)`` which indices an
+            epoch visits, ``examples_per_epoch`` of them. A stream (``is_stream``) has no length: its indices go on
+            from epoch to epoch; ``begin``, ``state_at`` and ``go_to`` set and tell its position.
         batch_size: examples (or packs) per micro-batch and rank.
         collate_fn: turns a list of examples into a batch.
         shuffle: visit the examples in random order.
@@ -42,6 +44,13 @@ class BatchLoader:
 
     Raises:
         DataError: the dataset is empty, or a number is below 1.
+
+    Example:
+        >>> rows = [{"tokens": [n, n], "labels": [n, n]} for n in range(5)]
+        >>> collate = torchtune.data.collate_documents
+        >>> loader = torchtune.data.BatchLoader(rows, batch_size=2, collate_fn=collate, shuffle=False, seed=0)
+        >>> [batch.tokens.tolist() for (batch,) in loader]
+        [[[0, 0, 1, 1]], [[2, 2, 3, 3]], [[4, 4]]]
     """
 
     def __init__(
@@ -65,8 +74,6 @@ class BatchLoader:
                 raise DataError(f"{name} must be at least 1, not {number}.")
         if not 0 <= rank < world_size:
             raise DataError(f"rank {rank} is not one of {world_size} ranks.")
-        if len(dataset) == 0:
-            raise DataError("The dataset is empty: there is nothing to train on.")
         self.dataset = dataset
         self.batch_size = batch_size
         self.collate_fn = collate_fn
@@ -76,6 +83,19 @@ class BatchLoader:
         self.max_steps_per_epoch = max_steps_per_epoch
         self.rank = rank
         self.world_size = world_size
+        self._is_stream = getattr(dataset, "is_stream", False)
+        if self._is_stream:
+            if max_steps_per_epoch is None:
+                raise DataError(
+                    "A dataset with streaming=True has no end: set max_steps_per_epoch, each epoch goes on where the "
+                    "last one stopped; dataset_val cannot be streamed."
+                )
+            self.examples_per_epoch = max_steps_per_epoch * self.examples_per_step
+            dataset.begin(seed, shuffle=shuffle)
+        else:  # a mixture visits some examples never or several times in an epoch
+            self.examples_per_epoch = getattr(dataset, "examples_per_epoch", None) or len(dataset)
+        if self.examples_per_epoch == 0:
+            raise DataError("The dataset is empty: there is nothing to train on.")
         self.epoch = 0
         self._step = 0
         self._indices = np.empty(0, dtype=np.int64)
@@ -89,8 +109,14 @@ class BatchLoader:
 
     def __len__(self) -> int:
         """Optimizer steps per epoch."""
-        steps = math.ceil(len(self.dataset) / self.examples_per_step)
+        steps = math.ceil(self.examples_per_epoch / self.examples_per_step)
         return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
+
+    @property
+    def smallest_batch(self) -> int:
+        """Examples of the smallest micro-batch that any rank gets in an epoch."""
+        last = min(len(self.dataset), len(self) * self.examples_per_step) % (self.batch_size * self.world_size)
+        return max(last // self.world_size, 1) if last else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the position to the beginning of an epoch."""
@@ -133,7 +159,11 @@ class BatchLoader:
         return self._shuffled[1][start : start + self.examples_per_step]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """int64 [number of examples]: the order of an epoch."""
+        """int64 [``examples_per_epoch``]: the order of an epoch."""
+        if self._is_stream:
+            return epoch * self.examples_per_epoch + np.arange(self.examples_per_epoch)
+        if hasattr(self.dataset, "order"):
+            return self.dataset.order(self.seed, epoch, self.shuffle)
         if not self.shuffle:
             return np.arange(len(self.dataset))
         # RandomState's streams are frozen by numpy's compatibility policy; Generator's are not.
@@ -178,19 +208,24 @@ class BatchLoader:
 
     def _fingerprint(self) -> dict[str, Any]:
         fingerprint = {
-            "dataset_length": len(self.dataset),
+            "dataset_length": self.examples_per_epoch,
             "examples_per_step": self.examples_per_step,
             "shuffle": self.shuffle,
             "seed": self.seed,
         }
         if (content := getattr(self.dataset, "fingerprint", None)) is not None:
             fingerprint["dataset_content"] = content
+        if (mixture := getattr(self.dataset, "mixture", None)) is not None:
+            fingerprint["mixture"] = mixture
         return fingerprint
 
     def state_dict(self) -> dict[str, Any]:
         """The position: epoch, next step, and a fingerprint of the data and the order."""
         epoch, step = (self.epoch + 1, 0) if self.at_epoch_end else (self.epoch, self._step)
-        return {"epoch": epoch, "step": step, "fingerprint": self._fingerprint()}
+        state = {"epoch": epoch, "step": step, "fingerprint": self._fingerprint()}
+        if self._is_stream:
+            state["stream"] = self.dataset.state_at(epoch * self.examples_per_epoch + step * self.examples_per_step)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the position to a saved one.
@@ -204,6 +239,7 @@ class BatchLoader:
             "shuffle": "shuffle",
             "seed": "seed",
             "dataset_content": "the content of the dataset",
+            "mixture": "the mixture",
         }
         now, saved = self._fingerprint(), state["fingerprint"]
         changes = [
@@ -217,6 +253,8 @@ class BatchLoader:
                 "resume with what the run was started with, or start a new run."
             )
         self.epoch, self._step = int(state["epoch"]), int(state["step"])
+        if self._is_stream:
+            self.dataset.go_to(state["stream"])
 
 
 @contextmanager

@@ -24,6 +24,11 @@ class Message:
 
     Raises:
         ValueError: ``ipython`` is True for another role than assistant, or for a turn with media.
+
+    Example:
+        >>> message = torchtune.data.Message(role="user", content="Why?")
+        >>> message.text_content
+        'Why?'
     """
 
     def __init__(
@@ -116,7 +121,12 @@ def as_message(value: MessageLike) -> Message:
 
 
 def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
-    """Convert a conversation to messages. Raises :class:`DataError` if it is not a list of turns."""
+    """Convert a conversation to messages. Raises :class:`DataError` if it is not a list of turns.
+
+    Example:
+        >>> [message.role for message in torchtune.data.as_messages([{"role": "user", "content": "Why?"}])]
+        ['user']
+    """
     if not isinstance(messages, list | tuple):
         raise DataError(f"a conversation must be a list of turns, not {type(messages).__name__}")
     return [as_message(message) for message in messages]
@@ -135,7 +145,12 @@ def content_part(part: Any) -> dict[str, Any]:
 
 
 class MaskingStrategy(Enum):
-    """Which turns are trained on."""
+    """Which turns are trained on.
+
+    Example:
+        >>> torchtune.data.MaskingStrategy("train_on_last").name
+        'TRAIN_ON_LAST'
+    """
 
     TRAIN_ON_ALL = "train_on_all"
     TRAIN_ON_ASSISTANT = "train_on_assistant"
@@ -161,6 +176,13 @@ def mask_messages(
 
     Raises:
         DataError: unknown strategy.
+
+    Example:
+        >>> turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+        >>> messages = torchtune.data.as_messages(turns)
+        >>> torchtune.data.mask_messages(messages, "train_on_assistant")
+        >>> [message.masked for message in messages]
+        [True, False]
     """
     strategy = masking_strategy_of(masking_strategy)
     turns = as_messages(messages)
@@ -186,6 +208,10 @@ def validate_messages(messages: Sequence[MessageLike]) -> None:
     Raises:
         DataError: there are fewer than two turns, an assistant turn follows neither a user nor a tool turn, two user
             turns are adjacent, a system turn is not the first, or a tool turn follows no tool call.
+
+    Example:
+        >>> turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+        >>> torchtune.data.validate_messages(turns)
     """
     messages = as_messages(messages)
     if len(messages) < 2:

@@ -42,6 +42,11 @@ class PromptTemplate(PromptTemplateInterface):
 
     Args:
         template: maps a role to (text before, text after).
+
+    Example:
+        >>> template = torchtune.data.PromptTemplate({"user": ("Q: ", "\\n"), "assistant": ("A: ", "")})
+        >>> template([torchtune.data.Message(role="user", content="Why?")])[0].text_content
+        'Q: Why?\\n'
     """
 
     def __init__(self, template: Mapping[Role, tuple[str, str]]) -> None:
@@ -57,6 +62,11 @@ class ChatMLTemplate(PromptTemplateInterface):
     """``<|im_start|>{role}\\n{text}<|im_end|>\\n`` around the turns of system, user and assistant.
 
     A final empty assistant turn has no ``<|im_end|>``, so that a model can continue it.
+
+    Example:
+        >>> turns = torchtune.data.ChatMLTemplate()([torchtune.data.Message(role="user", content="Why?")])
+        >>> turns[0].text_content
+        '<|im_start|>user\\nWhy?<|im_end|>\\n'
     """
 
     template: ClassVar[dict[Role, tuple[str, str]]] = {

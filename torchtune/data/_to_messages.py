@@ -85,6 +85,11 @@ class InputOutputToMessages(Transform):
 
     Raises:
         DataError: a key of the map is missing; when called, a column is missing or is not a text.
+
+    Example:
+        >>> transform = torchtune.data.InputOutputToMessages(column_map={"input": "question", "output": "answer"})
+        >>> [message.text_content for message in transform({"question": "Why?", "answer": "So."})["messages"]]
+        ['Why?', 'So.']
     """
 
     def __init__(
@@ -127,6 +132,12 @@ class AlpacaToMessages(Transform):
 
     Raises:
         DataError: a key of the map is missing; when called, a column is missing or is not a text.
+
+    Example:
+        >>> row = {"instruction": "Count.", "input": "", "output": "1 2 3"}
+        >>> messages = torchtune.data.AlpacaToMessages()(row)["messages"]
+        >>> messages[0].text_content.endswith("### Instruction:\\nCount.\\n\\n### Response:\\n")
+        True
     """
 
     template: ClassVar[dict[str, str]] = {
@@ -179,6 +190,12 @@ class ChosenRejectedToMessages(Transform):
 
     Raises:
         DataError: a key of the map is missing; when called, a column is missing or is not a conversation.
+
+    Example:
+        >>> question = {"role": "user", "content": "Why?"}
+        >>> row = {side: [question, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+        >>> sorted(torchtune.data.ChosenRejectedToMessages()(row))
+        ['chosen', 'rejected']
     """
 
     def __init__(

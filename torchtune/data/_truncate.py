@@ -19,6 +19,10 @@ def truncate(
 
     Raises:
         DataError: ``truncation_type`` is unknown.
+
+    Example:
+        >>> torchtune.data.truncate([1, 2, 3, 4], 3, eos_id=9)
+        [1, 2, 9]
     """
     if truncation_type == "right":
         kept = tokens[:max_seq_len]

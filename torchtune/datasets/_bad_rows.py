@@ -1,6 +1,13 @@
 """Rows that cannot be used, reported together."""
 
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 from torchtune.data import DataError
+from torchtune.utils import explain_os_error, get_logger, get_rank, log_rank_zero, run_log_path
 
 _MOST = 10
 
@@ -11,11 +18,12 @@ class BadRows:
     Args:
         source: what the rows are from.
         drop: rows are left out, however many; None where a dataset has no such switch.
+        switch: the setting that leaves them out.
     """
 
-    def __init__(self, source: str, *, drop: bool | None = None) -> None:
+    def __init__(self, source: str, *, drop: bool | None = None, switch: str = "drop_bad_rows=True") -> None:
         self.source = source
-        self._drop = drop
+        self._drop, self._switch = drop, switch
         self._rows: dict[str, list[int]] = {}
 
     def add(self, row: int, reason: str) -> None:
@@ -28,6 +36,11 @@ class BadRows:
     def dropped(self) -> list[int]:
         """Rows that are left out, in order."""
         return sorted(row for rows in self._rows.values() for row in rows)
+
+    @property
+    def left_out(self) -> list[tuple[int, str]]:
+        """(row, reason) of all rows that are left out, in order."""
+        return sorted((row, reason) for reason, rows in self._rows.items() for row in rows)
 
     @property
     def reasons(self) -> str:
@@ -43,8 +56,63 @@ class BadRows:
         if not self._rows or self._drop:
             return
         end = " (looked no further)" if more else ""
-        how = "filter_fn" if self._drop is None else "drop_bad_rows=True"
+        how = "filter_fn" if self._drop is None else self._switch
         raise DataError(
             f"{self.source} has rows that cannot be trained on, counted from 0: {self.reasons}{end}; "
             f"correct them or leave them out with {how}."
         )
+
+
+_listed: set[str] = set()
+
+
+def num_left_out() -> int:
+    """Rows that this process has left out, each counted once."""
+    return len(_listed)
+
+
+def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> Path | None:
+    """Append rows to ``skipped_rows.jsonl`` in the run's folder, on rank 0, each once; a resumed run lists none again.
+
+    Args:
+        rows: (``source`` and ``line`` or ``row``; the reason).
+
+    Returns:
+        the file; None without a run (:func:`torchtune.utils.get_run_logger`).
+    """
+    log = run_log_path(0)
+    path = None if log is None else log.parent.parent / "skipped_rows.jsonl"
+    lines = [json.dumps({**origin, "reason": reason}) for origin, reason in rows]
+    new = [line for line in dict.fromkeys(lines) if line not in _listed]
+    _listed.update(new)
+    if path is None or get_rank() != 0:
+        return path
+    try:
+        before = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in new if line not in before)
+    except OSError as error:
+        get_logger().warning(str(explain_os_error(error, path)))
+    return path
+
+
+def say_what_is_left_out(rows: Sequence[tuple[int, str]], source: str, total: int) -> None:
+    """Warn of rows that are left out, and list all of them; they may have been found by an earlier run.
+
+    Raises:
+        DataError: no row is left.
+    """
+    if not rows:
+        return
+    path = list_left_out([({"source": source, "row": row}, reason) for row, reason in rows])
+    shown = "; ".join(f"row {row}: {reason}" for row, reason in rows[:_MOST])
+    more = f" and {len(rows) - _MOST:,} more" if len(rows) > _MOST else ""
+    listed = "" if path is None else f", all of them in {path}"
+    log_rank_zero(
+        get_logger(),
+        f"{len(rows):,} of {total:,} rows of {source} are left out ({shown}{more}){listed}.",
+        logging.WARNING,
+    )
+    if len(rows) == total:
+        raise DataError(f"{source}: no row is left that can be trained on.")

@@ -6,7 +6,8 @@ from typing import Any
 from torchtune.data import DataError, Transform
 from torchtune.datasets._load import Source
 from torchtune.datasets._packed import PackedDataset
-from torchtune.datasets._sft import SFTDataset
+from torchtune.datasets._sft import SFTDataset, SFTTransform
+from torchtune.datasets._stream import StreamedDataset
 
 
 def pack_length(tokenizer: Any) -> int:
@@ -26,13 +27,24 @@ def sft_dataset(
     filter_fn: Callable[..., bool] | None,
     split: str,
     **load_dataset_kwargs: Any,
-) -> SFTDataset | PackedDataset:
-    """An :class:`SFTDataset`, packed if asked.
+) -> SFTDataset | PackedDataset | StreamedDataset:
+    """An :class:`SFTDataset`, packed if asked; a :class:`StreamedDataset` with ``streaming=True``.
 
     Raises:
         DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
     """
     length = pack_length(tokenizer) if packed else None
+    if load_dataset_kwargs.get("streaming"):
+        return StreamedDataset(
+            SFTTransform(message_transform, tokenizer),
+            source,
+            limit=getattr(tokenizer, "max_seq_len", None),
+            side=getattr(tokenizer, "truncation_type", "right"),
+            pack_length=length,
+            filter_fn=filter_fn,
+            split=split,
+            **load_dataset_kwargs,
+        )
     dataset = SFTDataset(
         source=source,
         message_transform=message_transform,

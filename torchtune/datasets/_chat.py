@@ -43,6 +43,14 @@ def chat_dataset(
 
     Raises:
         DataError: unknown style; see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+
+    Example:
+        >>> rows = [{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "one cat"}]}]
+        >>> data = torchtune.datasets.chat_dataset(
+        ...     tokenizer, source=rows, conversation_column="messages", conversation_style="openai"
+        ... )
+        >>> tokenizer.decode([label for label in data[0]["labels"] if label != -100])
+        'one cat'
     """
     styles = {"sharegpt": (ShareGPTToMessages, "conversations"), "openai": (OpenAIToMessages, "messages")}
     if conversation_style not in styles:

@@ -18,6 +18,11 @@ class ConcatDataset(Dataset):
 
     Raises:
         DataError: there are none, or packed and other datasets are mixed.
+
+    Example:
+        >>> short = [{"tokens": [1], "labels": [1]}]
+        >>> len(torchtune.datasets.ConcatDataset([short, short]))
+        2
     """
 
     def __init__(self, datasets: Sequence[Any]) -> None:

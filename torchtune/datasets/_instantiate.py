@@ -23,6 +23,12 @@ def instantiate_dataset(dataset: Any, tokenizer: Any) -> Any:
 
     Raises:
         DataError: see the datasets; one of somebody else is empty, or its examples lack ``tokens`` and ``labels``.
+
+    Example:
+        >>> rows = [{"input": "Who?", "output": "one cat"}]
+        >>> node = {"_component_": "torchtune.datasets.instruct_dataset", "source": rows}
+        >>> len(torchtune.datasets.instantiate_dataset(node, tokenizer))
+        1
     """
     if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
         parts = [_checked(config.instantiate(node, tokenizer), tokenizer) for node in dataset]
@@ -45,6 +51,11 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     Raises:
         DataError: it pads on the left, which a causal model cannot be trained with; when called, see
             :meth:`Batch.from_dict <torchtune.data.Batch.from_dict>`.
+
+    Example:
+        >>> collate = torchtune.datasets.instantiate_collate("torchtune.data.collate_documents", tokenizer)
+        >>> collate([{"tokens": [1, 2], "labels": [2, -100]}]).num_labels
+        1
     """
     collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
     if getattr(collate, "__name__", "") == "left_pad_sequence":

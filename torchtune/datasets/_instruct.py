@@ -42,6 +42,12 @@ def instruct_dataset(
 
     Raises:
         DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+
+    Example:
+        >>> rows = [{"input": "What does the cat see?", "output": "a red bird"}]
+        >>> data = torchtune.datasets.instruct_dataset(tokenizer, source=rows)
+        >>> tokenizer.decode([label for label in data[0]["labels"] if label != -100])
+        'a red bird'
     """
     transform = InputOutputToMessages(
         train_on_input=train_on_input,
@@ -72,6 +78,11 @@ def alpaca_dataset(
 
     Raises:
         DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+
+    Example:
+        >>> rows = [{"instruction": "Count.", "input": "", "output": "one two"}]
+        >>> len(torchtune.datasets.alpaca_dataset(tokenizer, source=rows))
+        1
     """
     transform = AlpacaToMessages(
         train_on_input=train_on_input, column_map=column_map, masking_strategy=masking_strategy

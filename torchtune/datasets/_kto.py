@@ -111,6 +111,11 @@ def kto_dataset(
 
     Raises:
         DataError: see :class:`PreferenceDataset`; all answers are good, or all are bad.
+
+    Example:
+        >>> rows = [{"prompt": "Who?", "completion": text, "label": text == "one cat"} for text in ("one cat", "no")]
+        >>> len(torchtune.datasets.kto_dataset(tokenizer, source=rows))
+        2
     """
     return KTODataset(
         source=source,

@@ -3,6 +3,7 @@
 import difflib
 import glob
 import json
+import logging
 import socket
 import threading
 import urllib.request
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from torchtune.data import DataError
@@ -170,10 +171,12 @@ class RowSource:
             ``datasets.Dataset``, or any iterable of mappings column -> value.
         filter_fn: rows for which it is false are left out.
         filter_kwargs: arguments of ``datasets.Dataset.filter``.
+        on_bad_row: ``stop`` where a row cannot be trained on, or ``skip`` such rows and list them.
         prepared: folder that ``tune data prepare`` has written; rows that are not in it are refused.
         **kwargs: arguments of ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
 
     Attributes:
+        skips: rows that cannot be trained on are left out.
         shown: what the rows are from, for messages.
 
     Raises:
@@ -187,8 +190,18 @@ class RowSource:
         filter_fn: Callable[..., bool] | None = None,
         filter_kwargs: Mapping[str, Any] | None = None,
         prepared: str | Path | None = None,
+        on_bad_row: Literal["stop", "skip"] = "stop",
         **kwargs: Any,
     ) -> None:
+        if on_bad_row not in ("stop", "skip"):
+            raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
+        self.skips = on_bad_row == "skip"
+        if kwargs.pop("streaming", None):
+            raise DataError(
+                "streaming=True is not possible here: the rows are tokenized before training; leave it out."
+            )
+        if kwargs.pop("shuffle_buffer", None) is not None:
+            raise DataError("shuffle_buffer is for streaming=True: leave it out, all rows are shuffled.")
         self.prepared = None if prepared is None else Path(prepared).expanduser()
         self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs.copy()
         self._rows: Any = None
@@ -217,6 +230,8 @@ class RowSource:
             DataError: a file is missing, or see :func:`load_rows`.
         """
         fingerprint.add_part("filter", [self._filter, self._filter_kwargs])
+        if self.skips:
+            fingerprint.add_part("on_bad_row", "skip")
         data = Fingerprint()
         self._add_data(data)
         fingerprint.take("data", data)
@@ -225,7 +240,7 @@ class RowSource:
         if not self._is_here:
             where, kwargs = resolve_source(self._source, self._kwargs)
             names = _flat(kwargs["data_files"]) if where in LOADERS.values() else [where]
-            if kwargs.get("streaming") is None and all(not _is_remote(name) and _exists(name) for name in names):
+            if all(not _is_remote(name) and _exists(name) for name in names):
                 files = kwargs.pop("data_files", None) if where in LOADERS.values() else None
                 fingerprint.add([where if files is not None else "folder", kwargs])
                 fingerprint.add({split: len(_flat(part)) for split, part in files.items()} if _is_map(files) else None)
@@ -306,7 +321,7 @@ def load_rows(
         **load_dataset_kwargs: arguments of ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
 
     Returns:
-        ``datasets.Dataset`` with at least one row.
+        ``datasets.Dataset`` with at least one row; with ``streaming``, an unfiltered ``datasets.IterableDataset``.
 
     Raises:
         DataError: it cannot be found, reached or read, has no such split, or has no rows.
@@ -318,14 +333,13 @@ def load_rows(
     look(source, is_remote=any(map(_is_remote, names)) if names else not Path(where).is_dir())
     shown = ", ".join(names) or source
     split = kwargs.get("split")
-    if kwargs.get("streaming"):
-        raise DataError("streaming=True is not possible: data are tokenized before training; leave it out.")
+    streaming = bool(kwargs.get("streaming"))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _reported_once():
             warnings.simplefilter("ignore", ResourceWarning)
-            if filter_fn is None and (first := first_lines(names, split)) is not None:
+            if filter_fn is None and not streaming and (first := first_lines(names, split)) is not None:
                 return first
-            if _is_saved(where):
+            if _is_saved(where) and not streaming:
                 rows = _saved_rows(where, split)
             elif names or Path(where).is_dir():
                 rows = datasets.load_dataset(where, **kwargs)
@@ -358,8 +372,22 @@ def load_rows(
         raise DataError(f"Cannot load {shown}: {_first_line(error)}.") from error
     if isinstance(rows, dict):
         raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
+    if streaming:
+        return rows
     part = "" if split is None else f" (split {split})"
     return limited(_filtered(rows, filter_fn, filter_kwargs, shown + part))
+
+
+@contextmanager
+def _reported_once() -> Iterator[None]:
+    """Inside the block, loaders of the datasets package do not log the errors that they raise, too."""
+    log = logging.getLogger("datasets.packaged_modules")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @contextmanager

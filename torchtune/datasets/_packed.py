@@ -67,6 +67,31 @@ def split_evenly(lengths: np.ndarray, capacity: int) -> list[list[Piece]]:
     return packs
 
 
+class Packs:
+    """The pieces of every pack, 12 bytes each.
+
+    Args:
+        packs: pieces by pack.
+    """
+
+    def __init__(self, packs: list[list[Piece]]) -> None:
+        self._ends = np.cumsum([0, *map(len, packs)])
+        self._pieces = np.array([piece for pack in packs for piece in pack], np.int32).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> list[Piece]:
+        """The pieces of a pack."""
+        index = range(len(self))[index]
+        return [tuple(piece) for piece in self._pieces[self._ends[index] : self._ends[index + 1]].tolist()]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [packs]: tokens of every pack."""
+        return np.add.reduceat(self._pieces[:, 2] - self._pieces[:, 1], self._ends[:-1], dtype=np.int64)
+
+
 class PackedDataset(Dataset):
     """Packs of documents: every token of ``ds`` exactly once, nothing padded.
 
@@ -83,6 +108,12 @@ class PackedDataset(Dataset):
 
     Raises:
         DataError: a row is longer than ``max_seq_len`` and may not be cut, or there are no rows.
+
+    Example:
+        >>> rows = [{"tokens": [n] * n, "labels": [n] * n} for n in (3, 1, 2, 2)]
+        >>> packs = torchtune.datasets.PackedDataset(rows, max_seq_len=4)
+        >>> sorted(sum(len(document["tokens"]) for document in packs[i]) for i in range(len(packs)))
+        [4, 4]
     """
 
     def __init__(
@@ -101,7 +132,7 @@ class PackedDataset(Dataset):
         if not len(lengths):
             raise DataError("There is nothing to pack: the dataset is empty.")
         if split_across_pack:
-            self.packs = split_evenly(lengths, max_seq_len)
+            packs = split_evenly(lengths, max_seq_len)
         else:
             too_long = np.flatnonzero(lengths > max_seq_len)
             if len(too_long):
@@ -111,10 +142,9 @@ class PackedDataset(Dataset):
                     f"{shown}, counted from 0): raise max_seq_len, or cut them with split_across_pack=True."
                 )
             rows = best_fit(lengths, max_seq_len)
-            self.packs = [[(row, 0, int(lengths[row])) for row in pack] for pack in rows]
-        if max_packs is not None:
-            self.packs = self.packs[:max_packs]
-        self.lengths = np.array([sum(end - start for _, start, end in pack) for pack in self.packs])
+            packs = [[(row, 0, int(lengths[row])) for row in pack] for pack in rows]
+        self.packs = Packs(packs[:max_packs])
+        self.lengths = self.packs.lengths
         self.fill = float(self.lengths.sum() / (len(self.packs) * max_seq_len))
         log_rank_zero(
             get_logger(),

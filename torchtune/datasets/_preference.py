@@ -69,7 +69,7 @@ class PreferenceDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            bad, cut = BadRows(self.source, drop=drop_bad_rows), 0
+            bad, cut = BadRows(self.source, drop=drop_bad_rows or found.skips), 0
             hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None
             for index, row in enumerate(tqdm(found.rows(), desc="Tokenizing", unit=" rows", disable=hidden)):
                 sign_of_life()
@@ -196,6 +196,12 @@ def preference_dataset(
 
     Raises:
         DataError: see :class:`PreferenceDataset`.
+
+    Example:
+        >>> question = {"role": "user", "content": "Who?"}
+        >>> row = {side: [question, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+        >>> len(torchtune.datasets.preference_dataset(tokenizer, source=[row]))
+        1
     """
     transform = ChosenRejectedToMessages(
         train_on_input=train_on_input,

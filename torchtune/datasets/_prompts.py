@@ -47,6 +47,8 @@ class PromptDataset(Dataset):
     ) -> None:
         self._column, self._system = column, new_system_prompt
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        if found.skips:
+            raise DataError("on_bad_row=skip is not possible for prompts: leave rows out with filter_fn.")
         self.source = found.shown
         fingerprint = Fingerprint()
         fingerprint.add_part("dataset", [type(self), column, new_system_prompt])
@@ -141,6 +143,11 @@ def prompt_dataset(
 
     Raises:
         DataError: see :class:`PromptDataset`.
+
+    Example:
+        >>> data = torchtune.datasets.prompt_dataset(tokenizer, source=[{"prompt": "What is 2 + 3?", "answer": "5"}])
+        >>> len(data)
+        1
     """
     return PromptDataset(
         source=source,

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, Transform, as_messages, validate_messages
 from torchtune.data._common import as_sample
-from torchtune.datasets._bad_rows import BadRows
+from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._parallel import in_parts
@@ -30,6 +30,13 @@ class SFTTransform(Transform):
     Args:
         message_transform: row -> ``messages``; ``None`` where rows have them.
         model_transform: ``messages`` -> ``tokens`` and ``mask``, usually a tokenizer.
+
+    Example:
+        >>> transform = torchtune.datasets.SFTTransform(torchtune.data.OpenAIToMessages(), tokenizer)
+        >>> turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "one"}]
+        >>> row = transform({"messages": turns})
+        >>> len(row["tokens"]) == len(row["labels"])
+        True
     """
 
     def __init__(self, message_transform: Transform | None = None, model_transform: Transform | None = None) -> None:
@@ -125,6 +132,7 @@ def tokenize_rows(
     writer: StoreWriter,
     limit: int | None,
     side: str = "right",
+    skips: bool = False,
 ) -> dict[str, Any]:
     """Transform every row, with a progress bar; many rows in several processes.
 
@@ -135,14 +143,16 @@ def tokenize_rows(
         writer: takes the transformed rows.
         limit: longest row; ``side`` is the end of longer ones that is cut.
         side: see ``limit``.
+        skips: leave out rows that cannot be trained on.
 
     Returns:
-        ``cut``: how many rows are as long as ``limit``; or ``on_reading`` where the first row has more than tokens.
+        ``cut``: how many rows are as long as ``limit``; ``skipped``: (row, reason) of those that are left out; or
+        ``on_reading`` where the first row has more than tokens.
 
     Raises:
         DataError: some rows cannot be transformed or have no label; the message names up to ten.
     """
-    bad, cut = BadRows(source), 0
+    bad, cut = BadRows(source, drop=skips, switch="on_bad_row=skip"), 0
     hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: only on a terminal
     with tqdm(total=len(rows), desc="Tokenizing", unit=" rows", disable=hidden) as bar:
         for part in in_parts(rows, _Tokenize(transform, limit, side)):
@@ -155,7 +165,14 @@ def tokenize_rows(
             cut += part.cut
             bar.update(len(part.lengths) + len(part.bad))
     bad.check()
-    return {"cut": cut}
+    return {"cut": cut, "skipped": bad.left_out}
+
+
+def row_numbers(info: Mapping[str, Any], rows: int, source: str) -> np.ndarray:
+    """int64 [rows]: the number of each row in its source; says which are left out."""
+    skipped = info.get("skipped", [])
+    say_what_is_left_out(skipped, source, rows + len(skipped))
+    return np.delete(np.arange(rows + len(skipped)), [row for row, _ in skipped])
 
 
 def say_what_is_cut(info: Mapping[str, Any], rows: int, source: str, limit: int | None) -> None:
@@ -178,6 +195,8 @@ class SFTDataset(Dataset):
     Everything that is wrong with the data shows before training starts. Transforms that give more than tokens
     (images) are applied again whenever such a row is read, and only the first row is checked.
 
+    ``on_bad_row=skip`` leaves out rows that cannot be trained on, and lists them in the run's ``skipped_rows.jsonl``.
+
     Args:
         source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``csv``, ``parquet`` …), or rows in
             memory: a ``datasets.Dataset`` or an iterable of mappings.
@@ -190,6 +209,13 @@ class SFTDataset(Dataset):
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number); the
             rows in ``prepared`` are others.
+
+    Example:
+        >>> rows = [{"question": "Who?", "answer": "one cat"}]
+        >>> transform = torchtune.data.InputOutputToMessages(column_map={"input": "question", "output": "answer"})
+        >>> data = torchtune.datasets.SFTDataset(source=rows, message_transform=transform, model_transform=tokenizer)
+        >>> tokenizer.decode([label for label in data[0]["labels"] if label != -100])
+        'one cat'
     """
 
     def __init__(
@@ -216,12 +242,13 @@ class SFTDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            return tokenize_rows(found.rows(), self._transform, self.source, writers["rows"], limit, side)
+            return tokenize_rows(found.rows(), self._transform, self.source, writers["rows"], limit, side, found.skips)
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
         on_reading = bool(info.get("on_reading"))
         self._rows = found.rows() if on_reading else None
         self.store: TokenStore | None = None if on_reading else stores["rows"]
+        self._numbers = row_numbers(info, len(self), self.source)
         say_what_is_cut(info, len(self), self.source, limit)
 
     @property
@@ -248,7 +275,7 @@ class SFTDataset(Dataset):
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
-        return [{"source": self.source, "row": index}]
+        return [{"source": self.source, "row": int(self._numbers[index])}]
 
     def document(self, index: int, start: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
         """int64 tensors of (a piece of) a row."""

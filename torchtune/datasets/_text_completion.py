@@ -12,10 +12,29 @@ from torchtune.datasets._build import pack_length
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._packed import PackedDataset
-from torchtune.datasets._sft import say_what_is_cut, tokenize_rows
+from torchtune.datasets._sft import row_numbers, say_what_is_cut, tokenize_rows
 from torchtune.datasets._shared import prepare
 from torchtune.datasets._store import StoreWriter
+from torchtune.datasets._stream import StreamedDataset
 from torchtune.modules.transforms.tokenizers import BaseTokenizer
+
+
+class TextTransform:
+    """A row of text to tokens and labels; see :class:`TextCompletionDataset`."""
+
+    def __init__(self, tokenizer: Any, column: str, add_eos: bool, max_seq_len: int | None, cut: bool) -> None:
+        # Control tokens that a document spells are text; tokenizers that never read them need no method for that.
+        self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
+        self._column, self._add_eos = column, add_eos
+        length = (max_seq_len or getattr(tokenizer, "max_seq_len", None)) if cut else None
+        self.limit = None if length is None else length - 1
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
+        """``tokens`` and pre-shifted ``labels``. Raises :class:`DataError` for a row without text."""
+        tokens = self._encode(text=text_column(row, self._column), add_bos=True, add_eos=self._add_eos)
+        if self.limit is not None:
+            tokens = truncate(tokens, self.limit)
+        return {"tokens": tokens, "labels": [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]}
 
 
 class TextCompletionDataset(Dataset):
@@ -50,12 +69,8 @@ class TextCompletionDataset(Dataset):
         cut: bool = True,
         **load_dataset_kwargs: Any,
     ) -> None:
-        # Control tokens that a document spells are text; tokenizers that never read them need no method for that.
-        self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
-        self._column = column
-        self._add_eos = add_eos
-        self._max_seq_len = (max_seq_len or getattr(tokenizer, "max_seq_len", None)) if cut else None
-        limit = None if self._max_seq_len is None else self._max_seq_len - 1
+        transform = TextTransform(tokenizer, column, add_eos, max_seq_len, cut)
+        limit = transform.limit
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         self.source = found.shown
         fingerprint = Fingerprint()
@@ -65,18 +80,12 @@ class TextCompletionDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            return tokenize_rows(found.rows(), self._tokenize, self.source, writers["rows"], limit)
+            return tokenize_rows(found.rows(), transform, self.source, writers["rows"], limit, skips=found.skips)
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
         self.store = stores["rows"]
+        self._numbers = row_numbers(info, len(self), self.source)
         say_what_is_cut(info, len(self), self.source, limit)
-
-    def _tokenize(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
-        text = text_column(row, self._column)
-        tokens = self._encode(text=text, add_bos=True, add_eos=self._add_eos)
-        if self._max_seq_len is not None:
-            tokens = truncate(tokens, self._max_seq_len - 1)
-        return {"tokens": tokens, "labels": [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -98,7 +107,7 @@ class TextCompletionDataset(Dataset):
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
-        return [{"source": self.source, "row": index}]
+        return [{"source": self.source, "row": int(self._numbers[index])}]
 
 
 def text_completion_dataset(
@@ -112,7 +121,7 @@ def text_completion_dataset(
     filter_fn: Callable[..., bool] | None = None,
     max_seq_len: int | None = None,
     **load_dataset_kwargs: Any,
-) -> TextCompletionDataset | PackedDataset:
+) -> TextCompletionDataset | PackedDataset | StreamedDataset:
     """Rows of running text.
 
     Args:
@@ -129,8 +138,25 @@ def text_completion_dataset(
 
     Raises:
         DataError: see :class:`TextCompletionDataset`; ``packed`` without any ``max_seq_len``.
+
+    Example:
+        >>> data = torchtune.datasets.text_completion_dataset(tokenizer, source=[{"text": "the cat"}])
+        >>> tokenizer.decode(list(data[0]["tokens"]))
+        'the cat'
     """
     length = (max_seq_len or pack_length(tokenizer)) if packed else None
+    if load_dataset_kwargs.get("streaming"):
+        transform = TextTransform(tokenizer, column, add_eos, max_seq_len, not (packed and split_across_pack))
+        return StreamedDataset(
+            transform,
+            source,
+            limit=transform.limit,
+            pack_length=length,
+            split_across_pack=split_across_pack,
+            filter_fn=filter_fn,
+            split=split,
+            **load_dataset_kwargs,
+        )
     dataset = TextCompletionDataset(
         tokenizer=tokenizer,
         source=source,

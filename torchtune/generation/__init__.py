@@ -4,7 +4,6 @@ from torchtune.generation._answers import answer_limit, answer_prompts, model_di
 from torchtune.generation._errors import GenerationError
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation import generate, generate_next_token, sample
-from torchtune.generation._load import load_model
 from torchtune.generation._masks import get_causal_mask_from_padding_mask, get_position_ids_from_padding_mask
 from torchtune.generation._prompt_file import AnswerFile, Prompt, read_prompts
 from torchtune.generation._stream import stream
@@ -24,7 +23,6 @@ __all__ = [
     "generate_tokens",
     "get_causal_mask_from_padding_mask",
     "get_position_ids_from_padding_mask",
-    "load_model",
     "model_digest",
     "read_prompts",
     "sample",

@@ -243,6 +243,7 @@ class Batch:
     def _make_caches(self, columns: int) -> None:
         with self._device:
             self._model.setup_caches(self._size, self._model.tok_embeddings.weight.dtype, decoder_max_seq_len=columns)
-        self._caches = [module.kv_cache for module in _attention_modules(self._model)]
+        kept = (module.kv_cache for module in _attention_modules(self._model))
+        self._caches = [cache for cache in kept if cache is not None]
         for cache in self._caches:
             cache.place = self._place

@@ -28,6 +28,10 @@ def sample(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None
 
     Raises:
         ValueError: ``top_k`` or ``temperature`` below 0.
+
+    Example:
+        >>> torchtune.generation.sample(torch.tensor([[0.0, 5.0, 1.0]]), top_k=1)
+        tensor([[1]])
     """
     if temperature < 0.0 or (top_k or 0) < 0:
         raise ValueError(f"temperature is {temperature} and top_k is {top_k}: neither may be below 0.")
@@ -130,6 +134,11 @@ def generate(
     Raises:
         ValueError: ``max_generated_tokens`` is below 1, the caches are too small, or some prompts begin with token 0
             and neither ``pad_id`` nor ``prompt_lengths`` says whether that is padding.
+
+    Example:
+        >>> tokens, logits = torchtune.generation.generate(model, torch.tensor([[5, 40, 7]]), max_generated_tokens=2)
+        >>> tokens.shape, logits.shape
+        (torch.Size([1, 5]), torch.Size([1, 2, 316]))
     """
     with evaluating(model):
         return _generate(

@@ -32,5 +32,9 @@ def get_position_ids_from_padding_mask(padding_mask: Tensor) -> Tensor:
 
     Args:
         padding_mask: bool ``[b, s]``, True for real tokens.
+
+    Example:
+        >>> torchtune.generation.get_position_ids_from_padding_mask(torch.tensor([[False, True, True]]))
+        tensor([[0, 0, 1]], dtype=torch.int32)
     """
     return ((padding_mask.cumsum(-1) - 1) * padding_mask).to(torch.int)

@@ -35,6 +35,11 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
     Raises:
         GenerationError: the file is missing, not UTF-8 or empty, a line is not such a prompt, or a conversation ends
             with an assistant's turn.
+
+    Example:
+        >>> _ = (folder / "prompts.jsonl").write_text('"Why?"\\n{"prompt": "Who wrote Faust?"}\\n')
+        >>> [prompt.messages[0].text_content for prompt in torchtune.generation.read_prompts(folder / "prompts.jsonl")]
+        ['Why?', 'Who wrote Faust?']
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")

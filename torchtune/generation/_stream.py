@@ -28,6 +28,11 @@ def stream(
         top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
         stop_tokens: tokens that end generation.
         use_cache: use a KV cache.
+
+    Example:
+        >>> prompt = torch.tensor([5, 40, 7])
+        >>> len(list(torchtune.generation.stream(model, prompt, max_generated_tokens=3, temperature=0.0)))
+        3
     """
     steps = stream_tokens(
         model,

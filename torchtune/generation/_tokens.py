@@ -66,6 +66,11 @@ def generate_tokens(
 
     Returns:
         Tokens and their log-probabilities, on the device of the prompts.
+
+    Example:
+        >>> found = torchtune.generation.generate_tokens(model, [[5, 40, 7], [9]], max_new_tokens=4, temperature=0.0)
+        >>> [len(tokens) for tokens in found.tokens]
+        [4, 4]
     """
     longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
     with fast_linears(model, pack=use_cache and longest >= _WORTH_PACKING):
@@ -143,6 +148,13 @@ def stream_tokens(
     Raises:
         GenerationError: there is no prompt or an empty one, a count is below 1, the sequence exceeds the model's
             ``max_seq_len``, ``draws`` have another shape, or the model is context parallel.
+
+    Example:
+        >>> prompts = [[5, 40, 7], [9]]
+        >>> for step in torchtune.generation.stream_tokens(model, prompts, max_new_tokens=[1, 2], temperature=0.0):
+        ...     print(step.rows)
+        tensor([0, 1])
+        tensor([1])
     """
     longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
     if draws is not None and (len(draws) != len(prompts) * num_samples or draws.shape[1] < longest):

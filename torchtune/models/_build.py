@@ -12,23 +12,26 @@ from torchtune.models._rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     YarnRopeScaling,
 )
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.classifier import ClassifierHead
 from torchtune.modules.feed_forward import FeedForward
+from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtune.modules.position_embeddings import (
     DynamicRotaryPositionalEmbeddings,
     LongRotaryPositionalEmbeddings,
+    ProportionalRotaryPositionalEmbeddings,
     RotaryPositionalEmbeddings,
     ScaledRotaryPositionalEmbeddings,
     YarnRotaryPositionalEmbeddings,
 )
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.tied_linear import CappedLinear, TiedLinear
-from torchtune.modules.transformer import Multiplier, TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules.transformer import Multiplier, OutputScale, TransformerDecoder, TransformerSelfAttentionLayer
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
@@ -48,6 +51,12 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
 
     Returns:
         The model, with ``description`` and ``spec`` attached.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     same = torchtune.models.build(model.description, model.spec)
+        >>> len(same.layers)
+        2
     """
     d = description
     ropes = _ropes(d)
@@ -63,6 +72,8 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
         output=_output(d, embeddings),
         embed_scale=d.embed_scale,
         hidden_scale=d.hidden_scale,
+        layer_embeddings=_layer_embeddings(d) if d.layer_embed_dim else None,
+        kv_sources={layer: d.kv_source(layer) for layer in d.shared_kv},
     )
     model.description = description
     model.spec = spec
@@ -80,11 +91,29 @@ def _output(d: Description, embeddings: nn.Embedding) -> nn.Linear | TiedLinear:
 
 
 def _norm(d: Description, dim: int) -> RMSNorm:
-    return RMSNorm(dim, d.norm_eps, unit_offset=d.norm_unit_offset)
+    return RMSNorm(dim, d.norm_eps, unit_offset=d.norm_unit_offset, rounds_last=d.norm_rounds_last)
 
 
-def _qk_norm(d: Description, width: int) -> RMSNorm | None:
-    return _norm(d, width if d.qk_norm_whole else d.head_dim) if d.has_qk_norm else None
+def _layer_embeddings(d: Description) -> LayerEmbeddings:
+    width = d.num_layers * d.layer_embed_dim
+    return LayerEmbeddings(
+        embeddings=nn.Embedding(d.layer_embed_vocab, width),
+        projection=nn.Linear(d.embed_dim, width, bias=False),
+        norm=_norm(d, d.layer_embed_dim),
+    )
+
+
+def _layer_embedding(d: Description) -> LayerEmbedding:
+    return LayerEmbedding(
+        embed_gate=nn.Linear(d.embed_dim, d.layer_embed_dim, bias=False),
+        embed_proj=nn.Linear(d.layer_embed_dim, d.embed_dim, bias=False),
+        norm=_norm(d, d.embed_dim),
+        activation=_ACTIVATIONS[d.activation](),
+    )
+
+
+def _qk_norm(d: Description, width: int, head_dim: int) -> RMSNorm | None:
+    return _norm(d, width if d.qk_norm_whole else head_dim) if d.has_qk_norm else None
 
 
 def _added(d: Description) -> nn.Module | None:
@@ -97,28 +126,38 @@ def _added(d: Description) -> nn.Module | None:
 def _layer(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> TransformerSelfAttentionLayer:
     return TransformerSelfAttentionLayer(
         d.mixer.build(d.embed_dim, d.norm_eps) if index in d.mixer_layers else _attention(d, index, ropes),
-        _mixture(d) if index in d.expert_layers else _feed_forward(d, d.intermediate_dim),
+        _mixture(d) if index in d.expert_layers else _feed_forward(d, _intermediate_dim(d, index)),
         sa_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
-        mlp_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
+        mlp_norm=_norm(d, d.embed_dim) if index in d.mlp_norm_layers else None,
         sa_scale=_added(d),
         mlp_scale=_added(d),
+        layer_embed=_layer_embedding(d) if d.layer_embed_dim else None,
+        layer_scale=OutputScale() if d.layer_scale else None,
     )
+
+
+def _intermediate_dim(d: Description, index: int) -> int:
+    return (index in d.shared_kv and d.shared_kv_intermediate_dim) or d.intermediate_dim
 
 
 def _attention(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> MultiHeadAttention:
     windowed = index in d.window_layers
+    head_dim, num_kv_heads = d.attn_heads(index)
+    q_dim, kv_dim = d.num_heads * head_dim * (1 + d.attn_gate), num_kv_heads * head_dim
+    has_keys = index in d.key_layers
     return MultiHeadAttention(
         embed_dim=d.embed_dim,
         num_heads=d.num_heads,
-        num_kv_heads=d.num_kv_heads,
-        head_dim=d.head_dim,
-        q_proj=nn.Linear(d.embed_dim, d.q_dim, bias=d.q_bias),
-        k_proj=nn.Linear(d.embed_dim, d.kv_dim, bias=d.k_bias),
-        v_proj=nn.Linear(d.embed_dim, d.kv_dim, bias=d.v_bias),
-        output_proj=nn.Linear(d.num_heads * d.head_dim, d.embed_dim, bias=d.attn_output_bias),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        q_proj=nn.Linear(d.embed_dim, q_dim, bias=d.q_bias),
+        k_proj=nn.Linear(d.embed_dim, kv_dim, bias=d.k_bias) if has_keys else None,
+        v_proj=nn.Linear(d.embed_dim, kv_dim, bias=d.v_bias) if index in d.value_layers else None,
+        output_proj=nn.Linear(d.num_heads * head_dim, d.embed_dim, bias=d.attn_output_bias),
         pos_embeddings=None if index in d.unrotated_layers else ropes[windowed],
-        q_norm=_qk_norm(d, d.q_dim),
-        k_norm=_qk_norm(d, d.kv_dim),
+        q_norm=_qk_norm(d, q_dim, head_dim),
+        k_norm=_qk_norm(d, kv_dim, head_dim) if has_keys else None,
+        v_norm_eps=d.norm_eps if d.v_norm else None,
         qk_norm_before_rope=d.qk_norm == "before_rope",
         qk_norm_whole=d.qk_norm_whole,
         max_seq_len=d.max_seq_len,
@@ -153,6 +192,7 @@ def _mixture(d: Description) -> MoE:
         selection_bias=d.router_selection_bias,
         groups=d.router_groups,
         top_groups=d.router_top_groups,
+        norm_eps=d.norm_eps if d.router_norm else None,
     )
     sizes = {"dim": d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
     if d.expert_limit is not None:
@@ -161,7 +201,14 @@ def _mixture(d: Description) -> MoE:
     if not d.shared_expert_dim:
         return MoE(experts=experts, router=router)
     gate = nn.Linear(d.embed_dim, 1, bias=False) if d.shared_expert_gate else None
-    return MoE(experts=experts, router=router, shared_expert=_feed_forward(d, d.shared_expert_dim), shared_gate=gate)
+    names = ("input", "output", "shared_input", "shared_output") if d.expert_norms else ()
+    return MoE(
+        experts=experts,
+        router=router,
+        shared_expert=_feed_forward(d, d.shared_expert_dim),
+        shared_gate=gate,
+        norms={name: _norm(d, d.embed_dim) for name in names} or None,
+    )
 
 
 def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:
@@ -182,6 +229,8 @@ def _rope(d: Description) -> RotaryPositionalEmbeddings:
         kind, options = ScaledRotaryPositionalEmbeddings, dict(vars(scaling))
         options["scale_factor"] = options.pop("factor")
         options["old_context_len"] = options.pop("original_max_seq_len")
+    elif isinstance(scaling, ProportionalRopeScaling):
+        kind, options = ProportionalRotaryPositionalEmbeddings, vars(scaling)
     elif isinstance(scaling, DynamicRopeScaling):
         kind, options = DynamicRotaryPositionalEmbeddings, vars(scaling)
     elif isinstance(scaling, YarnRopeScaling):
@@ -190,4 +239,4 @@ def _rope(d: Description) -> RotaryPositionalEmbeddings:
     elif isinstance(scaling, LongRopeScaling):
         names = ("short_factors", "long_factors", "original_max_seq_len", "magnitude")
         kind, options = LongRotaryPositionalEmbeddings, {name: getattr(scaling, name) for name in names}
-    return kind(d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, **options)
+    return kind(d.full_head_dim or d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, **options)

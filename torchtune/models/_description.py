@@ -20,6 +20,10 @@ _LARGEST = {
     "intermediate_dim": 2**22,
     "num_heads": 2**14,
     "head_dim": 2**14,
+    "full_head_dim": 2**14,
+    "layer_embed_dim": 2**16,
+    "layer_embed_vocab": 2**28,
+    "shared_kv_intermediate_dim": 2**22,
     "num_experts": 2**13,
     "expert_dim": 2**22,
     "num_classes": 2**20,
@@ -58,6 +62,11 @@ class Description:
     attn_softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     window: int | None = None  # sliding window: positions that a query sees, its own included
     window_layers: tuple[int, ...] = ()  # layers with sliding-window attention
+    full_head_dim: int = 0  # of layers without a window; 0: head_dim
+    full_num_kv_heads: int = 0  # of layers without a window; 0: num_kv_heads
+    full_keys_as_values: bool = False  # layers without a window have no v_proj: values are the projected keys
+    v_norm: bool = False  # RMSNorm, without weight, over each head of values
+    shared_kv_layers: int = 0  # the last layers have no keys: they use those of the last one before them of their kind
     attn_sinks: bool = False  # attention sinks: a learned logit per head in the softmax's denominator
     attn_gate: bool = False  # q_proj also returns a gate per head, and its sigmoid scales the head's output
 
@@ -80,6 +89,7 @@ class Description:
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     mlp_bias: bool = False
+    shared_kv_intermediate_dim: int = 0  # in the shared_kv_layers; 0: intermediate_dim
 
     # Mixture of experts
     num_experts: int = 0  # per layer; 0: dense feed-forward layers
@@ -96,12 +106,20 @@ class Description:
     router_top_groups: int = 1  # ... and a token selects experts of its best groups only
     shared_expert_dim: int = 0  # intermediate size of the expert that every token uses; 0: there is none
     shared_expert_gate: bool = False  # the sigmoid of a projection of the token scales the shared expert's output
+    expert_norms: bool = False  # experts and shared expert have norms of their own, before and after, for mlp_norm
+    router_norm: bool = False  # the router sees tokens of length 1, scaled by channel, and scales each expert's weight
     router_balance: float = 0.0  # coefficient of the load-balancing loss, if training enables it
 
     # Norms
     norm_eps: float = 1e-5
     norm_order: Literal["pre", "post", "both"] = "pre"  # before and/or after attention and feed-forward
-    norm_unit_offset: bool = False  # norms scale by 1 + weight
+    norm_unit_offset: bool = False  # norms scale by 1 + weight, and round to the dtype of their input after that
+    norm_rounds_last: bool = False  # norms scale by the weight, and round after that, not before
+    layer_scale: bool = False  # the output of a layer is scaled by a number, which is not trained
+
+    # Embeddings of tokens that each layer adds to its output
+    layer_embed_dim: int = 0  # width; 0: there are none
+    layer_embed_vocab: int = 0  # size of their vocabulary
 
     # Constant factors
     embed_scale: float = 1.0  # of token embeddings, rounded to their dtype
@@ -132,6 +150,7 @@ class Description:
             raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
         self._check_positions()
         self._check_experts()
+        self._check_layer_kinds()
         if self.mixer is not None and (problem := self.mixer.problem()):
             raise ModelError(f"mixer: {problem}.")
         if bool(self.mixer) != bool(self.mixer_layers):
@@ -180,6 +199,72 @@ class Description:
             )
         if self.num_experts and not self.experts_per_token:
             raise ModelError(f"experts_per_token must be at least 1 with num_experts = {self.num_experts}.")
+
+    def _check_layer_kinds(self) -> None:
+        if self.full_head_dim % 2:
+            raise ModelError(f"full_head_dim must be even for rotary positions, got {self.full_head_dim}.")
+        if self.full_num_kv_heads and self.num_heads % self.full_num_kv_heads:
+            raise ModelError(
+                f"num_heads ({self.num_heads}) must be a multiple of full_num_kv_heads ({self.full_num_kv_heads})."
+            )
+        if bool(self.layer_embed_dim) != bool(self.layer_embed_vocab):
+            raise ModelError(
+                f"layer_embed_dim (got {self.layer_embed_dim}) and layer_embed_vocab ({self.layer_embed_vocab}) go "
+                "together."
+            )
+        if self.expert_norms and not self.shared_expert_dim:
+            raise ModelError("expert_norms needs shared_expert_dim.")
+        if self.shared_kv_layers and (self.mixer or any(self.kv_source(i) < 0 for i in self.shared_kv)):
+            raise ModelError(
+                f"shared_kv_layers ({self.shared_kv_layers}): a layer of each kind must come before these layers."
+            )
+
+    def attn_heads(self, layer: int) -> tuple[int, int]:
+        """Size of a head, and number of key heads, in a layer's attention."""
+        if layer in self.window_layers:
+            return self.head_dim, self.num_kv_heads
+        return self.full_head_dim or self.head_dim, self.full_num_kv_heads or self.num_kv_heads
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values one of the ``shared_kv_layers`` uses; -1 if there is none."""
+        kind = layer in self.window_layers
+        earlier = range(self.num_layers - self.shared_kv_layers)
+        return max((i for i in earlier if (i in self.window_layers) == kind), default=-1)
+
+    @property
+    def shared_kv(self) -> tuple[int, ...]:
+        """Layers with the keys and values of another."""
+        return tuple(range(self.num_layers - self.shared_kv_layers, self.num_layers))
+
+    @property
+    def key_layers(self) -> tuple[int, ...]:
+        """Layers with a projection of keys."""
+        return tuple(i for i in self.attn_layers if i < self.num_layers - self.shared_kv_layers)
+
+    @property
+    def value_layers(self) -> tuple[int, ...]:
+        """Layers with a projection of values."""
+        return tuple(i for i in self.key_layers if not self.full_keys_as_values or i in self.window_layers)
+
+    @property
+    def layer_embed_layers(self) -> tuple[int, ...]:
+        """Layers that add embeddings of tokens."""
+        return tuple(range(self.num_layers if self.layer_embed_dim else 0))
+
+    @property
+    def expert_norm_layers(self) -> tuple[int, ...]:
+        """Layers with ``expert_norms``."""
+        return self.expert_layers if self.expert_norms else ()
+
+    @property
+    def router_norm_layers(self) -> tuple[int, ...]:
+        """Layers with ``router_norm``."""
+        return self.expert_layers if self.router_norm else ()
+
+    @property
+    def mlp_norm_layers(self) -> tuple[int, ...]:
+        """Layers with one norm before the whole feed-forward."""
+        return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in self.expert_norm_layers)
 
     @property
     def attn_layers(self) -> tuple[int, ...]:

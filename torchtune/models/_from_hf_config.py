@@ -25,6 +25,12 @@ def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = 
     Raises:
         ModelError: the file is missing or unreadable, the architecture is unknown, or a description cannot express a
             field.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = torchtune.models.from_hf_config(checkpoint)
+        >>> model.spec.name
+        'llama...'
     """
     path = Path(checkpoint_dir)
     path = path / "config.json" if path.is_dir() else path

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_fields import Fields, architecture_of
-from torchtune.models._hf_rope import read_rope, write_scaling
+from torchtune.models._hf_rope import read_rope, write_kinds, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -50,8 +50,9 @@ class HFFormat:
             all but every n-th, layers from ``max_window_layers`` on, or layers without rotary positions.
         rotates_windows_only: whether, in a model with windows, the layers without one have no rotary positions.
         ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head rotate), ``"dim"``
-            (``rotary_dim`` counts them), ``"window"`` (a separate base in sliding-window layers), ``"sections"`` (of
-            the channels, for images), ``"alpha"`` (a stretched base), ``"growth"`` (queries grow with their position).
+            (``rotary_dim`` counts them), ``"window"`` (a separate base in sliding-window layers), ``"kinds"`` (the
+            same, in ``rope_parameters`` only), ``"sections"`` (of the channels, for images), ``"alpha"`` (a stretched
+            base), ``"growth"`` (queries grow with their position).
         activation: name of the activation field, and its default.
         eps_field: name of the field of the norms' eps.
         fixed: (field, value) pairs of a description that the file does not state.
@@ -75,7 +76,7 @@ class HFFormat:
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
     rotates_windows_only: bool = False
-    ropes: tuple[Literal["partial", "dim", "window", "sections", "alpha", "growth"], ...] = ()
+    ropes: tuple[Literal["partial", "dim", "window", "kinds", "sections", "alpha", "growth"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -159,15 +160,10 @@ class HFFormat:
             self.eps_field: description.norm_eps,
             "attention_dropout": description.attn_dropout,
             "tie_word_embeddings": description.tie_word_embeddings,
-            "rope_theta": description.rope_base,
-            "rope_scaling": write_scaling(description.rope_scaling),
+            **self._write_rope(description),
             **self._write_windows(description),
             **{theirs: getattr(description, ours) for theirs, ours, _ in self.own},
         }
-        if "partial" in self.ropes:
-            config["partial_rotary_factor"] = description.rope_dim / description.head_dim
-        if description.rope_window_base is not None:
-            config["rope_local_base_freq"] = description.rope_window_base
         if isinstance(description.rope_scaling, LongRopeScaling):  # the only place where some architectures read it
             config["original_max_position_embeddings"] = description.rope_scaling.original_max_seq_len
         if description.is_classifier:
@@ -223,6 +219,16 @@ class HFFormat:
         if self.window_layers == "all" and kinds is not None and window is not None and len(layers) < num_layers:
             raise fields.refusal("layer_types", kinds)  # transformers ignores it and uses the window
         return {"window": window, "window_layers": layers} if window is not None and layers else {}
+
+    def _write_rope(self, d: Description) -> dict[str, Any]:
+        if "kinds" in self.ropes:
+            return {"rope_parameters": write_kinds(d.rope_base, d.rope_scaling, d.rope_window_base)}
+        config = {"rope_theta": d.rope_base, "rope_scaling": write_scaling(d.rope_scaling)}
+        if "partial" in self.ropes:
+            config["partial_rotary_factor"] = d.rope_dim / d.head_dim
+        if d.rope_window_base is not None:
+            config["rope_local_base_freq"] = d.rope_window_base
+        return config
 
     def _write_windows(self, d: Description) -> dict[str, Any]:
         if self.windows == "none":

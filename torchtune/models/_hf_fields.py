@@ -31,6 +31,8 @@ _WHOLE = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "num_labels"), _COUNT),
     **dict.fromkeys(("decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern"), _COUNT),
     **dict.fromkeys(("max_window_layers", "shared_intermediate_size"), _LENGTH),
+    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _LENGTH),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "top_k_experts"), _COUNT),
     "rotary_dim": _COUNT,
 }
 _NUMBERS = frozenset(
@@ -39,8 +41,8 @@ _NUMBERS = frozenset(
     attention_multiplier query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping""".split()
 )
 _FLAGS = frozenset(
-    """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias
-    use_bidirectional_attention use_bias""".split()
+    """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias use_bias
+    attention_k_eq_v enable_moe_block use_double_wide_mlp""".split()
 )
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 

@@ -10,6 +10,7 @@ from torchtune.models._rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
@@ -45,8 +46,17 @@ _KINDS: dict[str, tuple[type[RopeScaling], tuple[tuple[str, str, type], ...]]] =
             ("long_factor", "long_factors", tuple),
         ),
     ),
+    "proportional": (ProportionalRopeScaling, (("partial_rotary_factor", "fraction", float), _FACTOR)),
 }
-_OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_OPTIONAL = {
+    "partial_rotary_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
 
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _SAY_NOTHING = {"finetuned", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor"}
@@ -72,11 +82,17 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     local = fields.take("rope_local_base_freq", None)
     together, scaling = dict(fields.take("rope_parameters", None) or {}), fields.take("rope_scaling", None)
     name = "rope_scaling" if scaling or not together else "rope_parameters"
-    if "window" in allowed:  # one set of parameters for each kind of layer
+    for field in ("rope_theta", "rope_scaling", "rope_local_base_freq") if "kinds" in allowed else ():
+        if fields.take(field, None) is not None:  # transformers reads rope_parameters only
+            raise fields.refusal(field, fields.peek(field))
+    if {"window", "kinds"} & set(allowed):  # one set of parameters for each kind of layer
         if together and not together.keys() & _KINDS_OF_LAYERS:  # transformers reads these only
             raise fields.refusal("rope_parameters", together)
         whole, windowed = (_object(fields, "rope_parameters", together.get(kind)) for kind in _KINDS_OF_LAYERS)
         local = windowed.get("rope_theta", local)
+        for kind, found_rope in zip(_KINDS_OF_LAYERS, (whole, windowed), strict=True):
+            if "kinds" in allowed and found_rope.get("rope_theta") is None:  # transformers needs it of both
+                raise fields.refusal(f"rope_parameters.{kind}.rope_theta", None)
         if windowed.get("rope_type", "default") != "default":
             raise fields.refusal("rope_parameters", together)
         together = {**whole, **(scaling or {})}
@@ -88,10 +104,12 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         together = {key: value for key, value in together.items() if not key.startswith("mrope_")}
     growth = _growth(fields, name, together) if "growth" in allowed else {}
     base = _number(fields, "rope_theta", together.pop("rope_theta", None), base)
-    partial = _number(fields, "partial_rotary_factor", together.pop("partial_rotary_factor", None), partial)
+    if together.get("rope_type") != "proportional":  # of which it is a parameter
+        share = together.pop("partial_rotary_factor", None)
+        partial = partial if "kinds" in allowed else _number(fields, "partial_rotary_factor", share, partial)
     if partial != 1.0 and "partial" not in allowed:
         raise fields.refusal("partial_rotary_factor", partial)
-    if local is not None and "window" not in allowed:
+    if local is not None and not {"window", "kinds"} & set(allowed):
         raise fields.refusal("rope_local_base_freq", local)
     if partial != 1.0:
         found["rope_dim"] = int(width * partial)
@@ -157,6 +175,8 @@ def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> RopeSca
         original = _convert(fields, f"{name}.{_ORIGINAL[0]}", scaling.get(_ORIGINAL[0], longest), int)
     if kind != "linear":
         scaling[_ORIGINAL[0]] = longest if kind == "dynamic" else original
+    if kind == "proportional":
+        scaling["factor"], _ = scaling.get("factor") or 1.0, scaling.pop(_ORIGINAL[0])
     if kind in ("yarn", "longrope") and scaling.get("factor") is None:
         scaling["factor"] = longest / original
     scaling_type, rows = _KINDS[kind]
@@ -171,6 +191,14 @@ def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> RopeSca
     if unread:
         raise fields.refusal(f"{name}.{min(unread)}", scaling[min(unread)])
     return scaling_type(**values)
+
+
+def write_kinds(base: float, scaling: RopeScaling | None, window_base: float | None) -> dict[str, Any]:
+    """``rope_parameters`` of a ``config.json`` with one set for each kind of layer."""
+    found = {"full_attention": {"rope_theta": base, **(write_scaling(scaling) or {"rope_type": "default"})}}
+    if window_base is not None:
+        found["sliding_attention"] = {"rope_theta": window_base, "rope_type": "default"}
+    return found
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:

@@ -35,6 +35,11 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
             "tensor_parallel_dim: a model with linear attention or convolutions cannot be split by tensor parallelism: "
             "set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
         )
+    if getattr(model, "layer_embeddings", None) is not None or getattr(model, "kv_sources", None):
+        raise ParallelError(
+            "tensor_parallel_dim: a model whose layers embed tokens or share keys and values cannot be split by tensor "
+            "parallelism: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
+        )
     block: dict[str, ParallelStyle] = {
         "attn": GatherInput(),
         "attn.q_proj": ByColumns(),
@@ -47,8 +52,9 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     }
     if layer.mlp.w3 is not None:
         block["mlp.w3"] = ByColumns()
-    for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale"):  # absent, or a scale, in some models
-        if any(True for _ in layer.get_submodule(name).parameters()):
+    for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale", "layer_scale"):  # absent, or a scale, in some models
+        module = getattr(layer, name, None)
+        if module is not None and any(True for _ in module.parameters()):
             block[name] = ReplicatedNorm()
     if layer.attn.q_norm is not None:
         style = SplitNorm if layer.attn.qk_norm_whole else ReplicatedNorm

@@ -9,6 +9,8 @@ from torchtune.models._hf_fields import architecture_of, shown
 # model_type of text_config -> architecture of the text decoder alone.
 _TEXT_ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",

@@ -113,4 +113,26 @@ class LongRopeScaling:
         return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_max_seq_len))
 
 
-RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnRopeScaling | LongRopeScaling
+@dataclass(frozen=True, kw_only=True)
+class ProportionalRopeScaling:
+    """Only the pairs of channels with the highest frequencies rotate (``rope_type: proportional``).
+
+    Unlike with ``rope_dim``, the frequencies are those of the whole head.
+
+    Attributes:
+        fraction: of the pairs of a head.
+        factor: divisor of the positions.
+    """
+
+    fraction: float = 1.0
+    factor: float = 1.0
+
+
+RopeScaling = (
+    Llama3RopeScaling
+    | LinearRopeScaling
+    | DynamicRopeScaling
+    | YarnRopeScaling
+    | LongRopeScaling
+    | ProportionalRopeScaling
+)

@@ -31,6 +31,8 @@ class ModelSpec:
             read and not written.
         untrained: prefixes of Hugging Face names of weights that the model lacks and an export copies (multi-token
             prediction).
+        untrained_modules: (start of a name within a layer, attribute of a description that lists layers): further
+            weights of this kind.
         untrained_layers: end of a name by which layers after the model's last one are known to be such weights.
         model_types: names that ``model_type:`` in YAML may give for it.
         parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default that of
@@ -48,11 +50,14 @@ class ModelSpec:
     parallel_plan: Callable[..., Mapping[str, Any]] = decoder_plan
     meshes: Mapping[str, str] = field(default_factory=dict)
     untrained: tuple[str, ...] = ()
+    untrained_modules: tuple[tuple[str, str], ...] = ()
     untrained_layers: str | None = None
 
     def untrained_names(self, names: Collection[str], description: Description) -> set[str]:
         """Select the names of a Hugging Face checkpoint that ``untrained`` and ``untrained_layers`` describe."""
         layers = [f"model.layers.{layer}." for layer in _layers_beyond(names, description, self.untrained_layers)]
+        for start, where in self.untrained_modules:
+            layers += [f"model.layers.{layer}.{start}" for layer in getattr(description, where)]
         return {name for name in names if name.startswith((*self.untrained, *layers))}
 
     def weight_map(self, kind: str = "hf") -> WeightMap:
@@ -137,7 +142,12 @@ def register(spec: ModelSpec) -> ModelSpec:
 
 
 def list_specs() -> list[str]:
-    """Names of all families: built-in, registered, and from entry points of installed packages."""
+    """Names of all families: built-in, registered, and from entry points of installed packages.
+
+    Example:
+        >>> "qwen3" in torchtune.models.list_specs()
+        True
+    """
     return sorted({*_builtin(), *_registered, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
 
@@ -146,6 +156,10 @@ def get_spec(name: str) -> ModelSpec:
 
     Raises:
         ModelError: there is no such family.
+
+    Example:
+        >>> torchtune.models.get_spec("qwen3").name
+        'qwen3'
     """
     if name in _registered:
         return _registered[name]
@@ -167,6 +181,10 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
 
     Raises:
         ModelError: no family reads it.
+
+    Example:
+        >>> torchtune.models.spec_for_architecture("Qwen3ForCausalLM").name
+        'qwen3'
     """
     for spec in _registered.values():
         if architecture in spec.architectures:

@@ -21,7 +21,7 @@ _LINEARS = (
 _NORMS = (
     # ours, Hugging Face, Meta, GGUF, when
     ("sa_norm", "input_layernorm", "attention_norm", "attn_norm", "has_pre_norm"),
-    ("mlp_norm", "post_attention_layernorm", "ffn_norm", "ffn_norm", "has_pre_norm"),
+    ("mlp_norm", "post_attention_layernorm", "ffn_norm", "ffn_norm", "mlp_norm_layers"),
     ("attn.q_norm", "self_attn.q_norm", "attention.q_norm", "attn_q_norm", "has_qk_norm"),
     ("attn.k_norm", "self_attn.k_norm", "attention.k_norm", "attn_k_norm", "has_qk_norm"),
 )
@@ -41,6 +41,8 @@ _FUSED = {
     ),
     "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim", "intermediate_dim"), "mlp_bias"),
 }
+# Projections that not every layer with attention has.
+_WHERE = {"attn.k_proj": "key_layers", "attn.v_proj": "value_layers"}
 _HF, _META, _GGUF = 1, 2, 3
 _LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{layer}."}
 
@@ -51,11 +53,12 @@ def _rows(column: int, qk: Op) -> tuple[Row, ...]:
     for row in _LINEARS:
         op = qk if row[0] in ("attn.q_proj", "attn.k_proj") else Identity()
         external, ours = _LAYER[column] + row[column], "layers.{layer}." + row[0]
-        when = "mlp_layers" if row[0].startswith("mlp.") else "attn_layers"
+        when = "mlp_layers" if row[0].startswith("mlp.") else _WHERE.get(row[0], "attn_layers")
         rows.append(Row(f"{external}.weight", f"{ours}.weight", op, when))
         rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=(when, row[4])))
     for row in _NORMS:
-        op, when = (qk, ("attn_layers", row[4])) if row[4] == "has_qk_norm" else (Identity(), row[4])
+        where = "key_layers" if row[0] == "attn.k_norm" else "attn_layers"
+        op, when = (qk, (where, row[4])) if row[4] == "has_qk_norm" else (Identity(), row[4])
         rows.append(Row(f"{_LAYER[column]}{row[column]}.weight", f"layers.{{layer}}.{row[0]}.scale", op, when=when))
     return tuple(rows)
 
@@ -188,7 +191,7 @@ def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
 
 
 def _when_norm(ours: str) -> str:
-    return "has_pre_norm" if ours.endswith("norm") else "has_post_norm"
+    return "mlp_norm_layers" if ours == "mlp_norm" else "has_pre_norm" if ours == "sa_norm" else "has_post_norm"
 
 
 # Hugging Face names of families with rope_layout "interleaved" (Llama, Mistral, SmolLM2) …

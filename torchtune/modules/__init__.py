@@ -1,5 +1,6 @@
 """Building blocks of models: layers, losses, adapters and tokenizers."""
 
+from torchtune.modules._flash_kernels import FlashAttentionKernel
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import attention, create_block_causal_mask, packed_block_causal_mask
 from torchtune.modules.classifier import classifier_model
@@ -23,6 +24,7 @@ from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAtt
 
 __all__ = [
     "FeedForward",
+    "FlashAttentionKernel",
     "KVCache",
     "MultiHeadAttention",
     "RMSNorm",

@@ -8,6 +8,9 @@ from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention_utils import _MaskType, attention
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
+from torchtune.modules.rms_norm import rms_norm
+
+Keys = tuple[Tensor, Tensor]  # keys and values [b, t, n_kv, h]
 
 
 class MultiHeadAttention(nn.Module):
@@ -19,12 +22,13 @@ class MultiHeadAttention(nn.Module):
         num_kv_heads: n_kv, key and value heads.
         head_dim: h.
         q_proj: ``d -> n * h``.
-        k_proj: ``d -> n_kv * h``.
-        v_proj: ``d -> n_kv * h``.
+        k_proj: ``d -> n_kv * h``; without it, :meth:`forward` takes the keys and values of another layer.
+        v_proj: ``d -> n_kv * h``; without it, values are the projected keys, before norm and rotation.
         output_proj: ``n * h -> d``.
         pos_embeddings: rotary embedding of queries and keys ``[b, s, n, h]``, called with ``input_pos=``.
         q_norm: norm of each query head.
-        k_norm: norm of each key head; required with ``q_norm``.
+        k_norm: norm of each key head; required with ``q_norm`` and ``k_proj``.
+        v_norm_eps: eps of an RMSNorm, without weight, of each value head; by default there is none.
         kv_cache: KV cache, which every call extends and reads.
         max_seq_len: informational.
         is_causal: whether attention is causal without mask and documents.
@@ -41,6 +45,11 @@ class MultiHeadAttention(nn.Module):
 
     Raises:
         ValueError: arguments that do not fit together.
+
+    Example:
+        >>> attention = model.layers[0].attn
+        >>> attention(torch.ones(1, 3, 32)).shape
+        torch.Size([1, 3, 32])
     """
 
     def __init__(
@@ -51,8 +60,8 @@ class MultiHeadAttention(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         q_proj: nn.Module,
-        k_proj: nn.Module,
-        v_proj: nn.Module,
+        k_proj: nn.Module | None,
+        v_proj: nn.Module | None,
         output_proj: nn.Module,
         pos_embeddings: nn.Module | None = None,
         q_norm: nn.Module | None = None,
@@ -69,13 +78,14 @@ class MultiHeadAttention(nn.Module):
         sinks: bool = False,
         gated: bool = False,
         growth: tuple[float, int] | None = None,
+        v_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
         if not 0.0 <= attn_dropout <= 1.0:
             raise ValueError(f"attn_dropout must lie in [0, 1], got {attn_dropout}.")
-        if (q_norm is None) != (k_norm is None):
+        if k_proj is not None and (q_norm is None) != (k_norm is None):
             raise ValueError("q_norm and k_norm must be given together.")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -91,6 +101,7 @@ class MultiHeadAttention(nn.Module):
         self.window = window
         self.gated = gated
         self.growth = growth
+        self.v_norm_eps = v_norm_eps
         self.kv_cache = kv_cache
         self.cache_enabled = kv_cache is not None
         self.q_proj = q_proj
@@ -106,12 +117,14 @@ class MultiHeadAttention(nn.Module):
 
     def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
         """Make a KV cache for ``batch_size`` rows of ``max_seq_len`` positions, on the default device."""
-        if self.kv_cache is None:
+        if self.kv_cache is None and self.k_proj is not None:
             self.kv_cache = KVCache(batch_size, max_seq_len, self.num_kv_heads, self.head_dim, dtype)
             self.cache_enabled = True
 
     def reset_cache(self) -> None:
         """Empty the cache. Raises ``RuntimeError`` if there is none."""
+        if self.k_proj is None:
+            return
         if self.kv_cache is None:
             raise RuntimeError("There is no key-value cache to reset: call setup_cache() first.")
         self.kv_cache.reset()
@@ -125,7 +138,9 @@ class MultiHeadAttention(nn.Module):
         input_pos: Tensor | None = None,
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+        keys: Keys | None = None,
+        returns_keys: bool = False,
+    ) -> Tensor | tuple[Tensor, Keys]:
         """Compute attention.
 
         Args:
@@ -135,9 +150,11 @@ class MultiHeadAttention(nn.Module):
             input_pos: positions ``[b, s]``, for ``pos_embeddings``.
             documents: document boundaries, instead of a mask.
             rope: precomputed cosine and sine of the positions.
+            keys: keys and values of another layer, if this one has none.
+            returns_keys: also return the keys and values that attention read, for other layers.
 
         Returns:
-            Tensor ``[b, s, d]``.
+            Tensor ``[b, s, d]``; with ``returns_keys``, a tuple of it and of keys and values ``[b, t, n_kv, h]``.
         """
         y = x if y is None else y
         q, gate = self.q_proj(x), None
@@ -148,11 +165,8 @@ class MultiHeadAttention(nn.Module):
             q = q * self.query_factor
         if self.growth is not None:
             q = self._grown(q, input_pos)
-        k = self._heads(self.k_proj(y), self.k_norm, input_pos, rope)
-        v = self.v_proj(y).unflatten(-1, (-1, self.head_dim))
-        if self.kv_cache is not None and self.cache_enabled:
-            k, v = (t.transpose(1, 2) for t in self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2)))
-            q = q.to(k.dtype)
+        k, v = self._keys(y, input_pos, rope) if keys is None else keys
+        q = q.to(k.dtype)
         out = self.attention(
             q,
             k,
@@ -166,7 +180,21 @@ class MultiHeadAttention(nn.Module):
             **({} if self.sinks is None else {"sinks": self.sinks}),
         )
         out = out.flatten(-2).to(x.dtype)
-        return self.output_proj(out if gate is None else out * gate.sigmoid())
+        out = self.output_proj(out if gate is None else out * gate.sigmoid())
+        return (out, (k, v)) if returns_keys else out
+
+    def _keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
+        """Keys and values ``[b, t, n_kv, h]`` of the input, after those in the cache."""
+        if self.k_proj is None:
+            raise ValueError("This layer has no keys and values: give it those of another, keys=.")
+        projected = self.k_proj(y)
+        k = self._heads(projected, self.k_norm, input_pos, rope)
+        v = (projected if self.v_proj is None else self.v_proj(y)).unflatten(-1, (-1, self.head_dim))
+        if self.v_norm_eps is not None:
+            v = rms_norm(v, self.v_norm_eps)
+        if self.kv_cache is not None and self.cache_enabled:
+            k, v = (t.transpose(1, 2) for t in self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2)))
+        return k, v
 
     def _grown(self, q: Tensor, input_pos: Tensor | None) -> Tensor:
         """Queries ``[b, s, n, h]``, scaled by their positions."""

@@ -323,6 +323,12 @@ def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
 
     Args:
         seq_lens: for each row of the batch, the lengths of its documents; they sum to s.
+
+    Example:
+        >>> torchtune.modules.create_block_causal_mask([torch.tensor([1, 2])]).int()
+        tensor([[[1, 0, 0],
+                 [0, 1, 0],
+                 [0, 1, 1]]], dtype=torch.int32)
     """
     masks = [
         torch.block_diag(*(torch.ones(n, n, dtype=torch.bool, device=row.device).tril() for n in row.tolist()))
@@ -335,6 +341,12 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> _MaskType:
     """The same as :func:`create_block_causal_mask`, on CUDA as a ``BlockMask`` that is never materialised.
 
     Batches that carry :class:`torchtune.data.Documents` need neither.
+
+    Example:
+        >>> torchtune.modules.packed_block_causal_mask([torch.tensor([1, 2])]).int()
+        tensor([[[1, 0, 0],
+                 [0, 1, 0],
+                 [0, 1, 1]]], dtype=torch.int32)
     """
     if seq_lens[0].device.type != "cuda":
         return create_block_causal_mask(seq_lens)

@@ -55,6 +55,13 @@ def local_kv_cache(
 
     Raises:
         ValueError: the model has caches already.
+
+    Example:
+        >>> with torchtune.modules.local_kv_cache(model, batch_size=1, device=torch.device("cpu"), dtype=torch.float32):
+        ...     model.caches_are_enabled()
+        True
+        >>> model.caches_are_enabled()
+        False
     """
     if model.caches_are_setup():
         raise ValueError("The model has key-value caches already: call delete_kv_caches() before making local ones.")
@@ -74,6 +81,12 @@ def disable_kv_cache(model: nn.Module) -> Generator[None, None, None]:
 
     Raises:
         ValueError: the model has no caches, or they are ignored already.
+
+    Example:
+        >>> model.setup_caches(1, torch.float32, decoder_max_seq_len=8)
+        >>> with torchtune.modules.disable_kv_cache(model):
+        ...     model.caches_are_enabled()
+        False
     """
     attentions = _require_caches(model, "disable")
     if not any(module.cache_enabled for module in attentions):
@@ -89,7 +102,14 @@ def disable_kv_cache(model: nn.Module) -> Generator[None, None, None]:
 
 
 def delete_kv_caches(model: nn.Module) -> None:
-    """Remove the model's key-value caches. Raises ``ValueError`` if it has none."""
+    """Remove the model's key-value caches. Raises ``ValueError`` if it has none.
+
+    Example:
+        >>> model.setup_caches(1, torch.float32, decoder_max_seq_len=8)
+        >>> torchtune.modules.delete_kv_caches(model)
+        >>> model.caches_are_setup()
+        False
+    """
     for module in _require_caches(model, "delete"):
         module.kv_cache = None
         module.cache_enabled = False

@@ -73,6 +73,11 @@ class ConversionReport:
         replaced: paths of the modules that were replaced or changed.
         num_parameters: number of parameters that it added.
         note: anything else worth a few words.
+
+    Example:
+        >>> from torchtune.modules.conversion import ConversionReport
+        >>> print(ConversionReport("LoRA", ["layers.0.attn.q_proj"], num_parameters=128))
+        LoRA: 1 modules converted (q_proj), 128 parameters added
     """
 
     name: str
@@ -118,6 +123,16 @@ class Conversion(ABC):
 
     Attributes:
         phase: when it is applied.
+
+    Example:
+        >>> from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
+        >>> class FreezeNorm(Conversion):
+        ...     phase = Phase.KERNEL
+        ...     def convert(self, model):
+        ...         model.norm.requires_grad_(False)
+        ...         return ConversionReport("FreezeNorm", ["norm"])
+        >>> print(*apply_conversions(model, [FreezeNorm()]))
+        FreezeNorm: 1 modules converted (norm)
     """
 
     phase: ClassVar[Phase]
@@ -325,6 +340,13 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
     Raises:
         ConversionError: a forbidden pair, an object that is no conversion, a conversion that would have to be undone
             and cannot be, or a target that the model does not have; all but the last before anything is changed.
+
+    Example:
+        >>> from torchtune.modules.conversion import apply_conversions, get_conversions
+        >>> from torchtune.modules.peft import LoRA
+        >>> reports = apply_conversions(model, [LoRA(rank=2)])
+        >>> get_conversions(model)
+        [<torchtune.modules.peft._conversion.LoRA ...>]
     """
     for conversion in conversions:
         _check_members(conversion)
@@ -348,7 +370,13 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
 
 
 def get_conversions(model: nn.Module) -> list[Conversion]:
-    """The conversions that were applied to ``model``, in order, as they were given."""
+    """The conversions that were applied to ``model``, in order, as they were given.
+
+    Example:
+        >>> from torchtune.modules.conversion import get_conversions
+        >>> get_conversions(model)
+        []
+    """
     return list(getattr(model, "conversions", ()))
 
 
@@ -383,6 +411,10 @@ def run_pre_optimizer_hooks(model: nn.Module) -> None:
     """Call ``pre_optimizer_hook(model)`` of every conversion, in order of application.
 
     It is called for every step, also for one that turns out to be skipped, for which no post hook follows.
+
+    Example:
+        >>> from torchtune.modules.conversion import run_pre_optimizer_hooks
+        >>> run_pre_optimizer_hooks(model)  # before optimizer.step()
     """
     for part in _models_of(model):
         for conversion in complete_conversions(part):
@@ -390,7 +422,12 @@ def run_pre_optimizer_hooks(model: nn.Module) -> None:
 
 
 def run_post_optimizer_hooks(model: nn.Module) -> None:
-    """Call ``post_optimizer_hook(model)`` of every conversion, in order of application."""
+    """Call ``post_optimizer_hook(model)`` of every conversion, in order of application.
+
+    Example:
+        >>> from torchtune.modules.conversion import run_post_optimizer_hooks
+        >>> run_post_optimizer_hooks(model)  # after optimizer.step()
+    """
     for part in _models_of(model):
         for conversion in complete_conversions(part):
             conversion.post_optimizer_hook(part)
@@ -403,6 +440,11 @@ def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> l
         wanted: a module name or a pattern that matched nothing.
         paths: paths of the modules that could have been meant.
         count: how many to return at most.
+
+    Example:
+        >>> from torchtune.modules.conversion import nearest_module_names
+        >>> nearest_module_names("qproj", ["layers.0.attn.q_proj", "norm"])
+        ['layers.*.attn.q_proj']
     """
     templates = list(
         dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths)

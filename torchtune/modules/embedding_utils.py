@@ -11,7 +11,7 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
     """Resize embedding and output projection in place.
 
     Existing rows are kept; new rows are initialised with the mean of the old rows. A tied output shares the new
-    embedding.
+    embedding. Embeddings of layers are resized too.
 
     Args:
         model: has ``tok_embeddings``, and an ``output`` that is a linear layer or tied.
@@ -19,12 +19,18 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
 
     Raises:
         ValueError: ``num_embeddings`` is below 1.
+
+    Example:
+        >>> torchtune.modules.resize_token_embeddings(model, 300)
+        >>> model(torch.tensor([[299]])).shape
+        torch.Size([1, 1, 300])
     """
     if num_embeddings < 1:
         raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")
-    embedding = model.tok_embeddings
-    embedding.weight = _resized(embedding.weight, num_embeddings)
-    embedding.num_embeddings = num_embeddings
+    of_layers = getattr(model, "layer_embeddings", None)
+    for embedding in (model.tok_embeddings, *(() if of_layers is None else (of_layers.embeddings,))):
+        embedding.weight = _resized(embedding.weight, num_embeddings)
+        embedding.num_embeddings = num_embeddings
     output = model.output
     if isinstance(output, nn.Module):
         output.weight = _resized(output.weight, num_embeddings)
@@ -33,7 +39,8 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
         output.out_features = num_embeddings
     description = getattr(model, "description", None)
     if description is not None:
-        model.description = dataclasses.replace(description, vocab_size=num_embeddings)
+        more = {} if of_layers is None else {"layer_embed_vocab": num_embeddings}
+        model.description = dataclasses.replace(description, vocab_size=num_embeddings, **more)
 
 
 def _resized(parameter: nn.Parameter, rows: int) -> nn.Parameter:

@@ -6,7 +6,12 @@ from torch.nn import functional as F
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` (Shazeer 2020), elementwise; keeps only its two inputs for the backward pass."""
+    """``silu(gate) * up`` (Shazeer 2020), elementwise; keeps only its two inputs for the backward pass.
+
+    Example:
+        >>> torchtune.modules.swiglu(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 2.0]))
+        tensor([  0., 200.])
+    """
     if torch.compiler.is_compiling():
         return F.silu(gate) * up  # the compiler fuses it and decides what to save
     return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
@@ -39,6 +44,12 @@ class FeedForward(nn.Module):
         down_proj: projection ``hidden -> embed_dim``; the attribute ``w2``.
         up_proj: projection ``embed_dim -> hidden``; the attribute ``w3``.
         activation: elementwise, applied to the gate.
+
+    Example:
+        >>> linear = torch.nn.Linear
+        >>> mlp = torchtune.modules.FeedForward(gate_proj=linear(8, 16), up_proj=linear(8, 16), down_proj=linear(16, 8))
+        >>> mlp(torch.ones(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
     """
 
     def __init__(

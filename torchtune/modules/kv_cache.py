@@ -32,6 +32,12 @@ class KVCache(nn.Module):
         num_kv_heads: n_kv.
         head_dim: h.
         dtype: of keys and values.
+
+    Example:
+        >>> sizes = {"batch_size": 1, "max_seq_len": 8, "num_kv_heads": 2, "head_dim": 4}
+        >>> cache = torchtune.modules.KVCache(**sizes, dtype=torch.float32)
+        >>> cache.size
+        0
     """
 
     def __init__(self, batch_size: int, max_seq_len: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:

@@ -20,6 +20,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
     Returns:
         Tensor of the shape and dtype of ``x``.
+
+    Example:
+        >>> x, angle = torch.tensor([[[[1.0, 0.0]]]]), torch.full((1, 1, 1, 1), torch.pi / 2)
+        >>> torchtune.modules.apply_rope(x, angle.cos(), angle.sin(), "interleaved").round()
+        tensor([[[[-0., 1.]]]])
     """
     turning = 2 * cos.shape[-1]
     if turning < x.shape[-1]:
@@ -76,6 +81,11 @@ class RotaryPositionalEmbeddings(nn.Module):
         by_reach: whether the angles depend on the sequence length, the argument ``reach`` of :meth:`cos_sin`.
         switch_at: the sequence length beyond which all angles change (LongRoPE), or None.
         magnitude: factor of cosine and sine.
+
+    Example:
+        >>> rope, x = torchtune.modules.RotaryPositionalEmbeddings(dim=4), torch.ones(1, 3, 2, 4)
+        >>> torch.equal(rope(x)[:, 0], x[:, 0])  # position 0 is not rotated
+        True
     """
 
     by_reach = False
@@ -293,6 +303,37 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
     def _frequencies_of(self, reach: Tensor) -> Tensor:
         both = torch.tensor([self._frequencies, self._long_frequencies], dtype=torch.float32, device=reach.device)
         return both[(reach > self.original_max_seq_len).long()].unsqueeze(2)
+
+
+class ProportionalRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
+    """Rotary embeddings of the first ``fraction`` of a head's pairs of channels; the others keep their place in the
+    series of frequencies and have the frequency 0 (``rope_type: proportional``).
+
+    Args:
+        dim: channels of a head.
+        max_seq_len: kept for information.
+        base: of the geometric series of wavelengths.
+        fraction: of the pairs.
+        factor: divisor of the positions.
+        layout: which channels of a head form a pair.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        max_seq_len: int,
+        base: float,
+        *,
+        fraction: float,
+        factor: float = 1.0,
+        layout: Layout = "interleaved",
+    ) -> None:
+        self.fraction = fraction
+        super().__init__(dim, max_seq_len, base, layout=layout, stretch=factor)
+
+    def _scale(self, frequencies: Tensor) -> Tensor:
+        turning = int(self.fraction * self.dim // 2)
+        return torch.cat((super()._scale(frequencies[:turning]), torch.zeros(self.dim // 2 - turning, device="cpu")))
 
 
 class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):

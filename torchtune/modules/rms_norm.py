@@ -17,6 +17,10 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
 
     Returns:
         Tensor ``[..., d]`` of the dtype of ``x``.
+
+    Example:
+        >>> torchtune.modules.rms_norm(torch.tensor([2.0, -2.0]), eps=0.0)
+        tensor([ 1.0000, -1.0000])
     """
     if computes_on_cpu(x.device) and not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
@@ -75,13 +79,19 @@ class RMSNorm(nn.Module):
         dim: size of the last dimension.
         eps: added to the mean square.
         unit_offset: scale by ``1 + scale``, with ``scale`` initialised to zero, and round after scaling (Gemma).
+        rounds_last: round after scaling, not before (Gemma 4).
+
+    Example:
+        >>> torchtune.modules.RMSNorm(4)(torch.tensor([[3.0, 3.0, 3.0, 3.0]]))
+        tensor([[1.0000, 1.0000, 1.0000, 1.0000]], grad_fn=...)
     """
 
-    def __init__(self, dim: int, eps: float = 1e-6, *, unit_offset: bool = False) -> None:
+    def __init__(self, dim: int, eps: float = 1e-6, *, unit_offset: bool = False, rounds_last: bool = False) -> None:
         super().__init__()
         self.normalized_shape = (dim,)
         self.eps = eps
         self.unit_offset = unit_offset
+        self.rounds_last = rounds_last or unit_offset
         self.scale = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
 
     def reset_parameters(self) -> None:
@@ -94,8 +104,8 @@ class RMSNorm(nn.Module):
 
     def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
         """:meth:`forward` with another ``scale`` ``[dim]``."""
-        if self.unit_offset:
-            return rms_norm(x.float(), self.eps, 1.0 + scale.float()).to(x.dtype)
+        if self.rounds_last:
+            return rms_norm(x.float(), self.eps, scale.float() + self.unit_offset).to(x.dtype)
         return rms_norm(x, self.eps, scale)
 
     def extra_repr(self) -> str:

@@ -17,6 +17,11 @@ class TiedLinear:
 
     Raises:
         AttributeError: the module has no ``weight``.
+
+    Example:
+        >>> embedding = torch.nn.Embedding(50, 8)
+        >>> torchtune.modules.TiedLinear(embedding)(torch.ones(1, 3, 8)).shape
+        torch.Size([1, 3, 50])
     """
 
     def __init__(self, tied_module: nn.Module, softcap: float | None = None) -> None:

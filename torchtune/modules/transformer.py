@@ -1,7 +1,7 @@
 """The decoder: embeddings, layers, norm, output."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from torchtune.data._documents import Documents
 from torchtune.modules._document_attention import Boundaries
-from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.attention import Keys, MultiHeadAttention
 from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
+from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
 
@@ -26,6 +27,12 @@ class TransformerSelfAttentionLayer(nn.Module):
         sa_scale: applied to the output of attention before the residual addition.
         mlp_scale: applied to the output of the feed-forward before the residual addition.
         mask_mod: changes the mask of this layer: ``mask_mod(mask, b, s, s)``.
+        layer_embed: adds the layer's embeddings of tokens to its output.
+        layer_scale: applied to the output of the layer.
+
+    Example:
+        >>> model.layers[0](torch.ones(1, 3, 32)).shape
+        torch.Size([1, 3, 32])
     """
 
     def __init__(
@@ -38,6 +45,8 @@ class TransformerSelfAttentionLayer(nn.Module):
         sa_scale: nn.Module | None = None,
         mlp_scale: nn.Module | None = None,
         mask_mod: Callable[[_MaskType | None, int, int, int], _MaskType] | None = None,
+        layer_embed: LayerEmbedding | None = None,
+        layer_scale: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.attn = attn
@@ -47,6 +56,8 @@ class TransformerSelfAttentionLayer(nn.Module):
         self.sa_scale = sa_scale or nn.Identity()
         self.mlp_scale = mlp_scale or nn.Identity()
         self.mask_mod = mask_mod
+        self.layer_embed = layer_embed
+        self.layer_scale = layer_scale
 
     def setup_caches(
         self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
@@ -76,17 +87,28 @@ class TransformerSelfAttentionLayer(nn.Module):
         rope: tuple[Tensor, Tensor] | None = None,
         encoder_input: Tensor | None = None,
         encoder_mask: Tensor | None = None,
-    ) -> Tensor:
+        embedded: Tensor | None = None,
+        keys: Keys | None = None,
+        returns_keys: bool = False,
+    ) -> Tensor | tuple[Tensor, Keys]:
         """``[b, s, d]`` to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments.
 
-        ``encoder_input`` and ``encoder_mask`` are for cross-attention layers and ignored here.
+        ``encoder_input`` and ``encoder_mask`` are for cross-attention layers and ignored here. ``embedded``
+        ``[b, s, p]`` is what ``layer_embed`` adds.
         """
         if self.mask_mod is not None:
             b, s, _ = x.shape
             mask = self.mask_mod(mask, b, s, s)
-        attended = self.attn(self.sa_norm(x), mask=mask, input_pos=input_pos, documents=documents, rope=rope)
+        sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
+        attended = self.attn(self.sa_norm(x), mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
+        attended, keys = attended if returns_keys else (attended, None)
         h = self.sa_scale(attended) + x
-        return h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
+        h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
+        if self.layer_embed is not None:
+            h = self.layer_embed(h, embedded)
+        if self.layer_scale is not None:
+            h = self.layer_scale(h)
+        return (h, keys) if returns_keys else h
 
 
 class Multiplier(nn.Module):
@@ -109,6 +131,22 @@ class Multiplier(nn.Module):
         return f"{self.factor}"
 
 
+class OutputScale(nn.Module):
+    """Multiplies by ``scale``, a parameter ``[1]`` without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape, same dtype."""
+        return self.scaled_by(self.scale, x)
+
+    def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
+        """:meth:`forward` with another ``scale``."""
+        return x * scale
+
+
 class TransformerDecoder(nn.Module):
     """A decoder-only language model.
 
@@ -124,6 +162,8 @@ class TransformerDecoder(nn.Module):
         output_hidden_states: indices of layers; their inputs are returned too (``len(layers)``: the last output).
         embed_scale: factor of token embeddings, rounded to their dtype.
         hidden_scale: factor of the output projection's input.
+        layer_embeddings: embeddings of tokens for each layer.
+        kv_sources: layer without keys and values -> the earlier layer whose keys and values it uses.
 
     Raises:
         ValueError: ``num_layers`` is given with a list of layers, or missing with a single layer.
@@ -132,6 +172,12 @@ class TransformerDecoder(nn.Module):
         skip_output_layer: whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only.
         description: the description of the model, set by :func:`torchtune.models.build`.
         spec: the model family, set by :func:`torchtune.models.build`.
+
+    Example:
+        >>> model(torch.tensor([[5, 40, 7]])).shape  # [b, s, v]
+        torch.Size([1, 3, 316])
+        >>> model(torch.tensor([[5, 40, 7]]), output="hidden").shape
+        torch.Size([1, 3, 32])
     """
 
     def __init__(
@@ -148,6 +194,8 @@ class TransformerDecoder(nn.Module):
         output_hidden_states: list[int] | None = None,
         embed_scale: float = 1.0,
         hidden_scale: float = 1.0,
+        layer_embeddings: LayerEmbeddings | None = None,
+        kv_sources: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.embed_scale = embed_scale
@@ -161,6 +209,8 @@ class TransformerDecoder(nn.Module):
                 raise ValueError("num_layers must say the number of copies of the single layer.")
             layers = nn.ModuleList([copy.deepcopy(layers) for _ in range(num_layers)])
         self.tok_embeddings = tok_embeddings
+        self.layer_embeddings = layer_embeddings
+        self.kv_sources = dict(kv_sources or {})
         self.layers = layers
         self.norm = norm
         self.output = output
@@ -286,10 +336,16 @@ class TransformerDecoder(nn.Module):
             input_pos = self._positions(h if tokens is None else tokens, documents)
         tables = self._rope_tables(input_pos, documents)
         boundaries = self._boundaries(h, documents, mask)
-        hidden = []
+        embedded = None if self.layer_embeddings is None else self.layer_embeddings(tokens, h)
+        hidden, lent = [], {}
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
                 hidden.append(h)
+            more = {} if embedded is None else {"embedded": embedded[:, :, index]}
+            if index in self.kv_sources:
+                more["keys"] = lent[self.kv_sources[index]]
+            if index in self.kv_sources.values():
+                more["returns_keys"] = True
             h = layer(
                 h,
                 mask=mask,
@@ -298,7 +354,10 @@ class TransformerDecoder(nn.Module):
                 rope=tables.get(self._pos_embeddings(layer)),
                 encoder_input=encoder_input,
                 encoder_mask=encoder_mask,
+                **more,
             )
+            if "returns_keys" in more:
+                h, lent[index] = h
         if len(self.layers) in self.output_hidden_states:
             hidden.append(h)
         last = self.unembed(h, output)
@@ -391,5 +450,9 @@ def text_decoder(model: nn.Module) -> nn.Module:
     Args:
         model: a :class:`TransformerDecoder`, a composite model with an attribute ``text``, or any other module, which
             is returned unchanged.
+
+    Example:
+        >>> torchtune.modules.text_decoder(model) is model
+        True
     """
     return getattr(model, "text", model)

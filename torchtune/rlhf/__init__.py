@@ -41,6 +41,7 @@ from torchtune.rlhf._rollouts import (
     rollout_batches,
     texts_of,
 )
+from torchtune.rlhf._server_sampler import ServerSampler
 from torchtune.rlhf._teacher import Teacher, setup_kd_loss, setup_teacher
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
@@ -80,6 +81,7 @@ __all__ = [
     "RolloutRecord",
     "Sampler",
     "ScoredRollouts",
+    "ServerSampler",
     "Teacher",
     "TokenAdvantages",
     "Trajectory",

@@ -15,6 +15,10 @@ class GroupAdvantages:
         leave_one_out: compare with the mean of the *other* answers, which is g / (g − 1) times as much (RLOO).
         scale: divide by the standard deviation of the ``group`` (the first GRPO: favours prompts that are nearly
             always, or nearly never, solved), or by that of all rewards of the step (``batch``). By default neither.
+
+    Example:
+        >>> torchtune.rlhf.GroupAdvantages(leave_one_out=True).leave_one_out
+        True
     """
 
     def __init__(self, leave_one_out: bool = False, scale: Literal["group", "batch"] | None = None) -> None:
@@ -45,7 +49,12 @@ class GroupAdvantages:
 
 
 def has_variance(rewards: Tensor) -> Tensor:
-    """Whether the rewards of a group differ, bool ``[n]``; see :class:`GroupAdvantages`."""
+    """Whether the rewards of a group differ, bool ``[n]``; see :class:`GroupAdvantages`.
+
+    Example:
+        >>> torchtune.rlhf.has_variance(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([ True, False])
+    """
     lowest = rewards.nan_to_num(nan=float("inf")).amin(1)
     highest = rewards.nan_to_num(nan=float("-inf")).amax(1)
     return highest > lowest

@@ -78,11 +78,11 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
     return PromptBatch(out.tokens, out.labels, out.input_pos, out.documents, prompts=prompts)
 
 
-def setup_policy_loss(loss: Any, model: nn.Module, temperature: float) -> GRPOLoss:
-    """Make a loss of the GRPO family ready for a model that samples at a temperature.
+def setup_policy_loss(loss: Any, model: nn.Module, sampler: Any) -> GRPOLoss:
+    """Make a loss of the GRPO family ready for a model, and for the temperature of a sampler.
 
     Raises:
-        RolloutError: it is another kind of loss.
+        RolloutError: it is another kind of loss, or needs log-probs that the sampler does not give.
         LossError: the model does not end in what it reads.
     """
     if not isinstance(loss, GRPOLoss):
@@ -90,8 +90,13 @@ def setup_policy_loss(loss: Any, model: nn.Module, temperature: float) -> GRPOLo
             f"loss: {type(loss).__name__} takes no sampled answers: give one of the GRPO family, for example "
             "torchtune.rlhf.loss.GRPOLoss."
         )
+    if loss.importance_cap is not None and not getattr(sampler, "gives_log_probs", True):
+        raise RolloutError(
+            f"loss.importance_cap is {loss.importance_cap:g}, and the sampler gives no log-probs to weigh tokens by: "
+            "leave it out, or sample from a server that gives them."
+        )
     setup_loss(loss, model)
-    loss.temperature = temperature
+    loss.temperature = sampler.temperature
     return loss
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torchtune.rlhf._rollouts import RolloutError
 
 
-def post_json(url: str, body: dict[str, Any] | None, *, timeout: float) -> Any:
+def post_json(url: str, body: dict[str, Any] | None, *, timeout: float, reads_json: bool = True) -> Any:
     """Send a JSON body (or, without one, a GET request) and return the JSON of the reply.
 
     A key in the environment variable ``OPENAI_API_KEY`` is sent along.
@@ -19,6 +19,7 @@ def post_json(url: str, body: dict[str, Any] | None, *, timeout: float) -> Any:
         url: of the endpoint.
         body: to send.
         timeout: seconds without any byte of a reply.
+        reads_json: whether the reply is JSON; otherwise its text is returned.
 
     Raises:
         RolloutError: the server is gone, too slow, or replies with an error or something else than JSON.
@@ -31,7 +32,8 @@ def post_json(url: str, body: dict[str, Any] | None, *, timeout: float) -> Any:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout) as reply:
             text = reply.read()
     except urllib.error.HTTPError as error:
-        said = error.read(500).decode(errors="replace").strip()
+        with error:
+            said = error.read(500).decode(errors="replace").strip()
         raise RolloutError(
             f"The server replies to {url} with {error.code} {error.reason}: {said or 'no text'}"
         ) from error
@@ -46,7 +48,7 @@ def post_json(url: str, body: dict[str, Any] | None, *, timeout: float) -> Any:
     except ValueError as error:
         raise RolloutError(f"'{url}' is no url: write it as http://host:port/v1.") from error
     try:
-        return json.loads(text)
+        return json.loads(text) if reads_json else text.decode(errors="replace")
     except ValueError as error:
         raise RolloutError(f"The reply of {url} is no JSON: is it an OpenAI-compatible server?") from error
 

@@ -40,12 +40,7 @@ class LocalSampler:
         max_sequences: int | None = None,
         stop_tokens: Sequence[int] | None = None,
     ) -> None:
-        if temperature <= 0:
-            raise RolloutError(
-                f"sampler.temperature is {temperature}: answers of a group have to differ, set it above 0 (1 is usual)."
-            )
-        if max_new_tokens < 1 or (max_sequences is not None and max_sequences < 1):
-            raise RolloutError("sampler.max_new_tokens and sampler.max_sequences must be at least 1.")
+        check_sampling(max_new_tokens, temperature, max_sequences)
         self.model, self.stop_tokens = model, list(stop_tokens or tokenizer.stop_tokens)
         self.max_new_tokens, self.temperature, self.max_sequences = max_new_tokens, temperature, max_sequences
 
@@ -77,3 +72,13 @@ class LocalSampler:
             finished = int(new[-1]) in self.stop_tokens
             found.append(Rollout(torch.cat([prompt, new]), len(prompt), log_probs.float().cpu(), finished))
         return found
+
+
+def check_sampling(max_new_tokens: int, temperature: float, max_sequences: int | None = None) -> None:
+    """See that the numbers of a sampler are in range. Raises :class:`RolloutError`."""
+    if temperature <= 0:
+        raise RolloutError(
+            f"sampler.temperature is {temperature}: answers of a group have to differ, set it above 0 (1 is usual)."
+        )
+    if max_new_tokens < 1 or (max_sequences is not None and max_sequences < 1):
+        raise RolloutError("sampler.max_new_tokens and sampler.max_sequences must be at least 1.")

@@ -410,6 +410,10 @@ def steps_per_epoch(num_answers: int | None, num_prompts: int, batch_size: int) 
 
     Raises:
         RolloutError: there are fewer prompts than answers that are asked for.
+
+    Example:
+        >>> torchtune.rlhf.steps_per_epoch(None, num_prompts=2, batch_size=4) is None
+        True
     """
     if num_answers is None:
         return None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchtune import config
 from torchtune.data import Batch, BatchLoader
+from torchtune.modules.loss import LossError
 from torchtune.modules.peft import AdapterModule, disable_adapter
 from torchtune.rlhf._reference_cache import cache_log_probs
 from torchtune.rlhf.loss import AnswerLoss, setup_loss
@@ -156,7 +157,7 @@ class PreferenceRecipe(Protocol):
 def setup_reference(
     recipe: PreferenceRecipe,
     policy: nn.Module,
-    load: Callable[[Any], nn.Module],
+    load: Callable[[str], nn.Module],
     ref_checkpointer: Mapping[str, Any] | None = None,
     reference_cache: str | None = None,
     *,
@@ -167,18 +168,22 @@ def setup_reference(
     Args:
         recipe: has its data; with ``reference_cache`` their examples get log-probs of the reference.
         policy: the model that is trained, loaded and not trained yet.
-        load: a checkpointer to the model that it holds.
-        ref_checkpointer: component of the checkpointer of another model; None takes the policy at the start.
+        load: the name of a model of the run to that model, for ``"reference"``.
+        ref_checkpointer: component of the checkpointer of another model, which :func:`torchtune.training.add_reference`
+            has named; None takes the policy at the start.
         reference_cache: folder in which log-probs are kept that are computed once; None computes them in every step.
         loss: by default that of the recipe's settings.
 
     Raises:
-        LossError: the loss is no loss of preferences, or the model does not end in what it reads.
+        LossError: the loss is no loss of preferences, the model does not end in what it reads, or a micro-batch would
+            have fewer examples than it needs.
         ReferenceError: the loss does without a reference, the two models differ in vocabulary, or log-probs cannot be
             kept.
     """
     cfg, dims = recipe.cfg, recipe.dims
     loss = setup_loss(config.instantiate(cfg.loss), policy) if loss is None else loss
+    for name, loader in (("batch_size", recipe.loader), ("batch_size_val", recipe.loader_val)):
+        _check_batches(loss, loader, name)
     if not loss.needs_reference:
         for name, given in (("ref_checkpointer", ref_checkpointer), ("reference_cache", reference_cache)):
             if given is not None:
@@ -187,7 +192,7 @@ def setup_reference(
     fresh = recipe.resume_point is None
     second = None
     if ref_checkpointer is not None:
-        second = load(config.instantiate(ref_checkpointer)).requires_grad_(False).eval()
+        second = load("reference").requires_grad_(False).eval()
         mine, theirs = (model.tok_embeddings.weight.shape[0] for model in (policy, second))
         if mine != theirs:
             raise ReferenceError(
@@ -212,6 +217,22 @@ def setup_reference(
         )
     reshard(model)
     return Reference(loss, policy, dims, cached=True, fresh=fresh and second is None)
+
+
+def _check_batches(loss: AnswerLoss, loader: BatchLoader | None, name: str) -> None:
+    """See that the loss can be computed of every micro-batch, the last one too. Raises :class:`LossError`."""
+    if loader is None or loader.smallest_batch >= loss.min_examples:
+        return
+    size, rows, ranks, least = loader.batch_size, len(loader.dataset), loader.world_size, loss.min_examples
+    left = {other: rows % (other * ranks) for other in range(least, size + 64)}
+    fits = [other for other, last in left.items() if not last or last >= least * ranks]
+    nearest = min(fits, key=lambda other: abs(other - size), default=None)
+    what = "leave out a row with filter_fn" if nearest is None else f"set {name} to {nearest}"
+    raise LossError(
+        f"{name}: {type(loss).__name__} compares every prompt with the answer of another example of its micro-batch, "
+        f"but of {rows:,} examples in micro-batches of {size} on {ranks} process(es) the smallest has "
+        f"{loader.smallest_batch}: {what}."
+    )
 
 
 @torch.no_grad()

@@ -28,6 +28,11 @@ class Rollout:
         log_probs: of the answer's tokens, as they were sampled, float32 ``[s - prompt_len]``; None where the sampler
             does not know them.
         finished: whether the answer has ended, rather than grown too long.
+
+    Example:
+        >>> rollout = torchtune.rlhf.Rollout(torch.tensor([5, 6, 7, 2]), prompt_len=2, log_probs=None, finished=True)
+        >>> rollout.tokens[rollout.prompt_len :]
+        tensor([7, 2])
     """
 
     tokens: Tensor
@@ -46,6 +51,7 @@ class Sampler(Protocol):
 
     Attributes:
         temperature: of the distribution that tokens are drawn from, untruncated.
+        gives_log_probs: whether answers come with the log-probs of their tokens; without the attribute they do.
     """
 
     temperature: float
@@ -63,7 +69,13 @@ class Sampler(Protocol):
 
 
 def prompt_seed(*words: int) -> int:
-    """A seed made from numbers, for example the run's seed, the step and the row."""
+    """A seed made from numbers, for example the run's seed, the step and the row.
+
+    Example:
+        >>> seeds = [torchtune.rlhf.prompt_seed(7, 1, row) for row in (0, 0, 1)]
+        >>> seeds[0] == seeds[1] != seeds[2]
+        True
+    """
     low, high = np.random.SeedSequence([word & 0xFFFFFFFFFFFFFFFF for word in words]).generate_state(2)
     return int(high) << 32 | int(low)
 
@@ -162,7 +174,14 @@ def _blank_batch(tokens: Sequence[int]) -> Batch:
 
 
 def texts_of(rollouts: Sequence[Rollout], tokenizer: Any) -> list[str]:
-    """Text of every answer, without the token that ends it."""
+    """Text of every answer, without the token that ends it.
+
+    Example:
+        >>> tokens = torch.tensor(tokenizer.encode("the cat", add_bos=False))
+        >>> rollout = torchtune.rlhf.Rollout(tokens, prompt_len=0, log_probs=None, finished=True)
+        >>> torchtune.rlhf.texts_of([rollout], tokenizer)
+        ['the cat']
+    """
     stop = set(tokenizer.stop_tokens)
     answers = [rollout.answer for rollout in rollouts]
     return [tokenizer.decode(answer[:-1] if answer and answer[-1] in stop else answer) for answer in answers]

@@ -1,7 +1,8 @@
 """The teacher of a distillation: another model, frozen, that sees the batches of the student."""
 
 import json
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,9 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from torchtune.data import Batch
-from torchtune.modules.loss import LossError, TeacherOutputs, TeacherStates
-from torchtune.training import compile_loss, compile_model, fit_vocabulary
+from torchtune import config
+from torchtune.data import Batch, BatchLoader
+from torchtune.modules.loss import LikeliestTokens, LossError, TeacherOutputs, TeacherStates
+from torchtune.rlhf._teacher_cache import AT, CachedOutputs, TeacherCache, use_cache
+from torchtune.training import ParallelDims, compile_loss, compile_model, fit_vocabulary
 from torchtune.training.parallel._shards import reshard
 from torchtune.utils import UserError, get_logger, log_rank_zero
 
@@ -43,28 +46,71 @@ class Teacher:
         reshard(self.model)  # FSDP would keep embedding and output whole until the next batch
 
 
+class CachedTeacher:
+    """What a teacher said of the data, read from a folder; no model is in memory.
+
+    Args:
+        caches: ``(first position, cache)``, ascending.
+        vocab_size: tokens over which the distributions are normalised.
+        temperature: of them.
+    """
+
+    def __init__(self, caches: Sequence[tuple[int, TeacherCache]], vocab_size: int, temperature: float) -> None:
+        self._caches, self._vocab_size, self._temperature = caches, vocab_size, temperature
+
+    @contextmanager
+    def __call__(self, batch: Batch) -> Iterator[TeacherOutputs]:
+        """What the teacher says of a batch on its device; see :class:`Teacher`."""
+        yield CachedOutputs(self._caches, batch.per_token[AT], self._vocab_size, self._temperature)
+
+
 class DistillationRecipe(Protocol):
     """What :func:`setup_teacher` reads of a recipe."""
 
-    cfg: Any  # has compile
+    cfg: Any  # has compile, epochs, dtype and teacher_model
     checkpointer: Any
     tokenizer: Any
+    kd_loss_fn: Any
+    loader: BatchLoader
+    loader_val: BatchLoader | None
+    dims: ParallelDims
 
 
-def setup_teacher(recipe: DistillationRecipe, student: nn.Module, load: Callable[[], nn.Module]) -> Teacher:
+def setup_teacher(
+    recipe: DistillationRecipe, student: nn.Module, load: Callable[[], nn.Module], teacher_cache: str | None = None
+) -> "Teacher | CachedTeacher":
     """Load the teacher of a run, before its first step.
 
+    With a cache it is loaded only to compute what the folder does not have yet, and then let go.
+
     Args:
-        recipe: has a checkpointer with the sources ``policy`` and ``teacher``, and the tokenizer of its data.
+        recipe: has a checkpointer with the sources ``policy`` and ``teacher``, the tokenizer of its data and, for a
+            cache, its data, its processes and ``kd_loss_fn``.
         student: the model that is trained.
         load: returns the teacher.
+        teacher_cache: folder of what the teacher finds likeliest; None runs it in every step.
 
     Raises:
-        UserError: the two have different tokenizers, or one has fewer tokens than the data may have.
+        UserError: the two have different tokenizers, one has fewer tokens than the data may have, or the cache is of
+            another run.
     """
     folder, of_student = (Path(recipe.checkpointer.store.source(n).checkpoint_dir) for n in ("teacher", "policy"))
     check_same_tokenizer(folder, of_student)
     fit_vocabulary(student, recipe.tokenizer)
+    if teacher_cache is None:
+        teacher = _load(recipe, student, load)
+        size = min(len(model.tok_embeddings.weight) for model in (teacher, student))
+        _check_top_k(getattr(recipe.kd_loss_fn, "top_k", None), size)
+        return Teacher(teacher)
+    return _setup_cache(recipe, student, load, Path(teacher_cache))
+
+
+def _check_top_k(k: int | None, size: int) -> None:
+    if k is not None and k >= size:
+        raise TeacherError(f"kd_loss.top_k is {k}: it must be below the {size:,} tokens that both models have.")
+
+
+def _load(recipe: DistillationRecipe, student: nn.Module, load: Callable[[], nn.Module]) -> nn.Module:
     teacher = load()
     theirs, mine = (len(model.tok_embeddings.weight) for model in (teacher, student))
     if theirs < recipe.tokenizer.vocab_size:
@@ -80,7 +126,48 @@ def setup_teacher(recipe: DistillationRecipe, student: nn.Module, load: Callable
         )
     if recipe.cfg.compile:
         compile_model(teacher)
-    return Teacher(teacher)
+    return teacher
+
+
+def _setup_cache(
+    recipe: DistillationRecipe, student: nn.Module, load: Callable[[], nn.Module], folder: Path
+) -> CachedTeacher:
+    cfg, loss = recipe.cfg, recipe.kd_loss_fn
+    k = getattr(loss, "top_k", None)
+    if k is None:
+        raise TeacherError("teacher_cache: it keeps a teacher's likeliest tokens: set kd_loss.top_k, such as 64.")
+    with torch.device("meta"):
+        described = config.instantiate(cfg.teacher_model)
+    size = min(len(described.tok_embeddings.weight), len(student.tok_embeddings.weight))
+    _check_top_k(k, size)
+    key = {
+        "teacher": recipe.checkpointer.store.source("teacher").fingerprint,
+        "teacher_model": zlib.crc32(repr(getattr(described, "description", None)).encode()),
+        "dtype": cfg.dtype,
+        "vocabulary": size,
+        "kd_loss.top_k": k,
+        "kd_loss.temperature": loss.temperature,
+    }
+    loaders = {"train": recipe.loader, "val": recipe.loader_val}
+    loaders = {name: loader for name, loader in loaders.items() if loader is not None}
+    caches, start = [], 0
+    for name, loader in loaders.items():
+        caches.append((start, TeacherCache(folder / name, loader.dataset, key, k)))
+        start += int(caches[-1][1].offsets[-1])
+    models: list[Teacher] = []
+
+    @torch.no_grad()
+    def likeliest(batch: Batch) -> LikeliestTokens:
+        if not models:
+            models.append(Teacher(_load(recipe, student, load)))
+        batch = batch.to(next(models[0].model.parameters()).device)
+        with models[0](batch) as found:
+            return loss.likeliest(batch.labels, found, size)
+
+    for loader, (first, cache) in zip(loaders.values(), caches, strict=True):
+        use_cache(loader, cache, likeliest, start=first, epochs=cfg.epochs, dims=recipe.dims)
+    models.clear()
+    return CachedTeacher(caches, size, loss.temperature)
 
 
 def setup_kd_loss(loss: Any, *, compile: bool = False) -> Any:

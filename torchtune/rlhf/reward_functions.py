@@ -95,12 +95,9 @@ class ExactMatch(_RowReward):
 
     def score(self, row: Row, text: str) -> float:
         """1 or 0."""
-        given, right = text.strip(), str(_column(row, self.column)).strip()
-        if self.pattern is not None:
-            found = list(self.pattern.finditer(given))
-            if not found:
-                return 0.0
-            given = (found[-1][1] if self.pattern.groups else found[-1][0]).strip()
+        given, right = _matched(self.pattern, text.strip()), str(_column(row, self.column)).strip()
+        if given is None:
+            return 0.0
         return float(given.casefold() == right.casefold() if self.ignore_case else given == right)
 
 
@@ -222,6 +219,41 @@ class MathReward(_RowReward):
         """1, 0 or None."""
         right = self._math.parse(str(_column(row, self.column)))
         return float(self._math.verify(right, self._math.parse(text))) if right else None
+
+
+class ReasoningGymReward(_RowReward):
+    """The score that the row's environment of ``reasoning-gym`` gives (extra of the same name), from 0 to 1.
+
+    For problems with several right answers. Many environments give a part of it to texts that only contain the
+    answer, which is what a model learns then: name what is the answer by ``pattern``.
+
+    Args:
+        pattern: regular expression; what is scored is its first group (or all of it) at its last match, and an answer
+            without a match gets 0. By default all of the answer, without space around it.
+        weight: see :class:`Reward`.
+        name: see :class:`Reward`.
+    """
+
+    def __init__(self, pattern: str | None = None, weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(weight, name)
+        self.pattern = None if pattern is None else _compiled(pattern)
+        self._gym = require("reasoning_gym", extra="reasoning-gym", purpose="ReasoningGymReward")
+
+    def score(self, row: Row, text: str) -> float:
+        """From 0 to 1."""
+        environment = (_column(row, "metadata") or {}).get("source_dataset")
+        if environment is None:
+            raise RolloutError("the row is of no environment: use torchtune.datasets.reasoning_gym_dataset")
+        given = _matched(self.pattern, text.strip())
+        return 0.0 if given is None else float(self._gym.get_score_answer_fn(environment)(given, row))
+
+
+def _matched(pattern: re.Pattern[str] | None, text: str) -> str | None:
+    """What a pattern finds last in a text, its first group if it has one; None where it finds nothing."""
+    if pattern is None:
+        return text
+    found = list(pattern.finditer(text))
+    return found[-1][1 if pattern.groups else 0].strip() if found else None
 
 
 class JudgeReward(_RowReward):

@@ -46,6 +46,11 @@ def get_rewards_ppo(
 
     Returns:
         total rewards, log-ratios, and their part of the rewards, ``[b, r]`` each.
+
+    Example:
+        >>> log_probs = torch.zeros(1, 3)
+        >>> torchtune.rlhf.get_rewards_ppo(torch.tensor([2.0]), log_probs, log_probs, kl_coeff=0.1)[0]
+        tensor([[-0., -0., 2.]])
     """
     log_ratios = logprobs - ref_logprobs
     kl_rewards = -kl_coeff * log_ratios
@@ -56,17 +61,32 @@ def get_rewards_ppo(
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Sum of ``x`` where ``mask`` is True."""
+    """Sum of ``x`` where ``mask`` is True.
+
+    Example:
+        >>> torchtune.rlhf.masked_sum(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        tensor(4.)
+    """
     return (x * mask).sum(dim=dim)
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Mean of ``x`` where ``mask`` is True; 0 where it is True nowhere."""
+    """Mean of ``x`` where ``mask`` is True; 0 where it is True nowhere.
+
+    Example:
+        >>> torchtune.rlhf.masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        tensor(2.)
+    """
     return masked_sum(x, mask, dim) / (mask.sum(dim=dim) + 1e-8)
 
 
 def masked_var(centered_values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of masked values with mean 0; ``unbiased`` divides by their count minus 1."""
+    """Variance of masked values with mean 0; ``unbiased`` divides by their count minus 1.
+
+    Example:
+        >>> torchtune.rlhf.masked_var(torch.tensor([1.0, -1.0, 9.0]), torch.tensor([True, True, False]), unbiased=False)
+        tensor(1.)
+    """
     variance = masked_mean(centered_values.square(), mask)
     count = mask.sum()
     return variance * count / (count - 1).clamp(min=1) if unbiased else variance
@@ -79,6 +99,10 @@ def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool =
         x: of any shape.
         mask: bool of that shape; values where it is False do not count.
         shift_mean: keep the mean, which is added back.
+
+    Example:
+        >>> torchtune.rlhf.whiten(torch.tensor([1.0, 2.0, 3.0]), shift_mean=False).std().round().item()
+        1.0
     """
     if mask is None:
         mean, variance = x.mean(), x.var()
@@ -109,6 +133,11 @@ def estimate_advantages(
 
     Returns:
         advantages and returns, ``[b, r]`` each.
+
+    Example:
+        >>> values, rewards = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, 1.0]])
+        >>> torchtune.rlhf.estimate_advantages(values, rewards, gamma=1.0, lmbda=1.0)[1]  # returns
+        tensor([[1., 1., 1.]])
     """
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     deltas = rewards + gamma * following - values

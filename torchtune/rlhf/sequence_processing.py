@@ -17,6 +17,10 @@ def truncate_sequence_at_first_stop_token(
 
     Returns:
         bool ``[b, s]``, True behind the first stop token, and the filled sequences ``[b, s]``.
+
+    Example:
+        >>> torchtune.rlhf.truncate_sequence_at_first_stop_token(torch.tensor([[5, 2, 7]]), torch.tensor([2]))[1]
+        tensor([[5, 2, 0]])
     """
     stops = torch.isin(sequences, stop_tokens).long()
     behind = stops.cumsum(dim=-1) - stops > 0
@@ -28,6 +32,10 @@ def logits_to_logprobs(logits: torch.Tensor, sequences: torch.Tensor, temperatur
 
     Returns:
         ``[b, r]`` in nats, in the dtype of the logits. :func:`torchtune.modules.loss.linear_log_probs` needs no logits.
+
+    Example:
+        >>> torchtune.rlhf.logits_to_logprobs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
+        tensor([[0.2500, 0.2500]])
     """
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     return log_probs.gather(2, sequences.unsqueeze(-1)).squeeze(-1)
@@ -36,13 +44,23 @@ def logits_to_logprobs(logits: torch.Tensor, sequences: torch.Tensor, temperatur
 def batched_logits_to_logprobs(
     logits: torch.Tensor, sequences: torch.Tensor, temperature: float = 1.0, chunk_size: int = 4
 ) -> torch.Tensor:
-    """As :func:`logits_to_logprobs`, ``chunk_size`` rows at a time."""
+    """As :func:`logits_to_logprobs`, ``chunk_size`` rows at a time.
+
+    Example:
+        >>> torchtune.rlhf.batched_logits_to_logprobs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
+        tensor([[0.2500, 0.2500]])
+    """
     chunks = zip(logits.split(chunk_size), sequences.split(chunk_size), strict=True)
     return torch.cat([logits_to_logprobs(rows, tokens, temperature) for rows, tokens in chunks])
 
 
 def truncate_sequence_for_logprobs(query_response_logits: torch.Tensor, context_length: int) -> torch.Tensor:
-    """The logits ``[b, r, v]`` that predict the response, of those ``[b, context_length + r, v]`` of the sequence."""
+    """The logits ``[b, r, v]`` that predict the response, of those ``[b, context_length + r, v]`` of the sequence.
+
+    Example:
+        >>> torchtune.rlhf.truncate_sequence_for_logprobs(torch.zeros(1, 5, 8), context_length=3).shape
+        torch.Size([1, 2, 8])
+    """
     return query_response_logits[:, context_length - 1 : -1]
 
 
@@ -68,6 +86,11 @@ def get_batch_log_probs(
 
     Raises:
         ValueError: logits and labels differ in shape.
+
+    Example:
+        >>> logits, labels = torch.zeros(1, 3, 4), torch.tensor([[-100, 1, 2]])
+        >>> torchtune.rlhf.get_batch_log_probs(logits, labels).exp()  # 1/4 · 1/4
+        tensor([0.0625])
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"Logits {list(logits.shape)} and labels {list(labels.shape)} differ in batch or length.")

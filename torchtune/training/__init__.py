@@ -24,6 +24,7 @@ _CHECKPOINTING = (
     "FullModelTorchTuneCheckpointer",
     "ModelSource",
     "ModelType",
+    "add_reference",
     "update_state_dict_for_classifier",
 )
 

@@ -11,7 +11,12 @@ from torchtune.utils import DeviceSupport, get_logger
 
 
 def is_distributed() -> bool:
-    """Whether this process was started by torchrun with more than its own rank known, and torch can communicate."""
+    """Whether this process was started by torchrun with more than its own rank known, and torch can communicate.
+
+    Example:
+        >>> torchtune.training.is_distributed()
+        False
+    """
     return dist.is_available() and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
@@ -60,7 +65,11 @@ def set_torch_num_threads() -> None:
 
 
 def validate_no_params_on_meta_device(model: torch.nn.Module) -> None:
-    """Check that every parameter and buffer holds data. Raises ``RuntimeError`` that names the first that does not."""
+    """Check that every parameter and buffer holds data. Raises ``RuntimeError`` that names the first that does not.
+
+    Example:
+        >>> torchtune.training.validate_no_params_on_meta_device(model)
+    """
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if tensor.is_meta:

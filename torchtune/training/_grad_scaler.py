@@ -15,6 +15,13 @@ def scale_grads_(
         parameters: one tensor or several; those without a gradient are passed over.
         scaler: a scalar tensor.
         foreach: ``False`` goes tensor by tensor; otherwise one fused call per device and type.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([2.0, 4.0])
+        >>> torchtune.training.scale_grads_([weight], torch.tensor(0.5))
+        >>> weight.grad
+        tensor([1., 2.])
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -9,6 +9,12 @@ def disable_dropout(model: torch.nn.Module) -> None:
     """Set every dropout of ``model`` to 0 in place, and say so: preference losses compare two forward passes.
 
     Covers ``torch.nn.Dropout`` and modules that keep a probability in ``attn_dropout``.
+
+    Example:
+        >>> layer = torch.nn.Dropout(0.5)
+        >>> torchtune.training.disable_dropout(layer)
+        >>> layer(torch.ones(3))
+        tensor([1., 1., 1.])
     """
     for name, module in model.named_modules():
         for attribute in ("p", "attn_dropout"):

@@ -138,6 +138,7 @@ class TeacherSettings:
 
     teacher_model: Node | None = None
     teacher_checkpointer: Node | None = None
+    teacher_cache: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

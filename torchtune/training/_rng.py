@@ -14,6 +14,13 @@ class RNGState:
 
     It holds nothing itself: ``state_dict`` reads the generators, ``load_state_dict`` sets them. Everything in the
     dict is a tensor, a number or ``None``, so that any checkpoint format takes it.
+
+    Example:
+        >>> state = torchtune.training.RNGState().state_dict()
+        >>> first = torch.rand(1)
+        >>> torchtune.training.RNGState().load_state_dict(state)
+        >>> torch.equal(first, torch.rand(1))
+        True
     """
 
     def state_dict(self) -> dict[str, Any]:

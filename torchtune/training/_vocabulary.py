@@ -20,6 +20,9 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     Raises:
         ConversionError: new rows of a frozen embedding cannot be trained here.
         UserError: the tokenizer has more tokens than the embedding and ``resize`` is False.
+
+    Example:
+        >>> torchtune.training.fit_vocabulary(model, tokenizer)  # raises if a token had no row
     """
     decoder = text_decoder(model)
     rows, needed = decoder.tok_embeddings.weight.shape[0], tokenizer.vocab_size

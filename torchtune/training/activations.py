@@ -1,13 +1,15 @@
 """Selective activation checkpointing: recompute what is cheap, keep what is dear."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from torchtune.modules.peft._functional import base_products_are_kept
 from torchtune.modules.transformer import TransformerSelfAttentionLayer, text_decoder
-from torchtune.training.memory import checkpoint_module, set_activation_checkpointing
+from torchtune.training.memory import CheckpointedForward, checkpoint_module, set_activation_checkpointing
 from torchtune.utils import UserError, reduce_scatter_op
 
 
@@ -50,6 +52,19 @@ def _every_other_matmul() -> Any:
     return create_selective_checkpoint_contexts(_EveryOtherMatmul())
 
 
+class _WithBaseProducts:
+    """A forward whose adapters leave the products of their bases as they are, for the backward pass."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler decides what it adds in place
+            return self.forward(*args, **kwargs)
+        with base_products_are_kept():
+            return self.forward(*args, **kwargs)
+
+
 def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | str | None) -> torch.nn.Module:
     """Checkpoint one module in place.
 
@@ -64,6 +79,8 @@ def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | st
     if ac_mode == "full" or (ac_mode == "selective" and isinstance(ac_style, int)):
         return checkpoint_module(module)
     if ac_mode == "selective" and ac_style == "op":
+        if not isinstance(module.forward, CheckpointedForward):
+            module.forward = _WithBaseProducts(module.forward)
         return checkpoint_module(module, context_fn=_every_other_matmul)
     raise ActivationCheckpointingError(
         f"ac_mode={ac_mode!r} with ac_option={ac_style!r} is not known: use ac_mode 'full', or 'selective' with "
@@ -84,6 +101,10 @@ def checkpoint_activations(
 
     Raises:
         ActivationCheckpointingError: both ways are asked for, or the mode or option is unknown.
+
+    Example:
+        >>> torchtune.training.checkpoint_activations(model, True)
+        >>> model(torch.tensor([[5, 40, 7]])).sum().backward()
     """
     if every_layer and ac_mode is not None:
         raise ActivationCheckpointingError("ac_mode: set it or enable_activation_checkpointing, not both.")

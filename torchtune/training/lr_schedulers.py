@@ -87,6 +87,14 @@ def get_cosine_schedule_with_warmup(
         num_training_steps: steps of the whole run.
         num_cycles: waves after the warmup; 0.5 goes from the full rate to 0.
         last_epoch: index of the last step of a run that is continued, -1 for a new one.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> schedule = torchtune.training.get_cosine_schedule_with_warmup(
+        ...     optimizer, num_warmup_steps=2, num_training_steps=10
+        ... )
+        >>> optimizer.step(); schedule.step(); schedule.get_last_lr()
+        [0.666...]
     """
 
     def decay(progress: float) -> float:
@@ -105,6 +113,14 @@ def get_linear_schedule_with_warmup(
         num_warmup_steps: steps below the full rate, at its start.
         num_training_steps: steps of the whole run.
         last_epoch: index of the last step of a run that is continued, -1 for a new one.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> schedule = torchtune.training.get_linear_schedule_with_warmup(
+        ...     optimizer, num_warmup_steps=2, num_training_steps=10
+        ... )
+        >>> optimizer.step(); schedule.step(); schedule.get_last_lr()
+        [0.666...]
     """
     return _with_warmup(optimizer, num_warmup_steps, num_training_steps, lambda progress: 1.0 - progress, last_epoch)
 
@@ -119,6 +135,12 @@ def get_constant_schedule_with_warmup(
         num_warmup_steps: steps below the full rate, at its start.
         num_training_steps: not needed; taken so that recipes may hand it over to any schedule.
         last_epoch: index of the last step of a run that is continued, -1 for a new one.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> schedule = torchtune.training.get_constant_schedule_with_warmup(optimizer, num_warmup_steps=2)
+        >>> optimizer.step(); schedule.step(); schedule.get_last_lr()
+        [0.666...]
     """
     return _with_warmup(optimizer, num_warmup_steps, num_training_steps, lambda _: 1.0, last_epoch)
 
@@ -128,6 +150,10 @@ def get_lr(optimizer: "torch.optim.Optimizer | OptimizerInBackwardWrapper") -> f
 
     Where groups have their own rates (say, matrices and norms), a schedule scales them alike, so the first one
     shows the course of all.
+
+    Example:
+        >>> torchtune.training.get_lr(torch.optim.SGD(model.parameters(), lr=0.5))
+        0.5
     """
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:  # a wrapper over one optimizer per parameter

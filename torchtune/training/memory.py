@@ -72,6 +72,9 @@ def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWra
 
     Raises:
         ValueError: no module was chosen.
+
+    Example:
+        >>> torchtune.training.set_activation_checkpointing(model, auto_wrap_policy={type(model.layers[0])})
     """
     if isinstance(auto_wrap_policy, set | frozenset):
         classes = tuple(auto_wrap_policy)

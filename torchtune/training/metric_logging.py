@@ -35,7 +35,12 @@ def save_config(config: "DictConfig") -> Path:
 
 
 def flatten_dict(d: dict[str, Any], *, sep: str = ".", parent_key: str = "") -> dict[str, Any]:
-    """Turn nested dicts into one whose keys are the paths: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``."""
+    """Turn nested dicts into one whose keys are the paths: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
+
+    Example:
+        >>> torchtune.training.metric_logging.flatten_dict({"a": {"b": 1}})
+        {'a.b': 1}
+    """
     flat: dict[str, Any] = {}
     for key, value in d.items():
         path = f"{parent_key}{sep}{key}" if parent_key else str(key)
@@ -90,6 +95,11 @@ class DiskLogger(MetricLoggerInterface):
 
     Raises:
         ValueError: ``output_fmt`` is another one.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.DiskLogger(str(folder))
+        >>> logger.log("loss", 1.5, step=1)
+        >>> logger.close()
     """
 
     def __init__(self, log_dir: str, output_fmt: str = "txt", filename: str | None = None, **kwargs: Any) -> None:
@@ -134,7 +144,13 @@ class DiskLogger(MetricLoggerInterface):
 
 
 class StdoutLogger(MetricLoggerInterface):
-    """Prints metrics to standard output."""
+    """Prints metrics to standard output.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.StdoutLogger()
+        >>> logger.log("loss", 1.5, step=1)
+        Step 1 | loss:1.5
+    """
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Print one scalar."""

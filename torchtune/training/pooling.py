@@ -11,6 +11,10 @@ def get_unmasked_sequence_lengths(mask: torch.Tensor) -> torch.Tensor:
 
     Returns:
         int64 [b], ready to gather the last hidden state of each row.
+
+    Example:
+        >>> torchtune.training.get_unmasked_sequence_lengths(torch.tensor([[False, False, True]]))
+        tensor([1])
     """
     positions = torch.arange(mask.shape[-1], device=mask.device)
     return torch.where(mask, torch.zeros_like(positions), positions).amax(dim=-1)

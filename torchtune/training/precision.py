@@ -40,6 +40,10 @@ def get_dtype(dtype: str | None = None, device: torch.device | None = None) -> t
 
     Raises:
         PrecisionError: the name is unknown (a ``ValueError`` too), or the device does not compute in bfloat16.
+
+    Example:
+        >>> torchtune.training.get_dtype("bf16")
+        torch.bfloat16
     """
     if dtype is None:
         return torch.float32
@@ -52,7 +56,13 @@ def get_dtype(dtype: str | None = None, device: torch.device | None = None) -> t
 
 @contextmanager
 def set_default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Make ``dtype`` torch's default type inside the block; the old one comes back even after an error."""
+    """Make ``dtype`` torch's default type inside the block; the old one comes back even after an error.
+
+    Example:
+        >>> with torchtune.training.set_default_dtype(torch.bfloat16):
+        ...     torch.zeros(1).dtype
+        torch.bfloat16
+    """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -75,6 +85,9 @@ def validate_expected_param_dtype(
 
     Raises:
         ValueError: a parameter has another type; the message names it.
+
+    Example:
+        >>> torchtune.training.validate_expected_param_dtype(model.named_parameters(), torch.float32)
     """
     excluded = set(exclude_param_names or ())
     for name, param in named_params:

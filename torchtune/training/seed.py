@@ -39,6 +39,10 @@ def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> in
 
     Raises:
         SeedError: the seed (plus rank) does not fit 32 bits; a ``ValueError`` too.
+
+    Example:
+        >>> torchtune.training.set_seed(7)
+        7
     """
     world_size, rank = get_world_size_and_rank()
     limit = np.iinfo(np.uint32).max - world_size + 1

@@ -114,6 +114,10 @@ def get_device(device: str | None = None) -> "torch.device":
 
     Raises:
         UserError: the device does not exist on this machine.
+
+    Example:
+        >>> torchtune.utils.get_device("cpu")
+        device(type='cpu')
     """
     import torch
 
@@ -124,7 +128,12 @@ def get_device(device: str | None = None) -> "torch.device":
 
 
 def get_world_size_and_rank() -> tuple[int, int]:
-    """World size and rank of the process group, (1, 0) without one."""
+    """World size and rank of the process group, (1, 0) without one.
+
+    Example:
+        >>> torchtune.utils.get_world_size_and_rank()
+        (1, 0)
+    """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -140,6 +149,10 @@ def batch_to_device(batch: MutableMapping[str, Any], device: "torch.device") -> 
     Args:
         batch: a dict or a :class:`torchtune.data.Batch`.
         device: to move to.
+
+    Example:
+        >>> batch = {"tokens": torch.tensor([1, 2])}
+        >>> torchtune.utils.batch_to_device(batch, torch.device("cpu"))
     """
     for key, value in batch.items():
         if isinstance(value, dict):

@@ -68,6 +68,12 @@ def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -
 
     Raises:
         UserError: the disk is full or the directory may not be written to.
+
+    Example:
+        >>> with torchtune.utils.atomic_write(folder / "a.txt", "w") as file:
+        ...     _ = file.write("whole or not at all")
+        >>> (folder / "a.txt").read_text()
+        'whole or not at all'
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -95,6 +101,12 @@ def atomic_directory(path: str | Path, replace: bool = True) -> Iterator[Path]:
 
     Raises:
         UserError: the disk is full or the parent may not be written to.
+
+    Example:
+        >>> with torchtune.utils.atomic_directory(folder / "new") as temporary:
+        ...     _ = (temporary / "a.txt").write_text("one")
+        >>> (folder / "new" / "a.txt").exists()
+        True
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -119,7 +131,12 @@ def atomic_directory(path: str | Path, replace: bool = True) -> Iterator[Path]:
 
 
 def valid_json(value: Any) -> Any:
-    """The value with ``None`` for every number that JSON cannot hold: NaN and the infinities."""
+    """The value with ``None`` for every number that JSON cannot hold: NaN and the infinities.
+
+    Example:
+        >>> torchtune.utils.valid_json({"loss": float("nan")})
+        {'loss': None}
+    """
     if isinstance(value, dict):
         return {key: valid_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -128,7 +145,13 @@ def valid_json(value: Any) -> Any:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as JSON (indent 2, final newline), atomically."""
+    """Write ``value`` as JSON (indent 2, final newline), atomically.
+
+    Example:
+        >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})
+        >>> torchtune.utils.read_json(folder / "a.json")
+        {'a': 1}
+    """
     with atomic_write(path, "w") as file:
         json.dump(value, file, indent=2, ensure_ascii=False)
         file.write("\n")

@@ -34,6 +34,13 @@ class FolderLock:
         folder: which.
         beat: seconds after which the owner renews the file.
         patience: seconds without a renewal after which an owner on another machine counts as dead.
+
+    Example:
+        >>> lock = torchtune.utils.FolderLock(folder)
+        >>> lock.acquire()
+        >>> lock.is_held
+        True
+        >>> lock.release()
     """
 
     def __init__(self, folder: Path, *, beat: float = 10.0, patience: float = 60.0) -> None:

@@ -18,6 +18,11 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
 
     Raises:
         UserError: the file is missing, unreadable, larger than 64 MiB, or holds anything else; of the class ``error``.
+
+    Example:
+        >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})
+        >>> torchtune.utils.read_json(folder / "a.json")
+        {'a': 1}
     """
     try:
         size = path.stat().st_size

@@ -99,7 +99,7 @@ def test_what_ends_an_answer(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "nowhere"], "--model nowhere: there is no such folder"),
+        (["--model", "nowhere"], "nowhere: there is no such folder"),
         (["--model", ".", "--temperature", -1], "--temperature is -1.0: it must be at least 0"),
         (["--model", "{}", "--adapter", "{}"], "there is no adapter_model.safetensors"),
     ],

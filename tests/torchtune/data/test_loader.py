@@ -108,6 +108,25 @@ def test_ranks_share_the_steps_of_one(world_size: int, size: int) -> None:
         assert sorted(label for part in parts for label in labelled(part)) == labelled(step)
 
 
+def test_the_smallest_batch_is_known_before_it_comes() -> None:
+    for rows, size, ranks, steps in itertools.product((1, 5, 12, 13), (1, 3, 4), (1, 2, 3), (1, 2)):
+        loaders = [
+            BatchLoader(
+                [{"labels": [0]}] * rows,
+                batch_size=size,
+                collate_fn=list,
+                shuffle=False,
+                seed=0,
+                accumulation_steps=steps,
+                rank=rank,
+                world_size=ranks,
+            )
+            for rank in range(min(rows, ranks))
+        ]
+        found = min(len(batch) for loader in loaders for step in loader for batch in step)
+        assert loaders[0].smallest_batch == found, (rows, size, ranks, steps)
+
+
 def test_a_rank_without_examples_gets_one_without_labels() -> None:
     data = [{"tokens": [i, i], "labels": [i, -100]} for i in range(5)]
     settings = {"batch_size": 2, "collate_fn": collate_documents, "shuffle": False, "seed": 0, "world_size": 2}

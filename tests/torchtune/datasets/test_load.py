@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import logging
 import socket
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from torchtune.data import DataError
 from torchtune.datasets import chat_dataset, instruct_dataset
-from torchtune.datasets._load import load_rows, resolve_source
+from torchtune.datasets._load import RowSource, load_rows, resolve_source
 
 ROWS = [{"input": f"red {i}", "output": f"blue {i}"} for i in range(6)]
 
@@ -95,10 +96,16 @@ def test_a_missing_or_empty_file(tmp_path: Path) -> None:
     assert "needs data_files" in refused(tmp_path, source="json")
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"input": "a", "output": "b"}\n{"input": "a", "output": \n')
-    assert f"{path}, line 2" in refused(tmp_path, source=str(path))
+    log = logging.getLogger("datasets")  # its messages do not reach the root
+    log.addHandler(caplog.handler)
+    try:
+        assert f"{path}, line 2" in refused(tmp_path, source=str(path))
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not caplog.records, "the datasets package logs what it raises, too"
 
 
 def test_no_such_split(tmp_path: Path) -> None:
@@ -119,7 +126,9 @@ def test_no_rows_left(tmp_path: Path) -> None:
 def test_without_a_split(tmp_path: Path) -> None:
     path = str(write(tmp_path / "mine.jsonl"))
     assert "has the splits train" in refused(tmp_path, source=path, split=None)
-    assert "streaming=True is not possible" in refused(tmp_path, source=path, streaming=True)
+    for setting in ({"streaming": True}, {"shuffle_buffer": 5}):
+        with pytest.raises(DataError, match="streaming=True"):
+            RowSource(path, **setting)
 
 
 def test_the_hub_cannot_be_reached(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ _KINDS = {
     "attention": {},
     "window, sinks and soft cap": {"window": 3, "window_layers": (0,), "attn_sinks": True, "attn_softcap": 5.0},
     "window": {"window": 3, "window_layers": (1,)},
+    "keys of another layer": {"shared_kv_layers": 1, "v_norm": True, "full_keys_as_values": True}
+    | {"layer_embed_dim": 6, "layer_embed_vocab": 29},
     "mixers": {
         "mixer": DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5, conv_taps=3),
         "mixer_layers": (0,),

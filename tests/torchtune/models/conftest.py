@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 
@@ -55,6 +56,18 @@ _DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "initializer_range": 0.08,  # larger weights make the recurrence magnify rounding
+}
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 3,
+    "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.1,
 }
 _SHARED_EXPERT = {
     "num_experts": 6,
@@ -105,6 +118,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             },
         },
+    ),
+    "gemma4": ("Gemma4", {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2]}),
+    "gemma4_unified": ("Gemma4Unified", {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2]}),
+    "gemma4_experts": (
+        "Gemma4",
+        {**_GEMMA4, "num_hidden_layers": 2, "layer_types": _GEMMA4["layer_types"][:2], "enable_moe_block": True}
+        | {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
+    "gemma4_shared_keys": (
+        "Gemma4",
+        {**_GEMMA4, "attention_k_eq_v": False, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97},
     ),
     "phi3": ("Phi3", {"num_key_value_heads": 6, "sliding_window": 13}),
     "phi4": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0}}),
@@ -314,7 +339,7 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], *, mixtral: bool = Fals
     for key, tensor in tensors:
         name = key.replace(".mlp.", f".{block}.")
         path, _, leaf = name.rpartition(".")
-        if f"{path}.gate_up_proj_bias" in names:  # gpt-oss's files hold them together
+        if f"{path}.gate_up_proj_bias" in names or ".mlp." not in key:  # gpt-oss's and Gemma's files hold them together
             found[key] = tensor
         elif leaf == "gate_up_proj" and tensor.dim() == 3:
             for expert, matrix in enumerate(tensor):
@@ -332,7 +357,7 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
 
     architecture, options = FAMILIES[name]
     torch.manual_seed(0)
-    kind = f"{architecture}Text" if architecture in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else architecture
+    kind = f"{architecture}Text" if architecture in OF_TEXT else architecture
     config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **options, **more})
     if architecture == "Gemma2":
         config._attn_implementation = "eager"  # the only one with soft caps
@@ -346,6 +371,11 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
                 parameter.uniform_(-4, 0)  # states that last
             elif parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_()
+            elif parameter_name.endswith("scale"):
+                parameter.normal_(1.0, 0.3)
+        for buffer_name, buffer in hf.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.4)
     return hf
 
 

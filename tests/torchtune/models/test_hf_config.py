@@ -72,7 +72,7 @@ def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
     [
         ("hidden_act", "relu"),
         ("rope_local_base_freq", 10_000.0),
-        ("rope_scaling", {"rope_type": "proportional", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "axial", "factor": 4.0}),
         ("partial_rotary_factor", 0.5),
         ("num_local_experts", 8),
         ("attn_logit_softcapping", 50.0),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.torchtune.models.conftest import OF_MIXTRAL, on_disk
+from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.models import ModelError
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
@@ -23,6 +24,10 @@ SIZES = [
     ("gemma3", "gemma3_4b", 3_880_263_168, None),
     ("gemma3", "gemma3_12b", 11_766_034_176, None),
     ("gemma3", "gemma3_27b", 27_009_346_304, None),
+    ("gemma4", "gemma4_e2b", 4_628_569_379, None),
+    ("gemma4", "gemma4_e4b", 7_463_013_418, None),
+    ("gemma4", "gemma4_26b_a4b", 25_233_141_790, None),
+    ("gemma4", "gemma4_31b", 30_697_345_340, None),
     ("olmo2", "olmo2_1b", 1_484_916_736, None),
     ("olmo2", "olmo2_7b", 7_298_617_344, None),
     ("olmo2", "olmo2_13b", 13_716_198_400, None),
@@ -145,11 +150,15 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
             getattr(
                 transformers,
                 architecture.replace("ForSequenceClassification", "ForCausalLM").replace(
-                    "ForCausalLM", "TextConfig" if architecture.startswith(("Gemma3", "Qwen3_5")) else "Config"
+                    "ForCausalLM", "TextConfig" if architecture.startswith(OF_TEXT) else "Config"
                 ),
             )(**config)
         )
-    untrained = [(key, value) for key, value in theirs.named_buffers() if key.endswith("e_score_correction_bias")]
+    untrained = [
+        (key, value)
+        for key, value in theirs.named_buffers()
+        if key.endswith(("e_score_correction_bias", "layer_scalar"))
+    ]
     tensors = [*theirs.named_parameters(), *untrained]
     expected = {key: value.shape for key, value in on_disk(tensors, mixtral=family in OF_MIXTRAL).items()}
     ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)

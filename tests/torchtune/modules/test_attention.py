@@ -4,12 +4,20 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtune.data import Documents
-from torchtune.modules import MultiHeadAttention, RMSNorm, attention, create_block_causal_mask
+from torchtune.modules import (
+    FlashAttentionKernel,
+    MultiHeadAttention,
+    RMSNorm,
+    attention,
+    create_block_causal_mask,
+)
 from torchtune.modules import _document_attention as document_attention_module
 from torchtune.modules.attention_utils import attention_backend, packed_block_causal_mask
+from torchtune.modules.conversion import ConversionError
+from torchtune.utils import simulated
 
 # The last one has lengths for both ways in which the CPU computes, and runs of equal length.
 _LENGTHS = [(7,), (3, 4), (2, 2, 2, 1, 5, 5), (1, 1, 9, 1), (130, 70, 200, 200)]
@@ -231,3 +239,26 @@ def test_other_devices_attend_in_blocks_where_they_have_no_kernel() -> None:
     q = torch.empty(8, 2, 4, device="meta")
     assert document_attention_module._in_blocks(q, 8, 0, 0.0, None)
     assert not document_attention_module._in_blocks(q.new_empty(8, 2, 4, device="cpu"), 8, 0, 0.0, None)
+
+
+def test_newer_flash_attention_is_refused_where_it_would_do_nothing() -> None:
+    def model(dtype: torch.dtype = torch.bfloat16, **options: object) -> nn.Module:
+        return nn.ModuleDict({"attn": _layer(**options)}).to(dtype)
+
+    with pytest.raises(ConversionError, match="kernel is 'FA2', it must be FA3 or FA4"):
+        FlashAttentionKernel("FA2")
+    for bad, message in (
+        (model(sinks=True), "'attn' has attention sinks"),
+        (model(softcap=30.0), "runs no layer"),
+        (model(torch.float32), "runs no layer"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            FlashAttentionKernel("FA3").convert(bad)
+    with simulated():
+        assert FlashAttentionKernel("FA4").convert(model()).replaced == ["attn"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_newer_flash_attention_needs_cuda() -> None:
+    with pytest.raises(ConversionError, match="FA3 runs on CUDA, and there is none"):
+        FlashAttentionKernel("FA3").convert(nn.ModuleDict({"attn": _layer()}).bfloat16())

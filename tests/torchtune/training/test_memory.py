@@ -99,6 +99,34 @@ def test_checkpointing_keeps_less():
     assert saved_bytes(full) < saved_bytes(second) < saved_bytes(plain)
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products, those that are added to something aside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.aten.mm
+        return func(*args, **kwargs or {})
+
+
+def test_of_layers_with_adapters_every_other_product_of_a_base_is_kept():
+    """Of the seven of a layer four are; an adapter's x Aᵀ is computed again."""
+    counts = []
+    for settings in ((False,), (False, "selective", "op"), (True,)):
+        model = make_model()
+        targets = ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
+        apply_conversions(model, [LoRA(rank=2, alpha=4, target_modules=targets)])
+        training.checkpoint_activations(model, *settings)
+        loss = model(torch.randint(0, 64, (2, 16))).square().mean()
+        with Products() as seen:
+            loss.backward()
+        counts.append(seen.count)
+        assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "lora_b" in name)
+    plain, selective, full = counts
+    assert full - plain == 4 * (7 + 7)
+    assert selective - plain == 4 * (3 + 7)
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operators make and that are still alive."""
 

@@ -1,8 +1,9 @@
 """Losses of fine-tuning and distillation."""
 
 from torchtune.modules.loss._linear_log_probs import linear_log_probs
+from torchtune.modules.loss._rows import keep_row_losses
 from torchtune.modules.loss._setup import LossError, TokenLoss, setup_loss
-from torchtune.modules.loss._teacher import TeacherOutputs, TeacherStates
+from torchtune.modules.loss._teacher import LikeliestTokens, TeacherOutputs, TeacherStates
 from torchtune.modules.loss._token_log_probs import token_log_probs
 from torchtune.modules.loss.ce_chunked_output_loss import CEWithChunkedOutputLoss
 from torchtune.modules.loss.cross_entropy_loss import LinearCrossEntropyLoss
@@ -24,6 +25,7 @@ __all__ = [
     "ForwardKLLoss",
     "ForwardKLWithChunkedOutputLoss",
     "GeneralizedJSDLoss",
+    "LikeliestTokens",
     "LinearCrossEntropyLoss",
     "LossError",
     "RLLoss",
@@ -35,6 +37,7 @@ __all__ = [
     "TeacherOutputs",
     "TeacherStates",
     "TokenLoss",
+    "keep_row_losses",
     "linear_log_probs",
     "setup_loss",
     "token_log_probs",

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.loss._rows import seen
 from torchtune.utils import computes_on_cpu
 
 # Number of scores per block of softmax; on CPU small enough to stay in cache.
@@ -104,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(target), chunk_rows):
             rows = slice(start, start + chunk_rows)
             logits = torch.mm(hidden[rows], weight.t(), out=buffer[: len(target[rows])])
-            total += _in_blocks(with_gradient, logits, target[rows]).sum()
+            total += seen(_in_blocks(with_gradient, logits, target[rows])).sum()
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -151,5 +152,5 @@ def linear_cross_entropy_sum(
     buffer = hidden.new_empty(min(chunk_rows, len(target)), weight.shape[0])
     for rows, targets in zip(hidden.split(chunk_rows), target.split(chunk_rows), strict=True):
         logits = torch.mm(rows, weight.t(), out=buffer[: len(targets)])
-        total += _in_blocks(without_gradient, logits, targets).sum()
+        total += seen(_in_blocks(without_gradient, logits, targets)).sum()
     return total

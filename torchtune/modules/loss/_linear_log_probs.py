@@ -191,6 +191,12 @@ def linear_log_probs(
 
     Raises:
         ValueError: shapes do not fit, or a temperature or ``chunk_rows`` that is not positive.
+
+    Example:
+        >>> from torchtune.modules.loss import linear_log_probs
+        >>> hidden, weight = torch.zeros(3, 8), torch.randn(4, 8)
+        >>> linear_log_probs(hidden, weight, torch.tensor([0, 3, 1])).exp()
+        tensor([0.2500, 0.2500, 0.2500])
     """
     rows, width = targets.shape[0], weight.shape[1]
     if hidden.shape != (rows, width) or targets.dim() != 1:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss._projection import Projection
+from torchtune.modules.loss._rows import seen
 from torchtune.modules.loss.loss_types import SFTLoss
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.utils import UserError
@@ -42,6 +43,13 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
 
     Raises:
         LossError: it cannot be called like that, or returns something else.
+
+    Example:
+        >>> from torchtune.modules.loss import setup_loss
+        >>> loss = setup_loss(torch.nn.CrossEntropyLoss(), model)  # any loss(logits, labels)
+        >>> hidden = model(torch.tensor([[5, 40, 7]]), output="hidden")
+        >>> loss.sum_and_count(hidden, torch.tensor([[40, 7, -100]]), model.output)[1].item()
+        2
     """
     if not isinstance(loss, SFTLoss):
         _check(loss, model.output.weight)
@@ -77,7 +85,7 @@ class LogitsLoss(nn.Module):
         if not len(index):  # zero, connected to what a loss is connected to
             return projection(hidden[:1]).float().sum() * 0.0 + hidden.sum() * 0.0, count
         losses = self.loss(projection(hidden[index]).float(), labels[index])
-        return losses.sum() if losses.dim() else losses * count, count
+        return seen(losses).sum() if losses.dim() else losses * count, count
 
 
 class MeanLoss(nn.Module):

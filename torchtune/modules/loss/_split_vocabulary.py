@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.loss._linear_cross_entropy import _WeightGradient, take_gradients
+from torchtune.modules.loss._rows import seen
 
 
 def _losses_and_gradient(logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             if bent is not None:
                 gradient *= 1 - bent.square()
             gradient = gradient.to(weight.dtype)
-            total += losses.sum()
+            total += seen(losses).sum()
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[rows])
             if grad_weight is not None:

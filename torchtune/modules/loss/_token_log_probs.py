@@ -23,6 +23,12 @@ def token_log_probs(hidden: Tensor, labels: Tensor, projection: Projection, temp
 
     Returns:
         ``[b, s]`` in nats, float32 (float64 for float64 weights); 0 where there is no label. Differentiable once.
+
+    Example:
+        >>> from torchtune.modules.loss import token_log_probs
+        >>> hidden, labels = torch.zeros(1, 3, 8), torch.tensor([[0, -100, 1]])
+        >>> token_log_probs(hidden, labels, torch.nn.Linear(8, 4, bias=False)).exp()
+        tensor([[0.2500, 1.0000, 0.2500]], grad_fn=...)
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()
     index = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero().squeeze(1)

@@ -16,6 +16,12 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
     Args:
         num_output_chunks: number of chunks.
         ignore_index: label of positions without a label.
+
+    Example:
+        >>> from torchtune.modules.loss import CEWithChunkedOutputLoss
+        >>> loss = CEWithChunkedOutputLoss(num_output_chunks=2)
+        >>> loss([torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)], torch.tensor([[0, 1, 2, -100]])).item()  # log(4)
+        1.3862...
     """
 
     def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100) -> None:

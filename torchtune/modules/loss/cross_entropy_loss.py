@@ -12,6 +12,7 @@ from torchtune.modules.loss._linear_cross_entropy import (
     row_losses_and_gradient,
 )
 from torchtune.modules.loss._projection import Projection, plain_weight
+from torchtune.modules.loss._rows import seen
 from torchtune.modules.loss._split_vocabulary import split_cross_entropy_sum
 from torchtune.modules.loss.loss_types import SFTLoss
 from torchtune.utils import get_logger, log_once
@@ -49,6 +50,14 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         ignore_index: label of positions without a label.
         tp_enabled: whether the output projection is split over a tensor-parallel group.
         mask_ignored_tokens: skip positions without a label before the projection; ``False`` keeps shapes fixed.
+
+    Example:
+        >>> from torchtune.modules.loss import LinearCrossEntropyLoss
+        >>> loss, hidden = LinearCrossEntropyLoss(), torch.zeros(1, 3, 8)
+        >>> projection = torch.nn.Linear(8, 4, bias=False)
+        >>> total, count = loss.sum_and_count(hidden, torch.tensor([[2, -100, 1]]), projection)
+        >>> round(total.item(), 4), count.item()  # 2 log(4)
+        (2.7726, 2)
     """
 
     def __init__(
@@ -100,7 +109,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     ) -> Tensor:
         """Summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
         logits = (projection or self.linear_projection)(hidden_chunk)
-        losses = self._without_gradient(logits, target_chunk.clamp(min=0))
+        losses = seen(self._without_gradient(logits, target_chunk.clamp(min=0)))
         return losses.masked_fill(target_chunk == self.ignore_index, 0.0).sum()
 
     def mask_inputs(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

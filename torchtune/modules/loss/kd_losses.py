@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchtune.modules.loss._linear_divergence import Logits, divergence_sum
 from torchtune.modules.loss._projection import Projection
-from torchtune.modules.loss._teacher import TeacherOutputs
+from torchtune.modules.loss._teacher import LikeliestTokens, TeacherOutputs, TeacherStates
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
@@ -77,19 +77,23 @@ class DivergenceLoss(nn.Module, ABC):
     Args:
         ignore_index: label of positions without a label.
         temperature: divides the logits of both; gradients are not multiplied by its square.
+        top_k: compare the teacher's likeliest tokens, so many, and all others together as one more; ``None`` compares
+            every token.
 
     Raises:
-        ValueError: ``temperature`` is not above 0.
+        ValueError: ``temperature`` is not above 0, or ``top_k`` is below 1.
     """
 
     num_output_chunks = 1
 
-    def __init__(self, ignore_index: int = -100, *, temperature: float = 1.0) -> None:
+    def __init__(self, ignore_index: int = -100, *, temperature: float = 1.0, top_k: int | None = None) -> None:
         super().__init__()
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}: it must be above 0.")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k is {top_k}: it must be at least 1, or null for all tokens.")
         self.ignore_index = ignore_index
-        self.temperature = temperature
+        self.temperature, self.top_k = temperature, top_k
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -142,15 +146,43 @@ class DivergenceLoss(nn.Module, ABC):
         size = min(len(projection.weight), teacher.vocab_size)
         teacher = teacher.select(index, size)
 
-        def divergence(logits: Tensor, rows: slice) -> Tensor:
-            return self._rows(*teacher.pair(logits, rows))
+        of_rows = self.divergence if teacher.are_likeliest else self._rows
 
-        even = max(_MIN_CHUNK_ROWS, -(-len(index) // self.num_output_chunks))
-        chunk_rows = min(even, max(1, _CHUNK_ELEMENTS // size))
+        def divergence(logits: Tensor, rows: slice) -> Tensor:
+            return of_rows(*teacher.pair(logits, rows))
+
+        chunk_rows = self._chunk_rows(len(index), size)
         total = divergence_sum(hidden.flatten(0, -2)[index], divergence, Logits(projection, size), chunk_rows)
         return total, torch.tensor(len(index), device=labels.device)
 
+    def _chunk_rows(self, count: int, size: int) -> int:
+        """Positions of a chunk, of so many with logits of so many tokens."""
+        even = max(_MIN_CHUNK_ROWS, -(-count // self.num_output_chunks))
+        return min(even, max(1, _CHUNK_ELEMENTS // size))
+
+    @torch.no_grad()
+    def likeliest(self, labels: Tensor, teacher: TeacherStates, vocab_size: int) -> LikeliestTokens:
+        """What a loss with :attr:`top_k` compares with at the labelled positions, in their order.
+
+        Args:
+            labels: int64 [b, s].
+            teacher: what the teacher says of these positions.
+            vocab_size: the first tokens, which teacher and student both have.
+        """
+        index = (labels.flatten() != self.ignore_index).nonzero().squeeze(1)
+        teacher, step = teacher.select(index, vocab_size), self._chunk_rows(len(index), vocab_size)
+        parts = [
+            LikeliestTokens.of(teacher.logits(slice(start, start + step)), self.top_k, self.temperature).arrays()
+            for start in range(0, max(len(index), 1), step)
+        ]
+        tokens, log_probs = (torch.cat(part) for part in zip(*parts, strict=True))
+        return LikeliestTokens(tokens, log_probs, vocab_size, self.temperature)
+
     def _rows(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        if self.top_k is not None:
+            teacher = LikeliestTokens.of(teacher_logits.flatten(0, -2), self.top_k, self.temperature)
+            found = self.divergence(*teacher.pair(student_logits.flatten(0, -2), slice(None)))
+            return found.view(student_logits.shape[:-1])
         if self.temperature != 1.0:
             student_logits, teacher_logits = student_logits / self.temperature, teacher_logits / self.temperature
         return self.divergence(student_logits, teacher_logits)
@@ -166,10 +198,25 @@ class ForwardKLLoss(DivergenceLoss):
         ignore_index: label of positions without a label.
         with_entropy: subtract the teacher's entropy, which makes it a true KL divergence.
         temperature: divides the logits of both; gradients are not multiplied by its square.
+        top_k: see :class:`DivergenceLoss`.
+
+    Example:
+        >>> from torchtune.modules.loss import ForwardKLLoss
+        >>> logits = torch.randn(1, 3, 8)
+        >>> loss = ForwardKLLoss()
+        >>> loss(logits, logits, torch.tensor([[1, 2, -100]])).abs().item() < 10
+        True
     """
 
-    def __init__(self, ignore_index: int = -100, *, with_entropy: bool = False, temperature: float = 1.0) -> None:
-        super().__init__(ignore_index, temperature=temperature)
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        *,
+        with_entropy: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+    ) -> None:
+        super().__init__(ignore_index, temperature=temperature, top_k=top_k)
         self.with_entropy = with_entropy
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -185,6 +232,13 @@ class ReverseKLLoss(DivergenceLoss):
     Args:
         ignore_index: label of positions without a label.
         temperature: divides the logits of both; gradients are not multiplied by its square.
+        top_k: see :class:`DivergenceLoss`.
+
+    Example:
+        >>> from torchtune.modules.loss import ReverseKLLoss
+        >>> logits, labels = torch.randn(1, 3, 8), torch.tensor([[1, 2, -100]])
+        >>> round(ReverseKLLoss()(logits, logits, labels).item(), 5)
+        0.0
     """
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -200,9 +254,16 @@ class SymmetricKLLoss(DivergenceLoss):
         ignore_index: label of positions without a label.
         with_entropy: as in :class:`ForwardKLLoss`.
         temperature: divides the logits of both; gradients are not multiplied by its square.
+        top_k: see :class:`DivergenceLoss`.
 
     Raises:
         ValueError: ``sym_kd_ratio`` outside [0, 1], or ``temperature`` not above 0.
+
+    Example:
+        >>> from torchtune.modules.loss import SymmetricKLLoss
+        >>> logits, labels = torch.randn(1, 3, 8), torch.tensor([[1, 2, -100]])
+        >>> SymmetricKLLoss(sym_kd_ratio=0.5)(logits, logits, labels).shape
+        torch.Size([])
     """
 
     def __init__(
@@ -212,8 +273,9 @@ class SymmetricKLLoss(DivergenceLoss):
         *,
         with_entropy: bool = False,
         temperature: float = 1.0,
+        top_k: int | None = None,
     ) -> None:
-        super().__init__(ignore_index, temperature=temperature)
+        super().__init__(ignore_index, temperature=temperature, top_k=top_k)
         self.sym_kd_ratio = _check_share("sym_kd_ratio", sym_kd_ratio)
         self.with_entropy = with_entropy
 
@@ -235,15 +297,28 @@ class GeneralizedJSDLoss(DivergenceLoss):
         num_output_chunks: number of chunks of hidden states, at least.
         ignore_index: label of positions without a label.
         temperature: divides the logits of both; gradients are not multiplied by its square.
+        top_k: see :class:`DivergenceLoss`.
 
     Raises:
         ValueError: ``beta`` outside [0, 1], ``num_output_chunks`` below 1, or ``temperature`` not above 0.
+
+    Example:
+        >>> from torchtune.modules.loss import GeneralizedJSDLoss
+        >>> logits, labels = torch.randn(1, 3, 8), torch.tensor([[1, 2, -100]])
+        >>> abs(round(GeneralizedJSDLoss(beta=0.5)(logits, logits, labels).item(), 5))
+        0.0
     """
 
     def __init__(
-        self, beta: float = 0.5, num_output_chunks: int = 8, ignore_index: int = -100, *, temperature: float = 1.0
+        self,
+        beta: float = 0.5,
+        num_output_chunks: int = 8,
+        ignore_index: int = -100,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
     ) -> None:
-        super().__init__(ignore_index, temperature=temperature)
+        super().__init__(ignore_index, temperature=temperature, top_k=top_k)
         self.beta = _check_share("beta", beta)
         self.num_output_chunks = _check_chunks(num_output_chunks)
 
@@ -270,7 +345,8 @@ class _ChunkedLoss(nn.Module):
         super().__init__()
         self.num_output_chunks = loss.num_output_chunks = _check_chunks(num_output_chunks)
         self.ignore_index = loss.ignore_index
-        self.distill = loss.distill
+        self.distill, self.likeliest = loss.distill, loss.likeliest
+        self.temperature, self.top_k = loss.temperature, loss.top_k
         self._loss = loss
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -319,6 +395,12 @@ class ForwardKLWithChunkedOutputLoss(_ChunkedLoss):
             fewer, if chunks would be too small.
         ignore_index: label of positions without a label.
         options: further arguments of :class:`ForwardKLLoss`.
+
+    Example:
+        >>> from torchtune.modules.loss import ForwardKLWithChunkedOutputLoss
+        >>> chunks, labels = [torch.randn(1, 2, 8), torch.randn(1, 2, 8)], torch.tensor([[1, 2, 3, -100]])
+        >>> ForwardKLWithChunkedOutputLoss(num_output_chunks=2)(chunks, chunks, labels).shape
+        torch.Size([])
     """
 
     def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100, **options: Any) -> None:
@@ -332,6 +414,13 @@ class ReverseKLWithChunkedOutputLoss(_ChunkedLoss):
         num_output_chunks: see :class:`ForwardKLWithChunkedOutputLoss`.
         ignore_index: label of positions without a label.
         options: further arguments of :class:`ReverseKLLoss`.
+
+    Example:
+        >>> from torchtune.modules.loss import ReverseKLWithChunkedOutputLoss
+        >>> chunks, labels = [torch.randn(1, 2, 8), torch.randn(1, 2, 8)], torch.tensor([[1, 2, 3, -100]])
+        >>> loss = ReverseKLWithChunkedOutputLoss(num_output_chunks=2)
+        >>> abs(round(loss(chunks, chunks, labels).item(), 5))
+        0.0
     """
 
     def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100, **options: Any) -> None:
@@ -346,6 +435,12 @@ class SymmetricKLWithChunkedOutputLoss(_ChunkedLoss):
         sym_kd_ratio: weight of the forward KL.
         ignore_index: label of positions without a label.
         options: further arguments of :class:`SymmetricKLLoss`.
+
+    Example:
+        >>> from torchtune.modules.loss import SymmetricKLWithChunkedOutputLoss
+        >>> chunks, labels = [torch.randn(1, 2, 8), torch.randn(1, 2, 8)], torch.tensor([[1, 2, 3, -100]])
+        >>> SymmetricKLWithChunkedOutputLoss(num_output_chunks=2)(chunks, chunks, labels).shape
+        torch.Size([])
     """
 
     def __init__(

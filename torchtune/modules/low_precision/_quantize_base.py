@@ -53,6 +53,13 @@ class QuantizeBase(Conversion):
 
     Raises:
         ConversionError: an unknown dtype, or a block size that is out of range or has no meaning.
+
+    Example:
+        >>> from torchtune.modules.low_precision import QuantizeBase
+        >>> from torchtune.modules.peft import LoRA
+        >>> model, _ = torchtune.load(checkpoint, adapter=[QuantizeBase(), LoRA(rank=2)], device="cpu")  # QLoRA
+        >>> type(model.layers[0].attn.q_proj).__name__
+        'LoRALinear'
     """
 
     phase: ClassVar[Phase] = Phase.QUANTIZED_BASE

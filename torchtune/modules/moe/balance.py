@@ -24,6 +24,11 @@ def load_balancing_loss(probabilities: Sequence[Tensor], counts: Sequence[Tensor
 
     Returns:
         scalar.
+
+    Example:
+        >>> from torchtune.modules.moe import load_balancing_loss
+        >>> load_balancing_loss([torch.full((4, 2), 0.5)], [torch.tensor([2, 2])]).item()  # even
+        1.0
     """
     rows = sum(layer.shape[0] for layer in probabilities)
     shares = torch.stack(list(counts)).sum(0) / rows

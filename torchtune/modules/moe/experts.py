@@ -25,6 +25,13 @@ class GroupedExperts(nn.Module):
         hidden_dim: intermediate width.
         num_experts: e.
         activation: elementwise, applied to the gate.
+
+    Example:
+        >>> from torchtune.modules.moe import GroupedExperts
+        >>> experts = GroupedExperts(dim=8, hidden_dim=16, num_experts=2)
+        >>> experts.reset_parameters()
+        >>> experts(torch.randn(5, 8), torch.tensor([3, 2])).shape  # 3 tokens of the first expert, 2 of the second
+        torch.Size([5, 8])
     """
 
     def __init__(

@@ -1,11 +1,13 @@
 """Mixtures of experts (MoE)."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchtune.modules.rms_norm import rms_norm
 from torchtune.utils import in_backward_pass
 
 
@@ -24,9 +26,18 @@ class TokenChoiceTopKRouter(nn.Module):
             parameter ``selection_bias``, float32 ``[e]``, without gradient.
         groups: number of groups of equal size that the experts form.
         top_groups: a token selects among the experts of this many groups: those whose two best experts score highest.
+        norm_eps: normalise tokens to length 1 before ``gate`` (RMSNorm with this eps, divided by √d) and scale them by
+            a parameter ``channel_scale`` ``[d]``; a parameter ``expert_scale`` ``[e]`` scales the final scores.
 
     Raises:
         ValueError: ``experts_per_token`` exceeds ``num_experts``.
+
+    Example:
+        >>> from torchtune.modules.moe import TokenChoiceTopKRouter
+        >>> gate = torch.nn.Linear(8, 4, bias=False)
+        >>> router = TokenChoiceTopKRouter(gate=gate, dim=8, num_experts=4, experts_per_token=2)
+        >>> router(torch.randn(3, 8))[0].shape
+        torch.Size(...)
     """
 
     def __init__(
@@ -42,6 +53,7 @@ class TokenChoiceTopKRouter(nn.Module):
         selection_bias: bool = False,
         groups: int = 1,
         top_groups: int = 1,
+        norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
@@ -58,6 +70,9 @@ class TokenChoiceTopKRouter(nn.Module):
         self.tokens_per_expert: Tensor | None = None  # int64 [e], in training so far
         bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
         self.selection_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.norm_eps = norm_eps
+        self.channel_scale = None if norm_eps is None else nn.Parameter(torch.ones(dim))
+        self.expert_scale = None if norm_eps is None else nn.Parameter(torch.ones(num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Select experts.
@@ -69,6 +84,8 @@ class TokenChoiceTopKRouter(nn.Module):
             scores of the selected experts, float32 ``[t, k]``; their indices, int64 ``[t, k]``; tokens per expert,
             int64 ``[e]``.
         """
+        if self.norm_eps is not None:
+            x = rms_norm(x, self.norm_eps) * self.channel_scale * self.dim**-0.5
         logits = self.gate(x).float()
         scores = logits.sigmoid() if self.score_function == "sigmoid" else logits.softmax(-1)
         if self.selection_bias is None and self.top_groups == self.groups:
@@ -81,6 +98,8 @@ class TokenChoiceTopKRouter(nn.Module):
             chosen = chosen / chosen.sum(-1, keepdim=True)
         if self.scale != 1.0:
             chosen = chosen * self.scale
+        if self.expert_scale is not None:
+            chosen = chosen * self.expert_scale[selected]
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add_(0, selected.flatten(), torch.ones_like(selected).flatten())
         if self.training:
@@ -150,6 +169,17 @@ class MoE(nn.Module):
         router: tokens -> scores, selected experts, tokens per expert.
         shared_expert: a feed-forward layer ``[…, d] -> […, d]`` for all tokens; its output is added.
         shared_gate: projection ``d -> 1``; its sigmoid scales the output of ``shared_expert``.
+        norms: norms of the inputs and outputs of ``experts`` and of ``shared_expert``, by name: ``input``, ``output``,
+            ``shared_input``, ``shared_output``. The router sees tokens before them.
+
+    Example:
+        >>> from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+        >>> gate = torch.nn.Linear(8, 4, bias=False)
+        >>> router = TokenChoiceTopKRouter(gate=gate, dim=8, num_experts=4, experts_per_token=2)
+        >>> experts = GroupedExperts(dim=8, hidden_dim=16, num_experts=4)
+        >>> experts.reset_parameters()
+        >>> MoE(experts=experts, router=router)(torch.randn(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
     """
 
     def __init__(
@@ -159,12 +189,14 @@ class MoE(nn.Module):
         router: nn.Module,
         shared_expert: nn.Module | None = None,
         shared_gate: nn.Module | None = None,
+        norms: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.experts = experts
         self.router = router
         self.shared_expert = shared_expert
         self.shared_gate = shared_gate
+        self.norms = None if norms is None else nn.ModuleDict(norms)
         self.exchange: Any = None  # torchtune.modules.parallel.ExpertParallel where ranks have different experts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,11 +206,15 @@ class MoE(nn.Module):
         copies = selected.shape[1]
         order = selected.flatten().argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        rows = permute_rows(tokens, order, inverse, copies)
+        normed = tokens if self.norms is None else self.norms["input"](tokens)
+        rows = permute_rows(normed, order, inverse, copies)
         rows = self.experts(rows, counts) if self.exchange is None else self.exchange(self.experts, rows, counts)
         by_token = permute_rows(rows, inverse, order).unflatten(0, (-1, copies))
         out = (by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
-        if self.shared_expert is not None:
+        if self.norms is not None:
+            shared = self.shared_expert(self.norms["shared_input"](tokens))
+            out = self.norms["output"](out) + self.norms["shared_output"](shared)
+        elif self.shared_expert is not None:
             shared = self.shared_expert(tokens)
             out = out + (shared if self.shared_gate is None else shared * self.shared_gate(tokens).sigmoid())
         return out.view_as(x)

@@ -27,6 +27,7 @@ from torchtune.modules.parallel._collectives import (
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 from torchtune.modules.tied_linear import CappedLinear, soft_cap
+from torchtune.modules.transformer import OutputScale
 from torchtune.utils import UserError
 
 # Parameter -> the dimension that belongs to the outputs of its layer, and the one that belongs to the inputs.
@@ -208,13 +209,13 @@ def _split_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> Callable
     return forward
 
 
-def _check_norm(module: nn.Module) -> None:
-    if not isinstance(module, RMSNorm):
+def _check_norm(module: nn.Module, *others: type[nn.Module]) -> None:
+    if not isinstance(module, (RMSNorm, *others)):
         raise ParallelError(f"tensor_parallel_dim: it is not known how {type(module).__name__} is split: set it to 1.")
 
 
 class ReplicatedNorm(ParallelStyle):
-    """A norm with replicated parameters, which every rank applies to its own positions or heads.
+    """A norm, or a scale, with replicated parameters, which every rank applies to its own positions or heads.
 
     Args:
         gather: all-gather the sequence afterwards; the gradient of the result is a partial sum.
@@ -225,7 +226,7 @@ class ReplicatedNorm(ParallelStyle):
         self.gather = gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_norm(module)
+        _check_norm(module, OutputScale)
         place_parameters(module, device_mesh, {})
         group = device_mesh.get_group()
 
@@ -252,8 +253,8 @@ class ShardedNorm(ParallelStyle):
             wide, scale = x.float(), local_shard(module.scale)
             squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), group)
             normed = wide * torch.rsqrt(squares / width + module.eps)
-            if module.unit_offset:
-                return (normed * (1.0 + scale.float())).to(x.dtype)
+            if module.rounds_last:
+                return (normed * (scale.float() + module.unit_offset)).to(x.dtype)
             return normed.to(x.dtype) * scale
 
         module.forward = forward

@@ -59,6 +59,13 @@ class LoRA(Conversion):
 
     Raises:
         ConversionError: arguments that contradict each other or are out of range.
+
+    Example:
+        >>> from torchtune.modules.peft import LoRA
+        >>> from torchtune.modules.conversion import apply_conversions
+        >>> (report,) = apply_conversions(model, [LoRA(rank=2, attn_modules=["q_proj", "v_proj"])])
+        >>> print(report)
+        LoRA: 4 modules converted (q_proj, v_proj), 448 parameters added...
     """
 
     phase: ClassVar[Phase] = Phase.ADAPTER

@@ -1,11 +1,14 @@
 """The low-rank update of a frozen projection as one autograd node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from torchtune.modules.stored_linear import Stored
 from torchtune.utils import computes_on_cpu
@@ -30,12 +33,28 @@ def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
     return mask.view(like.shape), 1.0 - dropped / 2**16
 
 
+_base_is_kept: ContextVar[bool] = ContextVar("base_is_kept", default=False)
+
+
+@contextmanager
+def base_products_are_kept() -> Iterator[None]:
+    """A block in which selective checkpointing may keep the base's product, so that the update is added to a copy.
+
+    Only the base's product is an operator that selective checkpointing knows; it never keeps those of low rank.
+    """
+    token = _base_is_kept.set(True)
+    try:
+        yield
+    finally:
+        _base_is_kept.reset(token)
+
+
 class LoRAProjection(torch.autograd.Function):
     """y = x Wᵀ + bias + scale · (x ∘ mask) Aᵀ Bᵀ (Hu et al., "LoRA", 2021, equation 3).
 
     For backward it saves ``x`` (for the gradient of A), ``x Aᵀ`` of width ``rank``, and with dropout a mask of one byte
-    per element. It allocates no temporary of the output's size. W is ``decode(*stored)``, decoded again for backward:
-    of a quantised weight it saves only the stored tensors.
+    per element. It allocates no temporary of the output's size, except in a block of :func:`base_products_are_kept`. W
+    is ``decode(*stored)``, decoded again for backward: of a quantised weight it saves only the stored tensors.
     """
 
     @staticmethod
@@ -53,8 +72,12 @@ class LoRAProjection(torch.autograd.Function):
         """Shapes: x and mask [..., in], W [out, in], lora_a [r, in], lora_b [out, r] -> [..., out]."""
         rows = x.reshape(-1, x.shape[-1])
         kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
-        low = kept @ lora_a.t()
-        y = _linear_into_new(rows, decode(*stored), bias).addmm_(low, lora_b.t(), alpha=scale)
+        low = torch.mm(kept, lora_a.t(), out=kept.new_empty(kept.shape[0], lora_a.shape[0]))
+        if not torch.compiler.is_compiling() and _base_is_kept.get():
+            base = F.linear(rows, decode(*stored), bias)
+            y = torch.addmm(base, low, lora_b.t(), alpha=scale, out=torch.empty_like(base))
+        else:
+            y = _linear_into_new(rows, decode(*stored), bias).addmm_(low, lora_b.t(), alpha=scale)
         needs_a, needs_b, needs_weight = (ctx.needs_input_grad[index] for index in (2, 3, 7))
         ctx.save_for_backward(
             rows if needs_weight or needs_a else None, lora_a, lora_b, low if needs_b else None, mask, *stored

@@ -75,6 +75,11 @@ class NewTokens(Conversion):
 
     Args:
         num_new: number of rows, at least 1.
+
+    Example:
+        >>> from torchtune.modules.peft import LoRA, NewTokens
+        >>> model, _ = torchtune.load(checkpoint, adapter=LoRA(rank=2), device="cpu")
+        >>> NewTokens.check(model)
     """
 
     phase: ClassVar[Phase] = Phase.OBJECTIVE  # after everything else: it needs the values of the rows
@@ -95,6 +100,11 @@ class NewTokens(Conversion):
             raise ConversionError(
                 f"resize_token_embeddings: new rows cannot be trained beside an output projection that is a "
                 f"{kinds[1].__name__} or has a bias: leave out the adapter of the output, or use a full recipe."
+            )
+        if getattr(model, "layer_embeddings", None) is not None:
+            raise ConversionError(
+                "resize_token_embeddings: new rows of a model whose layers embed tokens too cannot be trained alone: "
+                "use a full recipe."
             )
         if hasattr(model.tok_embeddings.weight, "device_mesh"):
             raise ConversionError("resize_token_embeddings: new rows of a sharded model cannot be trained yet.")

@@ -31,6 +31,12 @@ def get_adapter_params(model: nn.Module) -> dict[str, nn.Parameter]:
 
     Raises:
         ConversionError: a module names an adapter parameter that it does not have.
+
+    Example:
+        >>> from torchtune.modules.peft import LoRA, get_adapter_params
+        >>> model, _ = torchtune.load(checkpoint, adapter=LoRA(rank=2, target_modules=["layers.0.*.q_proj"]))
+        >>> list(get_adapter_params(model))
+        ['layers.0.attn.q_proj.lora_a.weight', 'layers.0.attn.q_proj.lora_b.weight']
     """
     params: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -51,6 +57,13 @@ def require_adapters(model: nn.Module) -> None:
 
     Raises:
         ConversionError: ``model`` has no adapters.
+
+    Example:
+        >>> from torchtune.modules.peft import require_adapters
+        >>> require_adapters(model)
+        Traceback (most recent call last):
+            ...
+        torchtune...
     """
     if not any(isinstance(module, AdapterModule) for module in model.modules()):
         raise ConversionError(
@@ -60,7 +73,14 @@ def require_adapters(model: nn.Module) -> None:
 
 
 def set_trainable_params(model: nn.Module, adapter_params: dict[str, Any] | set[str]) -> None:
-    """Set ``requires_grad`` for the parameters named in ``adapter_params`` and clear it for all others."""
+    """Set ``requires_grad`` for the parameters named in ``adapter_params`` and clear it for all others.
+
+    Example:
+        >>> from torchtune.modules.peft import set_trainable_params
+        >>> set_trainable_params(model, {"norm.scale"})
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['norm.scale']
+    """
     for name, param in model.named_parameters():
         param.requires_grad_(name in adapter_params)
 
@@ -74,7 +94,14 @@ def is_adapter_key(key: str) -> bool:
 
 
 def get_adapter_state_dict(state_dict: dict[str, Any], device: str | None = "cpu") -> dict[str, Any]:
-    """The adapter's entries of ``state_dict``, moved to ``device`` (``None`` leaves them where they are)."""
+    """The adapter's entries of ``state_dict``, moved to ``device`` (``None`` leaves them where they are).
+
+    Example:
+        >>> from torchtune.modules.peft import get_adapter_state_dict
+        >>> state_dict = {"q_proj.weight": torch.ones(2, 2), "q_proj.lora_a.weight": torch.ones(1, 2)}
+        >>> list(get_adapter_state_dict(state_dict))
+        ['q_proj.lora_a.weight']
+    """
     own = {key: value for key, value in state_dict.items() if is_adapter_key(key)}
     return own if device is None else {key: value.to(device) for key, value in own.items()}
 
@@ -82,7 +109,13 @@ def get_adapter_state_dict(state_dict: dict[str, Any], device: str | None = "cpu
 def get_lora_module_names(
     lora_attn_modules: Sequence[LORA_ATTN_MODULES], apply_lora_to_mlp: bool, apply_lora_to_output: bool
 ) -> list[str]:
-    """Names of adapted modules: attention's as given, then ``w1 w2 w3``, then ``output``."""
+    """Names of adapted modules: attention's as given, then ``w1 w2 w3``, then ``output``.
+
+    Example:
+        >>> from torchtune.modules.peft import get_lora_module_names
+        >>> get_lora_module_names(["q_proj"], apply_lora_to_mlp=True, apply_lora_to_output=False)
+        ['q_proj', 'w1', 'w2', 'w3']
+    """
     names: list[str] = list(lora_attn_modules)
     if apply_lora_to_mlp:
         names += MLP_MODULES
@@ -93,7 +126,14 @@ def get_lora_module_names(
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Generator[None, None, None]:
-    """Context manager that disables the adapters: the model computes with its base weights."""
+    """Context manager that disables the adapters: the model computes with its base weights.
+
+    Example:
+        >>> from torchtune.modules.peft import LoRA, disable_adapter
+        >>> model, _ = torchtune.load(checkpoint, adapter=LoRA(rank=2), device="cpu")
+        >>> with disable_adapter(model):
+        ...     reference = model(torch.tensor([[5, 40, 7]]))  # as the base computes it
+    """
     changed = []
     try:
         for module in model.modules():
@@ -123,6 +163,14 @@ def get_merged_lora_ckpt(
 
     Raises:
         ConversionError: an adapter is incomplete or has no base weight.
+
+    Example:
+        >>> from torchtune.modules.peft import get_merged_lora_ckpt
+        >>> names = ("q_proj.weight", "q_proj.lora_a.weight", "q_proj.lora_b.weight")
+        >>> state_dict = dict(zip(names, (torch.zeros(2, 2), torch.ones(1, 2), torch.ones(2, 1))))
+        >>> get_merged_lora_ckpt(state_dict, rank=1, alpha=2)
+        {'q_proj.weight': tensor([[2., 2.],
+                [2., 2.]])}
     """
     for key in [key for key in state_dict if key.endswith(".lora_a.weight")]:
         path = key.removesuffix(".lora_a.weight")

@@ -32,6 +32,12 @@ class DoRALinear(LoRALinear):
 
     Raises:
         ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or an option that does not fit.
+
+    Example:
+        >>> from torchtune.modules.peft import DoRALinear
+        >>> layer = DoRALinear(in_dim=8, out_dim=4, rank=2, alpha=4)
+        >>> layer.adapter_params()
+        ['lora_a.weight', 'lora_b.weight', 'magnitude']
     """
 
     initialize_reads_base: ClassVar[bool] = True

@@ -70,6 +70,14 @@ class LoRALinear(nn.Module):
 
     Raises:
         ConversionError: ``rank`` below 1, ``dropout`` outside [0, 1], or an option that does not fit.
+
+    Example:
+        >>> from torchtune.modules.peft import LoRALinear
+        >>> layer = LoRALinear(in_dim=8, out_dim=4, rank=2, alpha=4)
+        >>> layer(torch.ones(3, 8)).shape
+        torch.Size([3, 4])
+        >>> layer.adapter_params()
+        ['lora_a.weight', 'lora_b.weight']
     """
 
     # Whether initialize_parameters() reads the base weight, which then must not be sharded.

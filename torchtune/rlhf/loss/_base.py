@@ -20,9 +20,11 @@ class AnswerLoss(nn.Module, ABC):
 
     Attributes:
         needs_reference: whether it compares with a reference model.
+        min_examples: fewest examples of a micro-batch.
     """
 
     needs_reference: ClassVar[bool] = True
+    min_examples: ClassVar[int] = 1
     balance: Balance | None = None  # of the model's experts, from setup_loss
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -94,6 +96,13 @@ def document_log_probs(hidden: Tensor, batch: Batch, projection: Projection, tem
     Returns:
         ``[n]`` in nats, float32 (float64 for float64 weights); of a batch that is split over context-parallel ranks,
         this rank's summand.
+
+    Example:
+        >>> side = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+        >>> row = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in side.items()}
+        >>> batch = torchtune.data.collate_preference([row])
+        >>> torchtune.rlhf.document_log_probs(model(batch.tokens, output="hidden"), batch, model.output).shape
+        torch.Size([2])
     """
     return batch.sum_per_document(token_log_probs(hidden, batch.labels, projection, temperature))
 
@@ -107,6 +116,11 @@ def setup_loss(loss: Any, model: nn.Module) -> AnswerLoss:
 
     Raises:
         LossError: it is another kind of loss, or the model does not end in what it reads.
+
+    Example:
+        >>> loss = torchtune.rlhf.loss.setup_loss(torchtune.rlhf.loss.DPOLoss(), model)
+        >>> loss.needs_reference
+        True
     """
     if not isinstance(loss, AnswerLoss):
         raise LossError(

@@ -139,6 +139,14 @@ class DPOLoss(_Margin):
     Args:
         beta: higher stays closer to the reference.
         label_smoothing: ε, the fraction of pairs with swapped labels.
+
+    Example:
+        >>> side = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+        >>> row = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in side.items()}
+        >>> batch, zeros = torchtune.data.collate_preference([row]), torch.zeros(2)
+        >>> total, metrics = torchtune.rlhf.loss.DPOLoss(beta=0.1).sum_and_metrics(batch, zeros, reference=zeros)
+        >>> total.item()  # log(2): the model does not yet prefer one
+        0.6931...
     """
 
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
@@ -157,6 +165,10 @@ class RobustDPOLoss(_Margin):
     Args:
         beta: higher stays closer to the reference.
         label_smoothing: ε, the fraction of pairs with swapped labels.
+
+    Example:
+        >>> torchtune.rlhf.loss.RobustDPOLoss(beta=0.1, label_smoothing=0.1).needs_reference
+        True
     """
 
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.1) -> None:
@@ -174,6 +186,10 @@ class HingeLoss(_Margin):
 
     Args:
         beta: higher stays closer to the reference.
+
+    Example:
+        >>> torchtune.rlhf.loss.HingeLoss(beta=0.1).needs_reference
+        True
     """
 
     def of_margin(self, margin: Tensor) -> Tensor:
@@ -198,6 +214,10 @@ class IPOLoss(_Margin):
 
     Args:
         beta: higher stays closer to the reference.
+
+    Example:
+        >>> torchtune.rlhf.loss.IPOLoss(beta=0.1).needs_reference
+        True
     """
 
     by_token: ClassVar[bool] = True
@@ -230,6 +250,10 @@ class SimPOLoss(PreferenceLoss):
         beta: scale of the rewards; 2 to 2.5 in the paper.
         gamma: margin that the chosen answer is to win by.
         label_smoothing: fraction of pairs with swapped labels.
+
+    Example:
+        >>> torchtune.rlhf.loss.SimPOLoss(beta=2.0, gamma=0.5).needs_reference
+        False
     """
 
     needs_reference: ClassVar[bool] = False
@@ -252,6 +276,10 @@ class ORPOLoss(PreferenceLoss):
 
     Args:
         beta: λ, weight of the odds ratio.
+
+    Example:
+        >>> torchtune.rlhf.loss.ORPOLoss(beta=0.1).needs_reference
+        False
     """
 
     needs_reference: ClassVar[bool] = False
@@ -280,6 +308,10 @@ class CPOLoss(PreferenceLoss):
         beta: scale of the log-probs.
         alpha: weight of the negative log-likelihood of the chosen answer, a mean over its tokens.
         label_smoothing: fraction of pairs with swapped labels.
+
+    Example:
+        >>> torchtune.rlhf.loss.CPOLoss(beta=0.1, alpha=1.0).needs_reference
+        False
     """
 
     needs_reference: ClassVar[bool] = False

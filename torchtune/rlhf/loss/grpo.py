@@ -38,6 +38,11 @@ class GRPOLoss(AnswerLoss):
 
     Raises:
         ValueError: a number is out of range, or ``constant`` does not fit ``normalize``.
+
+    Example:
+        >>> loss = torchtune.rlhf.loss.GRPOLoss(epsilon=0.2, epsilon_high=0.28, kl_coeff=0.04)
+        >>> loss.needs_reference
+        True
     """
 
     needs_rewards = True
@@ -195,7 +200,12 @@ def _sequence_of_token(batch: Batch) -> Tensor:
 
 
 class DAPOLoss(GRPOLoss):
-    """The loss of DAPO (arXiv:2503.14476): a wider clip upwards, one mean over all tokens of the step."""
+    """The loss of DAPO (arXiv:2503.14476): a wider clip upwards, one mean over all tokens of the step.
+
+    Example:
+        >>> torchtune.rlhf.loss.DAPOLoss().epsilon_high
+        0.28
+    """
 
     def __init__(self, epsilon: float = 0.2, epsilon_high: float = 0.28) -> None:
         super().__init__(epsilon, epsilon_high)
@@ -207,6 +217,10 @@ class DrGRPOLoss(GRPOLoss):
     Args:
         constant: every answer's sum is divided by it; usually the sampler's ``max_new_tokens``.
         epsilon: of the clip, both ways.
+
+    Example:
+        >>> torchtune.rlhf.loss.DrGRPOLoss(constant=512).normalize
+        'constant'
     """
 
     def __init__(self, constant: float, epsilon: float = 0.2) -> None:
@@ -214,7 +228,12 @@ class DrGRPOLoss(GRPOLoss):
 
 
 class GSPOLoss(GRPOLoss):
-    """The loss of GSPO (arXiv:2507.18071): one ratio per answer, which suits mixtures of experts."""
+    """The loss of GSPO (arXiv:2507.18071): one ratio per answer, which suits mixtures of experts.
+
+    Example:
+        >>> torchtune.rlhf.loss.GSPOLoss().ratio
+        'sequence'
+    """
 
     def __init__(self, epsilon: float = 3e-4, epsilon_high: float = 4e-4) -> None:
         super().__init__(epsilon, epsilon_high, ratio="sequence", normalize="sequences")
@@ -225,6 +244,10 @@ class CISPOLoss(GRPOLoss):
 
     Args:
         epsilon_high: the weight is at most ``1 + epsilon_high``.
+
+    Example:
+        >>> torchtune.rlhf.loss.CISPOLoss(epsilon_high=4.0).kind
+        'cispo'
     """
 
     def __init__(self, epsilon_high: float = 4.0) -> None:

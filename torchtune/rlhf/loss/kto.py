@@ -1,6 +1,7 @@
 """Loss of single answers that are labelled good or bad."""
 
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,13 @@ class KTOLoss(AnswerLoss):
         beta: higher stays closer to the reference.
         desirable_weight: w_d; with few good answers raise it until w_d · good and w_u · bad are about equal.
         undesirable_weight: w_u.
+
+    Example:
+        >>> torchtune.rlhf.loss.KTOLoss(beta=0.1, desirable_weight=1.0, undesirable_weight=1.5).needs_reference
+        True
     """
+
+    min_examples: ClassVar[int] = 2
 
     def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
         super().__init__()

@@ -22,6 +22,10 @@ class RewardLoss(PreferenceLoss):
 
     Args:
         center_coefficient: c; 0 lets the scores drift.
+
+    Example:
+        >>> torchtune.rlhf.loss.RewardLoss().needs_reference
+        False
     """
 
     needs_reference: ClassVar[bool] = False

@@ -27,6 +27,7 @@ from torchtune.training.checkpointing._model_type import (
     VAL_DATALOADER_KEY,
     ModelType,
 )
+from torchtune.training.checkpointing._models_of_run import add_reference
 from torchtune.training.checkpointing._sources import FormattedCheckpointFiles, safe_torch_load
 from torchtune.training.checkpointing._store import CheckpointStore
 
@@ -56,6 +57,7 @@ __all__ = [
     "ModelSource",
     "ModelType",
     "ResumePoint",
+    "add_reference",
     "checkpoints_in",
     "get_largest_iter_folder",
     "gguf_to_hf",

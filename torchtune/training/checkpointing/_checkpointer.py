@@ -47,6 +47,12 @@ class FullModelHFCheckpointer(LegacyInterface):
 
     Raises:
         CheckpointError: ``model_type`` or ``keep_last_n_checkpoints`` is invalid.
+
+    Example:
+        >>> checkpointer = torchtune.training.FullModelHFCheckpointer(str(checkpoint), output_dir=str(folder / "run"))
+        >>> checkpointer.load_model(model)
+        >>> path = checkpointer.save("epoch_0", model)
+        >>> checkpointer.close()
     """
 
     def __init__(

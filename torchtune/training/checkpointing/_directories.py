@@ -170,6 +170,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
     Raises:
         CheckpointError: there are none.
+
+    Example:
+        >>> from torchtune.training.checkpointing import checkpoints_in
+        >>> path = torchtune.save(model, folder / "epoch_0", base=checkpoint)
+        >>> [path.name for path in checkpoints_in(folder)]
+        ['epoch_0']
     """
     if (folder / MARKER).exists():
         return [folder]
@@ -197,6 +203,12 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
 
     Raises:
         CheckpointError: files are missing, truncated or changed, or the marker has no checksums.
+
+    Example:
+        >>> from torchtune.training.checkpointing import verify_checkpoint
+        >>> path = torchtune.save(model, folder / "mine", base=checkpoint)
+        >>> verify_checkpoint(path)[0] > 0  # files with a checksum
+        True
     """
     names = marked_files(folder, everything=True)
     if faults := damage(folder, names, progress):

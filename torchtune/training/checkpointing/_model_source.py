@@ -50,9 +50,16 @@ class ModelSource:
         text_only: export the text decoder as a model of its own. By default other towers and weights of multi-token
             prediction are exported with it, unchanged.
         adapter_dirs: more folders that ``adapter_checkpoint`` may be relative to, such as the output folder of the run.
+        repo_id: repository of the weights, which adapters trained on them name as their base; by default what
+            ``tune download`` recorded in the folder.
 
     Raises:
         CheckpointError: ``model_type`` is unknown.
+
+    Example:
+        >>> source = torchtune.training.ModelSource(checkpoint)
+        >>> len(source.open().names())
+        20
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class ModelSource:
         model_type: str | None = None,
         text_only: bool = False,
         adapter_dirs: Iterable[Path] = (),
+        repo_id: str | None = None,
     ) -> None:
         if model_type is not None and model_type not in ModelType.__members__:
             raise CheckpointError(f"model_type: '{model_type}' is none of {', '.join(ModelType.__members__)}.")
@@ -73,6 +81,7 @@ class ModelSource:
         self.adapter_checkpoint = adapter_checkpoint
         self.model_type = None if model_type is None else ModelType[model_type]
         self.text_only = text_only
+        self.repo_id = repo_id
         self._whole: list[TextTower | None] = []
         self._adapter_dirs = (Path(), self.checkpoint_dir, *adapter_dirs)
         # Read from a GGUF file: tokenizer files that an export writes, by name, and token ids for its config.json.
@@ -196,7 +205,9 @@ class ModelSource:
             write_json(folder / "config.json", {**read_json(folder / "config.json"), **self._token_ids})
 
     def base_name(self) -> str:
-        """Repository of the weights if `tune download` recorded it and they were not trained since, else the folder."""
+        """Repository of the weights if it is known and they were not trained since, else the folder."""
+        if self.repo_id is not None:
+            return self.repo_id
         path = self.checkpoint_dir / "original_repo_id.json"
         if path.is_file() and not (self.checkpoint_dir / MARKER).exists():
             name = read_json(path).get("repo_id")

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtune import config
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._model_source import ModelSource
 from torchtune.training.checkpointing._state import MODELS, STATE_DIR
 from torchtune.utils import write_json
 
 _ONE_MODEL = ("policy",)
+REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -120,3 +122,29 @@ class ModelsOfRun:
                 f"{checkpoint} {what}: resume with the saved torchtune_config.yaml, or start a new run in another "
                 "output_dir."
             )
+
+
+def add_reference(checkpointer: Any, ref_checkpointer: Any, loss: Any) -> None:
+    """Name the model that a loss compares with among those of the run, so that no resume goes on with other weights.
+
+    Without a checkpointer of its own it is the model as the run starts with it: the policy's source.
+
+    Args:
+        checkpointer: of the run.
+        ref_checkpointer: component of the reference's checkpointer, or None.
+        loss: component of the loss, which says whether it needs a reference.
+
+    Raises:
+        UserError: a component cannot be made.
+
+    Example:
+        >>> from torchtune.training import FullModelHFCheckpointer, add_reference
+        >>> checkpointer = FullModelHFCheckpointer(str(checkpoint))
+        >>> add_reference(checkpointer, None, {"_component_": "torchtune.rlhf.loss.DPOLoss"})
+        >>> list(checkpointer.store.sources)
+        ['policy', 'reference']
+    """
+    if ref_checkpointer is not None:
+        checkpointer.add_source(REFERENCE, config.instantiate(ref_checkpointer))
+    elif getattr(config.instantiate(loss), "needs_reference", False):
+        checkpointer.add_source(REFERENCE, checkpointer)

@@ -41,6 +41,7 @@ ON_RESUME: dict[str, OnResume] = {
     **_of(OnResume.NEW, "tokenizer dataset dataset_val collate_fn batch_size batch_size_val"),
     **_of(OnResume.NEW, "gradient_accumulation_steps epochs loss clip_grad_norm run_val_every_n_steps"),
     **_of(OnResume.NEW, "ref_checkpointer reference_cache teacher_model teacher_checkpointer kd_loss kd_ratio"),
+    **_of(OnResume.NEW, "teacher_cache"),
     **_of(OnResume.NEW, "policy_model.checkpoint_dir reward_and_value_model.checkpoint_dir"),
     **_of(OnResume.NEW, "value_checkpointer reward_checkpointer ref_policy_checkpointer forward_batch_size top_k"),
     **_of(OnResume.NEW, "max_generated_tokens temperature stop_token_ids min_response_length penalise_no_eos"),

@@ -71,6 +71,13 @@ class CheckpointStore:
 
     Raises:
         CheckpointError: an argument is invalid.
+
+    Example:
+        >>> store = torchtune.training.CheckpointStore({"policy": {"checkpoint_dir": checkpoint}}, folder / "run")
+        >>> store.load_model(model)
+        >>> store.save("epoch_0", model).name
+        'epoch_0'
+        >>> store.close()
     """
 
     def __init__(

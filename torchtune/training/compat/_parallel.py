@@ -43,7 +43,12 @@ def init_distributed(**kwargs: Any) -> bool:
 
 @deprecated("Use torchtune.utils.get_world_size_and_rank instead.")
 def get_world_size_and_rank() -> tuple[int, int]:
-    """World size and rank of the process group, (1, 0) without one."""
+    """World size and rank of the process group, (1, 0) without one.
+
+    Example:
+        >>> torchtune.training.get_world_size_and_rank()
+        (1, 0)
+    """
     return _get_world_size_and_rank()
 
 

@@ -121,6 +121,9 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
     by_token, by_pair = 0.0, Counter()
     shapes = full_shapes(model)
+    if getattr(decoder, "layer_embeddings", None) is not None:
+        matrix = decoder.layer_embeddings.projection.weight
+        by_token += math.prod(shapes[matrix]) * _passes(matrix, flows)
     for layer in decoder.layers:
         flows = flows or any(parameter.requires_grad for parameter in layer.parameters())
         by_token += sum(elements * _passes(matrix, flows) for matrix, elements in _matrices(layer, shapes))
@@ -128,7 +131,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
         if isinstance(attention, RecurrentMixer):
             by_token += 6 * attention.state_elements * (3 if flows else 1)
         elif attention is not None:
-            width = decoder.num_heads * decoder.head_dim
+            width = decoder.num_heads * getattr(attention, "head_dim", decoder.head_dim)
             by_pair[getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
     by_label = sum(matrix.numel() * _passes(matrix, flows) for matrix in _output_matrices(decoder))
     if not labels_only:

@@ -65,6 +65,13 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None) 
 
     Returns:
         the norm before, a scalar.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> norm = torchtune.training.clip_grad_norm_([weight], 1.0)
+        >>> round(float(norm), 3), round(weight.grad.norm().item(), 3)
+        (5.0, 1.0)
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     kinds: dict[object, list[torch.Tensor]] = {}

@@ -44,6 +44,14 @@ class GroupedOptimizer:
 
     Raises:
         UserError: a group has no pattern, or a setting that its optimizer does not have.
+
+    Example:
+        >>> grouped = lambda params: torchtune.training.GroupedOptimizer(
+        ...     params, groups=[{"pattern": "norm", "weight_decay": 0.0}], lr=1e-4, weight_decay=0.1
+        ... )
+        >>> optimizer = torchtune.training.setup_optimizer(grouped, model)
+        >>> sorted(group["weight_decay"] for group in optimizer.param_groups)
+        [0.0, 0.1]
     """
 
     def __init__(
@@ -171,6 +179,10 @@ class MuonWithAdamW(GroupedOptimizer):
         betas: of AdamW.
         eps: of AdamW.
         groups: see :class:`GroupedOptimizer`; they come before the choice between the two.
+
+    Example:
+        >>> muon = lambda params: torchtune.training.MuonWithAdamW(params, lr=1e-4)
+        >>> optimizer = torchtune.training.setup_optimizer(muon, model)
     """
 
     def __init__(

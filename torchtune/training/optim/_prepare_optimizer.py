@@ -50,6 +50,10 @@ def prepare_optimizer(
     Raises:
         UserError: the precision is unknown, or the optimizer or the type of the weights cannot be had with it.
         ValueError: the optimizer has a parameter that ``model`` lacks.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(model.to(torch.bfloat16).parameters(), lr=1e-5)
+        >>> optimizer = torchtune.training.prepare_optimizer(optimizer, model, "stochastic_rounding")
     """
     if precision not in get_args(OptimizerPrecision):
         raise UserError(
@@ -143,6 +147,11 @@ def setup_optimizer(
 
     Raises:
         UserError: nothing requires a gradient, or see ``prepare_optimizer``.
+
+    Example:
+        >>> optimizer = torchtune.training.setup_optimizer(lambda params: torch.optim.AdamW(params, lr=1e-4), model)
+        >>> optimizer.param_groups[0]["lr"]
+        0.0001
     """
     trained = require_trained(model)
     parameters = [parameter for _, parameter in trained]

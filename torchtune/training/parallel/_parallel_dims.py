@@ -56,6 +56,10 @@ class ParallelDims:
 
     Raises:
         ParallelDimsError: the product is not the number of processes, or a dimension is not available.
+
+    Example:
+        >>> torchtune.training.ParallelDims().world_size
+        1
     """
 
     dp_replicate: int = 1
@@ -348,6 +352,7 @@ class ParallelDims:
             batch = Batch.from_dict(collate_fn(examples)).pad_to_multiple(self.min_seq_len_divisor)
             return batch.split(self.mesh["cp"].get_local_rank(), self.cp) if self.cp > 1 else batch
 
+        collate.of_whole_batch = collate_fn  # for what adds to the batch before it is split
         return collate
 
 

@@ -219,11 +219,11 @@ def prepare_mha_for_tp(model: nn.Module, tp_mesh: Any) -> nn.Module:
 def get_shard_conditions(
     name: str, module: nn.Module, names_to_match: Sequence[str] | None = None, *args: Any, **kwargs: Any
 ) -> bool:
-    """Whether a module is sharded by itself: it is listed, or it is a layer (``...layers.3``)."""
+    """Whether a module is sharded by itself: it is listed, a layer (``...layers.3``), or what layers embed."""
     if names_to_match and name in names_to_match:
         return True
     *_, parent, last = ["", "", *name.split(".")]
-    return parent == "layers" and last.isdigit()
+    return (parent == "layers" and last.isdigit()) or last == "layer_embeddings"
 
 
 def _check_names(model: nn.Module, names: Sequence[str]) -> None:

@@ -18,11 +18,12 @@ from torchtune.modules.peft import require_adapters
 from torchtune.training._distributed import is_distributed, is_restart
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training._vocabulary import fit_vocabulary
+from torchtune.training.checkpointing import add_reference
 from torchtune.training.optim._prepare_optimizer import require_trained
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.parallel._parallelize import check_split
 from torchtune.training.plan._plan import arrange, build_on_meta, optimizer_bytes_per_element
-from torchtune.training.plan._plan_data import nodes_of
+from torchtune.training.plan._plan_data import is_mixture, mixture_examples, nodes_of
 from torchtune.training.precision import get_dtype
 from torchtune.training.quantization import check_quantizer
 from torchtune.utils import UserError, is_simulated
@@ -94,6 +95,9 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     for name, source in others.items() if hasattr(checkpointer, "add_source") else ():
         if source is not None:
             attempt(lambda name=name, source=source: checkpointer.add_source(name, source))
+    named = None
+    if "ref_checkpointer" in cfg.declared and has("loss") and hasattr(checkpointer, "add_source"):
+        named = attempt(lambda: add_reference(checkpointer, cfg.ref_checkpointer, cfg.loss) or True)
     resume = cfg.resume_from_checkpoint or is_restart()
     if has("output_dir", "optimizer") and hasattr(checkpointer, "check_output_dir"):
         attempt(lambda: checkpointer.check_output_dir(resume=resume))
@@ -108,6 +112,8 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         attempt(lambda: check_split(model, dims or ParallelDims(), _plan(cfg)))
     if model is not None and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model))
+    if model is not None and named and has("ref_checkpointer") and hasattr(checkpointer, "check_model"):
+        attempt(lambda: checkpointer.check_model(model, name="reference"))
     for name, (_, other) in cfg.other_models().items():
         if hasattr(others.get(name), "check_model"):
             second = attempt(lambda other=other: build_on_meta(other)[0])
@@ -191,6 +197,8 @@ def _check_component(node: Any, *, build: bool) -> None:
 
 def _check_sources(dataset: Any) -> None:
     """Check that the files of built-in datasets exist; other datasets are not built for it."""
+    if is_mixture(dataset):
+        mixture_examples(dataset, [1] * len(dataset["datasets"]))
     for node in nodes_of(dataset):
         if str(node.get("_component_")).startswith("torchtune.datasets."):
             with preview(0), suppress(NotRead):

@@ -172,7 +172,7 @@ def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, in
 
 def _mixer_elements(mixer: torch.nn.Module, shapes: Mapping[torch.nn.Parameter, tuple[int, ...]]) -> int:
     if not isinstance(mixer, RecurrentMixer):
-        return 2 * shapes[mixer.q_proj.weight][0] + 4 * shapes[mixer.k_proj.weight][0]
+        return 2 * shapes[mixer.q_proj.weight][0] + (4 * shapes[mixer.k_proj.weight][0] if mixer.k_proj else 0)
     linears = {name: child for name, child in mixer.named_children() if name.endswith("_proj")}
     inputs = sum(shapes[child.weight][0] for name, child in linears.items() if name != "output_proj")
     # Projected and convolved; what is read and its gate; a float32 state for every 64 positions.
@@ -328,7 +328,7 @@ def _frozen_bytes(settings: RecipeSettings, model: torch.nn.Module, build: Calla
     """Bytes of the weights of other models: a teacher, those of PPO, or the reference of a loss that needs one."""
     from torchtune import config
 
-    if others := settings.other_models():
+    if settings.teacher_cache is None and (others := settings.other_models()):
         frozen = [build(other) for name, (_, other) in others.items() if name != "value"]
         return sum(_num_bytes(parameter) for one in frozen for parameter in one.parameters())
     if "ref_checkpointer" not in settings.declared or settings.reference_cache is not None or settings.loss is None:

@@ -9,6 +9,7 @@ import torch
 from torchtune import config
 from torchtune.data import BatchLoader
 from torchtune.datasets import instantiate_dataset
+from torchtune.datasets._mixed import mixture_counts, mixture_weights
 from torchtune.datasets._preview import NotRead, preview
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.plan._plan import arrange
@@ -19,9 +20,16 @@ SAMPLE = 2000
 
 
 def nodes_of(dataset: Any) -> Sequence[Any]:
-    """The datasets of a setting: itself, or a list of them."""
-    several = isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str)
-    return dataset if several else [dataset]
+    """The datasets of a setting: itself, a list of them, or those of a mixture."""
+    if isinstance(dataset, Mapping):
+        inner = dataset.get("datasets")
+        return list(inner.values()) if is_mixture(dataset) and isinstance(inner, Mapping) else [dataset]
+    return dataset if isinstance(dataset, Sequence) and not isinstance(dataset, str) else [dataset]
+
+
+def is_mixture(dataset: Any) -> bool:
+    """Whether a setting is a mixture of this library."""
+    return isinstance(dataset, Mapping) and str(dataset.get("_component_")).endswith("datasets.mixed_dataset")
 
 
 def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[tuple[str, str]]:
@@ -42,11 +50,11 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
     cfg = RecipeSettings.of(settings)
     tokenizer = config.instantiate(cfg.tokenizer)
     if cfg.dataset_val is not None:
-        _, shown = _measure(cfg.dataset_val, tokenizer, sample)
+        _, shown = measure(cfg.dataset_val, tokenizer, sample)
         held_out = [("validation", shown)]
     else:
         held_out = []
-    examples, shown = _measure(cfg.dataset, tokenizer, sample)
+    examples, shown = measure(cfg.dataset, tokenizer, sample)
     dims = arrange(cfg, processes)
     lines = [("data", shown), *held_out, ("batch", global_batch(cfg, dims.data_size))]
     if examples is None:
@@ -56,9 +64,10 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
     return [*lines, ("steps", f"{'about ' if shown.startswith('about') else ''}{count_steps(cfg, per_epoch)}")]
 
 
-def _measure(dataset: Any, tokenizer: Any, sample: int) -> tuple[int | None, str]:
+def measure(dataset: Any, tokenizer: Any, sample: int) -> tuple[int | None, str]:
     """(examples, what to say) of a setting; None where the rows are not known."""
-    examples, tokens, exact, packed, unknown = 0, 0, True, False, []
+    tokens, exact, packed, unknown = 0, True, False, []
+    sizes: list[int] = []
     for node in nodes_of(dataset):
         try:
             with preview(sample) as seen:
@@ -67,18 +76,31 @@ def _measure(dataset: Any, tokenizer: Any, sample: int) -> tuple[int | None, str
             unknown.append(str(reason))
             continue
         scale = seen.total / seen.read if seen.read else 1.0
-        examples += math.ceil(len(built) * scale)
+        sizes.append(math.ceil(len(built) * scale))
         tokens += round((count_tokens(built) or 0) * scale)
         exact, packed = exact and scale == 1.0, packed or hasattr(built, "packs")
     if unknown:
         return None, "; ".join(unknown)
     kind = "packs" if packed else "rows"
+    examples = sum(sizes)
+    if is_mixture(dataset):
+        per_epoch = mixture_examples(dataset, sizes)
+        if exact:
+            return per_epoch, f"{examples:,} {kind}, {tokens:,} tokens, mixed: {per_epoch:,} {kind} per epoch"
+        examples, kind = per_epoch, f"{kind} per epoch of a mixture"
     if exact:
         return examples, f"{examples:,} {kind}, {tokens:,} tokens, all tokenized to count them"
     return (
         examples,
         f"about {examples:,} {kind}, {tokens:,} tokens, estimated from the first {sample:,} rows of each source",
     )
+
+
+def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:
+    """Examples of an epoch of a mixture of datasets of these sizes. Raises :class:`DataError` as the mixture does."""
+    names = tuple(map(str, node["datasets"]))
+    weights = mixture_weights(names, sizes, node.get("weights"), node.get("temperature", 1.0))
+    return sum(mixture_counts(sizes, weights, node.get("stop", "repeat")))
 
 
 def _steps_per_epoch(cfg: RecipeSettings, examples: int, data_size: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchtune.modules.moe import MoE
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.plan._plan import ClosedForm
 from torchtune.training.simulate._depths import extrapolate, peak_of_all, two_depths
@@ -76,14 +77,14 @@ def _selects(cfg: RecipeSettings) -> bool:
     return cfg.can_set("ac_mode") and cfg.can_set("ac_option")
 
 
-def _splits(key: str, slower: float) -> Callable[[RecipeSettings, int], Iterator[Option]]:
-    """More ranks for each layer or sequence, in powers of two within a machine."""
+def _splits(key: str, slower: float, *more: str) -> Callable[[RecipeSettings, int], Iterator[Option]]:
+    """More ranks for each layer, sequence or set of experts, in powers of two within a machine."""
 
     def options(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
         given = getattr(cfg, key)
         for size in sorted({given, 2 * given, 4 * given, 8 * given}):
             if size <= min(8, processes) and processes % size == 0:
-                yield (f"{key}={size}", "data_parallel_shard_dim=-1"), slower ** math.log2(size / given)
+                yield (f"{key}={size}", *more), slower ** math.log2(size / given)
 
     return options
 
@@ -120,28 +121,39 @@ LEVERS: tuple[tuple[str, Callable[[RecipeSettings, int], Iterator[Option]]], ...
     ("optimizer", _optimizers),
     ("model", _bases),
     ("data_parallel_replicate_dim", _shards),
-    ("tensor_parallel_dim", _splits("tensor_parallel_dim", 1.2)),
-    ("context_parallel_dim", _splits("context_parallel_dim", 1.15)),
+    ("expert_parallel_dim", _splits("expert_parallel_dim", 1.02)),
+    ("tensor_parallel_dim", _splits("tensor_parallel_dim", 1.2, "data_parallel_shard_dim=-1")),
+    ("context_parallel_dim", _splits("context_parallel_dim", 1.15, "data_parallel_shard_dim=-1")),
     ("fsdp_cpu_offload", _switch("fsdp_cpu_offload", 3.0)),
 )
-_ON_MANY = ("data_parallel_replicate_dim", "tensor_parallel_dim", "context_parallel_dim", "fsdp_cpu_offload")
+_ON_MANY = (
+    "data_parallel_replicate_dim",
+    "expert_parallel_dim",
+    "tensor_parallel_dim",
+    "context_parallel_dim",
+    "fsdp_cpu_offload",
+)
 # Tried only where nothing fits without them.
 LAST = ("tensor_parallel_dim", "context_parallel_dim", "fsdp_cpu_offload")
 
 
-def candidates(settings: Any, processes: int, *, last: bool = False) -> list[tuple[str, ...]]:
+def candidates(settings: Any, processes: int, *, last: bool = False, experts: bool = False) -> list[tuple[str, ...]]:
     """Overrides of every combination of levers, those that cost least time first; what is as given is left out.
 
     Args:
         settings: to start from.
         processes: of the run.
         last: combinations with a lever of ``LAST``, in the place of those without.
+        experts: whether the model has experts, which ranks can share out.
     """
     cfg = RecipeSettings.of(settings)
     levers = [
         (key, make)
         for key, make in LEVERS
-        if cfg.can_set(key) and (processes > 1 or key not in _ON_MANY) and (last or key not in LAST)
+        if cfg.can_set(key)
+        and (processes > 1 or key not in _ON_MANY)
+        and (last or key not in LAST)
+        and (experts or key != "expert_parallel_dim")
     ]
     found: dict[tuple[str, ...], float] = {}
     for chosen in itertools.product(*(list(make(cfg, processes)) for _, make in levers)):
@@ -225,7 +237,8 @@ def _promising(
 ) -> Iterator[tuple[str, ...]]:
     """Candidates that go together, that may fit as far as the closed form says, and whose every lever saves memory."""
     before: list[tuple[set[str], int]] = []
-    for overrides in candidates(settings, processes, last=last):
+    experts = any(isinstance(module, MoE) for module in closed.model(settings)[0].modules())
+    for overrides in candidates(settings, processes, last=last, experts=experts):
         try:
             estimate = closed.estimate(load(overrides), processes, what=" ".join(overrides))
         except UserError:

@@ -17,6 +17,7 @@ from torchtune.modules.conversion import full_shapes
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.plan._plan import arrange
+from torchtune.training.plan._plan_data import nodes_of
 from torchtune.training.simulate import _stand_ins
 from torchtune.training.simulate._cluster import one_thread, simulated_cluster
 from torchtune.training.simulate._observer import Observer
@@ -128,7 +129,7 @@ def simulate(
 
 def row_length(cfg: RecipeSettings) -> tuple[int, bool]:
     """(tokens of a row, whether that is assumed)."""
-    nodes = cfg.dataset if isinstance(cfg.dataset, list | tuple) else [cfg.dataset]
+    nodes = nodes_of(cfg.dataset)
     given = [cfg.max_seq_len, *(node.get("max_seq_len") for node in nodes if node is not None)]
     known = [length for length in given if length]
     return (min(known), False) if known else (ASSUMED_LENGTH, True)

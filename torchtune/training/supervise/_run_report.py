@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from torchtune.data import BatchLoader
+from torchtune.datasets._bad_rows import num_left_out
 from torchtune.modules.conversion import full_shapes
 from torchtune.training._recipe_settings import RecipeSettings, RecipeSettingsError
 from torchtune.training.checkpointing._adapter import ADAPTER_FILE
@@ -127,8 +128,9 @@ class RunReport:
         dataset = recipe.loader.dataset
         tokens = count_tokens(dataset)
         kind = "packs" if hasattr(dataset, "packs") else "rows"
+        size = "read while the run trains" if getattr(dataset, "is_stream", False) else f"{len(dataset):,} {kind}"
         held_out = "" if recipe.loader_val is None else f"; {len(recipe.loader_val.dataset):,} for validation"
-        yield "data", f"{len(dataset):,} {kind}{'' if tokens is None else f', {tokens:,} tokens'}{held_out}"
+        yield "data", f"{size}{'' if tokens is None else f', {tokens:,} tokens'}{held_out}"
         yield "batch", global_batch(cfg, dims.data_size)
         from_step = f", from step {recipe.global_step}" if recipe.global_step else ""
         yield "steps", count_steps(cfg, len(recipe.loader)) + from_step
@@ -166,6 +168,11 @@ class RunReport:
         first, last = self._recipe.guard.first_loss, self._recipe.guard.last_loss
         if first is not None and last is not None and math.isfinite(last[1]):
             yield "loss", f"{first[1]:.4f} at step {first[0]:,}, {last[1]:.4f} at step {last[0]:,}"
+        if left_out := num_left_out():
+            yield (
+                "left out",
+                f"{left_out:,} rows of data, listed in {Path(self._cfg.output_dir) / 'skipped_rows.jsonl'}",
+            )
         saved = complete_directories(Path(self._cfg.output_dir))
         if not saved:
             return

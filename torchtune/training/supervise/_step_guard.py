@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from torchtune.data import BatchLoader
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader
+from torchtune.modules.loss import keep_row_losses
 from torchtune.modules.optim import OptimizerInBackward
 from torchtune.training.parallel._parallel_dims import ParallelDims
-from torchtune.utils import UserError, explain_os_error, get_logger, valid_json
+from torchtune.utils import UserError, explain_os_error, get_logger, log_once, valid_json
 
 # Steps in the mean of the loss, and their minimum.
 _WINDOW, _ENOUGH = 128, 32
@@ -126,6 +127,34 @@ class StepGuard:
             figures: name -> (sum, count); the same names on all ranks.
         """
         self._means.add(figures)
+
+    @contextmanager
+    def by_source(self, batch: Batch) -> Iterator[None]:
+        """Context manager: of a batch of a mixture, the losses computed inside are noted by dataset, ``loss/<name>``.
+
+        A loss that gives a mean alone cannot be told by dataset; that is logged once.
+
+        Args:
+            batch: on the device of the losses.
+        """
+        if not batch.sources:
+            yield
+            return
+        with keep_row_losses() as kept:
+            yield
+        labelled = batch.labels.flatten() != CROSS_ENTROPY_IGNORE_IDX
+        source = batch.per_token["source"].flatten()[labelled]
+        losses = torch.cat(kept) if kept else source.new_zeros(0, dtype=torch.float32)
+        if len(losses) == len(labelled):  # the loss was asked for positions without a label, too
+            losses = losses[labelled]
+        if len(losses) != len(source):
+            log_once(get_logger(), "loss/<name> is not logged: this loss gives no losses of single tokens.")
+            losses, source = losses[:0], source[:0]  # other ranks may have no label: all note the same names
+        count = len(batch.sources)
+        sums = _wide(losses.new_zeros(count))
+        sums.index_add_(0, source, losses.to(sums.dtype))
+        counts = torch.bincount(source, minlength=count)
+        self.note({f"loss/{name}": (sums[i], counts[i]) for i, name in enumerate(batch.sources)})
 
     @contextmanager
     def validation(self) -> Iterator[Means]:

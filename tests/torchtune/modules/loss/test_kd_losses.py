@@ -1,5 +1,6 @@
 """Divergences between student and teacher equal their definitions, of logits and of hidden states."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -123,6 +124,29 @@ def test_hidden_states_of_other_sizes(
     with torch.no_grad():
         again, _ = loss.distill(hidden, labels, projection, TeacherStates(states, of_teacher))
     torch.testing.assert_close(again, total)
+
+
+@pytest.mark.parametrize(("loss", "chunked", "definition"), CASES[:1] + CASES[3:])
+def test_the_rest_is_one_token_more(loss: DivergenceLoss, chunked: Any, definition: Any) -> None:
+    """With top_k, both distributions have k + 1 outcomes: the teacher's likeliest tokens, and any other."""
+    student, teacher, labels = inputs()
+    loss, k = copy.copy(loss), 3
+    likeliest = teacher.argsort(-1, descending=True)[..., :k]
+    others = torch.ones_like(teacher, dtype=torch.bool).scatter(-1, likeliest, False)
+
+    def folded(logits: Tensor) -> Tensor:
+        probs = (logits / 2.0).softmax(-1)
+        return torch.cat([probs.gather(-1, likeliest), (probs * others).sum(-1, keepdim=True)], -1).log()
+
+    exact = definition(folded(student), folded(teacher), labels)
+    (grad,) = torch.autograd.grad(exact, student)
+    loss.top_k, loss.temperature = k, 2.0
+    value = loss(student, teacher, labels)
+    torch.testing.assert_close(value, exact)
+    torch.testing.assert_close(torch.autograd.grad(value, student)[0], grad)
+    loss.top_k = teacher.shape[-1]
+    with pytest.raises(ValueError, match="top_k is"):
+        loss(student, teacher, labels)
 
 
 def test_no_label_is_zero_with_gradients() -> None:

@@ -11,6 +11,7 @@ IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 QWEN = ["<tool_call>", "</tool_call>"]
 THINK = ["<think>", "</think>"]
 GEMMA = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+GEMMA4 = ["<bos>", "<eos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>"]
 PHI = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"]
 TURNS = [f"<|{name}_TOKEN|>" for name in ("START_OF_TURN", "END_OF_TURN", "SYSTEM", "USER", "CHATBOT")]
@@ -137,6 +138,16 @@ CASES = [
     ),
     Case("marked", plain.MARKED, chatml, IM, "<|im_end|>", tool=True),
     Case("gemma3", plain.GEMMA3, plain.gemma3, GEMMA, "<eos>", bos="<bos>"),
+    Case("gemma4", plain.GEMMA4, plain.gemma4(thinks=False), GEMMA4, "<eos>", bos="<bos>"),
+    Case(
+        "gemma4_think",
+        plain.GEMMA4,
+        plain.gemma4(thinks=True),
+        GEMMA4,
+        "<eos>",
+        bos="<bos>",
+        switches={"enable_thinking": True},
+    ),
     Case("olmo2", plain.OLMO2, plain.olmo2, ["<|endoftext|>"], "<|endoftext|>", bos="<|endoftext|>"),
     Case(
         "phi3_released",

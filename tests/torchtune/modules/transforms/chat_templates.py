@@ -1,6 +1,8 @@
 # ruff: noqa: E501, RUF001  (templates stand as checkpoints have them: long lines, full-width bars)
 """Chat templates without tools, in the layouts that released checkpoints have, each with its truth."""
 
+from collections.abc import Callable
+
 from tests.torchtune.modules.transforms.chat_case import Pieces, Turns, assistant, blocks
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -219,3 +221,34 @@ def olmo2(turns: Turns) -> Pieces:
         pieces += [(f"<|{turn['role']}|>\n", False), (turn["content"] + end, assistant(turn))]
         pieces += [("\n", False)] if assistant(turn) and i < len(turns) - 1 else []
     return pieces
+
+
+# Turns as Gemma 4 writes them, and its thinking switch; tools left out.
+GEMMA4 = """{{ bos_token }}
+{%- set thinks = enable_thinking is defined and enable_thinking -%}
+{%- set has_system = messages[0]['role'] == 'system' -%}
+{%- if has_system or thinks -%}
+    {{ '<|turn>system\n' }}{%- if thinks -%}{{ '<|think|>' }}{%- endif -%}
+    {%- if has_system -%}{{ messages[0]['content'] | trim }}{%- endif -%}{{ '<turn|>\n' }}
+{%- endif -%}
+{%- for message in (messages[1:] if has_system else messages) -%}
+    {{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}
+    {{- message['content'] | trim }}{{ '<turn|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}{%- if not thinks -%}{{ '<|channel>thought\n<channel|>' }}{%- endif -%}{%- endif -%}"""
+
+
+def gemma4(thinks: bool) -> Callable[[Turns], Pieces]:
+    def truth(turns: Turns) -> Pieces:
+        pieces: Pieces = [("<bos>", False)]
+        if thinks:
+            head = turns[0]["content"].strip() if turns[0]["role"] == "system" else ""
+            pieces.append((f"<|turn>system\n<|think|>{head}<turn|>\n", False))
+            turns = turns[1:] if turns[0]["role"] == "system" else turns
+        for turn in turns:
+            role = "model" if assistant(turn) else turn["role"]
+            pieces += [(f"<|turn>{role}\n", False), (f"{turn['content'].strip()}<turn|>", assistant(turn))]
+            pieces.append(("\n", False))
+        return pieces
+
+    return truth

@@ -29,6 +29,15 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 9,
+    "head_dim": 8,
+    "global_head_dim": 16,
+}
+# Their configs have the word Text in their names.
+OF_TEXT = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
 # Name -> architecture of transformers, and what it says beyond the sizes.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -54,6 +63,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4_shared_keys": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 320,
+        },
+    ),
+    "gemma4_experts": (
+        "Gemma4",
+        {**_GEMMA4, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 24, "hidden_size_per_layer_input": 0},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
@@ -70,7 +94,7 @@ def hf_model(
     """A random model of transformers, with norms and biases that matter, of a row of SHAPES or another."""
     architecture, options = SHAPES[shape] if isinstance(shape, str) else shape
     torch.manual_seed(seed)
-    kind = f"{architecture}Text" if architecture in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else architecture
+    kind = f"{architecture}Text" if architecture in OF_TEXT else architecture
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **sizes})
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
     with torch.no_grad():

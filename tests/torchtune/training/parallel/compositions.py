@@ -12,9 +12,11 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_docume
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.fake_quant import FakeQuantize
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer, ParallelDims
+from torchtune.training.quantization import Int8DynActInt4WeightQuantizer
 
 STEPS = 10
 GLOBAL_BATCH = 4
@@ -63,7 +65,9 @@ def run(
     torch.manual_seed(0)
     with training.set_default_dtype(dtype), torch.device("meta"):
         model = from_hf_config(checkpoint)
-        if adapter:
+        if adapter == "qat":
+            apply_conversions(model, [FakeQuantize(Int8DynActInt4WeightQuantizer(groupsize=16).base_config)])
+        elif adapter:
             apply_conversions(model, [LoRA(rank=4, alpha=8, apply_to_mlp=True, use_dora=adapter == "dora")])
     training.parallelize(model, dims, device=CPU, **options)
     FullModelHFCheckpointer(str(checkpoint)).load_model(model, device=CPU)

@@ -14,6 +14,7 @@ from tests.torchtune.training.checkpointing.small import write_folder
 ROOT = Path(__file__).parents[4]
 
 # (processes, sizes of the mesh, settings of the run, options of parallelize)
+_SHARED = {"source": "shared keys", "steps": 3}  # its sharp attention magnifies rounding from step to step
 CASES = {
     "fsdp": (4, {"dp_shard": 4}, {}, {}),
     "fsdp keeps layers": (4, {"dp_shard": 4}, {"accumulation": 1}, {"reshard_after_forward": False}),
@@ -43,6 +44,10 @@ CASES = {
     "fsdp x ep": (4, {"dp_shard": 4, "ep": 2}, {"source": "experts", "checkpointing": True}, {}),
     "hsdp x ep lora": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"source": "experts", "adapter": "lora"}, {}),
     "cp experts": (2, {"cp": 2}, {"source": "experts"}, {}),
+    "fsdp quantisation-aware": (2, {"dp_shard": 2}, {"adapter": "qat", "steps": 3}, {}),
+    "fsdp shared keys": (2, {"dp_shard": 2}, {**_SHARED, "accumulation": 2, "checkpointing": True}, {}),
+    "cp shared keys": (2, {"cp": 2}, {**_SHARED, "packed": True}, {}),
+    "ep beside mlp": (2, {"dp_shard": 2, "ep": 2}, {"source": "experts beside mlp", "steps": 3}, {}),
     "fsdp accumulates": (2, {"dp_shard": 2}, {"accumulation": 2, "checkpointing": True}, {}),
 }
 
@@ -68,6 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_checkpoint(folder / f"tied_{tied}", tied=tied)
     write_folder(folder / "experts", "qwen3_moe")
     write_folder(folder / "biased experts", "gpt_oss")
+    write_folder(folder / "shared keys", "gemma4_shared_keys")
+    write_folder(folder / "experts beside mlp", "gemma4_experts")
     return folder
 
 

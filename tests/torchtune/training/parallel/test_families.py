@@ -24,6 +24,9 @@ SPLIT: dict[str, dict[str, Any]] = {
     "Gemma": {"head_dim": 12},
     "Gemma2": {**_KINDS, **_CAPS, "head_dim": 12, "tie_word_embeddings": False},
     "Gemma3": {**_KINDS, "head_dim": 12, "rope_parameters": _PAIR, "final_logit_softcapping": 3.0},
+    "Gemma4": {**_KINDS, "head_dim": 12, "global_head_dim": 16, "attention_k_eq_v": True}
+    | {"num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0},
+    "Gemma4Unified": {**_KINDS, "head_dim": 12, "global_head_dim": 16},
     "Glm4": {"head_dim": 16},
     "Granite": _SCALES,
     "GraniteMoeHybrid": {
@@ -103,6 +106,14 @@ def test_mixers_are_refused(tmp_path: Path, name: str) -> None:
     with torch.device("meta"):
         model = from_hf_config(tmp_path)
     with pytest.raises(ParallelError, match=r"tensor_parallel_dim: a model with (linear attention|experts)"):
+        model.spec.parallel_plan(model)
+
+
+def test_keys_of_other_layers_are_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, "gemma4_shared_keys")
+    with torch.device("meta"):
+        model = from_hf_config(tmp_path)
+    with pytest.raises(ParallelError, match="tensor_parallel_dim: a model whose layers embed tokens or share keys"):
         model.spec.parallel_plan(model)
 
 

@@ -77,6 +77,12 @@ def test_candidates_keep_the_rows_of_a_step() -> None:
     assert products == {8}
 
 
+def test_experts_are_shared_out_where_there_are_some() -> None:
+    given = {"expert_parallel_dim": 1, "tensor_parallel_dim": 1}
+    assert candidates(given, 4) == [()]
+    assert candidates(given, 4, experts=True) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]
+
+
 def test_help_is_light() -> None:
     code = "import sys, torchtune._cli.estimate; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

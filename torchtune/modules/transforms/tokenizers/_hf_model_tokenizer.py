@@ -46,6 +46,13 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.
+
+    Example:
+        >>> turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "so"}]
+        >>> messages = torchtune.data.OpenAIToMessages()({"messages": turns})["messages"]
+        >>> tokens, mask = tokenizer.tokenize_messages(messages)
+        >>> tokenizer.decode([token for token, masked in zip(tokens, mask) if not masked], skip_special_tokens=False)
+        'so<|im_end|>'
     """
 
     def __init__(
@@ -295,6 +302,12 @@ def hf_tokenizer(
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.
+
+    Example:
+        >>> from torchtune.modules.transforms.tokenizers import hf_tokenizer
+        >>> tokenizer = hf_tokenizer(checkpoint, max_seq_len=512)
+        >>> tokenizer.decode(tokenizer.encode("the cat", add_bos=False, add_eos=False))
+        'the cat'
     """
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():

@@ -11,6 +11,12 @@ class StreamDecoder:
 
     Args:
         tokenizer: has ``decode(token_ids)``.
+
+    Example:
+        >>> from torchtune.modules.transforms.tokenizers import StreamDecoder
+        >>> decoder = StreamDecoder(tokenizer)
+        >>> "".join([*map(decoder.put, tokenizer.encode("the cat", add_eos=False)), decoder.end()])
+        'the cat'
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,0 +1,141 @@
+"""The examples of preferences and rewards, whole, on a random model of two layers."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.docs import tiny_models
+from tests.tiny import write_checkpoint
+from torchtune._cli import tune
+from torchtune.training.metric_logging import DiskLogger
+
+FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
+NAMES = ("steps", "score", "dpo", "grpo")
+TINY = [
+    "model._component_=tests.docs.tiny_models.lora_smollm2_135m",
+    "dtype=fp32",
+    "save_every_n_minutes=0.00001",
+    "log_level=ERROR",
+]
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The scripts, with few short orders, a tiny model in the place of the real one, and runs in this process."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    modules = {name: __import__(name) for name in NAMES}
+    lines = (FOLDER / "data" / "train.jsonl").read_text().splitlines()
+    for name, some in (("train", lines[:24]), ("held_out", lines[24:28])):
+        orders = [json.loads(line) for line in some]
+        for order in orders:  # the model has 256 positions
+            order["messages"] = [{**turn, "content": turn["content"][:50]} for turn in order["messages"]]
+            order["messages"][-1] = json.loads(some[orders.index(order)])["messages"][-1]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(order) + "\n" for order in orders))
+    values = {"DATA": tmp_path, "HELD_OUT": tmp_path / "held_out.jsonl", "STEPS": 3, "STEPS_BEFORE": 1}
+    for module in modules.values():
+        for name, value in values.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+
+    def in_process(arguments: list[str]) -> int:
+        more = ["run_val_every_n_steps=2"] if any("dataset_val" in word for word in arguments) else []
+        steps = [] if any("max_steps" in word for word in arguments) else ["max_steps_per_epoch=1"]
+        monkeypatch.setattr(sys, "argv", ["tune", *arguments, *TINY, *more, *steps])
+        with pytest.raises(SystemExit) as end:
+            tune.main()
+        return end.value.code or 0
+
+    monkeypatch.setattr(modules["steps"], "tune", in_process)
+    yield modules
+    for name in NAMES:
+        sys.modules.pop(name)
+
+
+def run(main: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run an example in a working directory of its own."""
+    checkpoint = folder / "quickstart" / "SmolLM2-135M-Instruct"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint)
+    tiny_models.FOLDER[:] = [checkpoint]
+    monkeypatch.chdir(folder)
+    main()
+    return folder / "quickstart"
+
+
+def die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End the next run that logs ``step`` as Ctrl-C does."""
+    log = DiskLogger.log_dict
+
+    def log_dict(self: DiskLogger, payload: Any, **at: int) -> None:
+        if at["step"] == step:
+            monkeypatch.setattr(DiskLogger, "log_dict", log)
+            raise KeyboardInterrupt
+        log(self, payload, **at)
+
+    monkeypatch.setattr(DiskLogger, "log_dict", log_dict)
+
+
+@pytest.mark.parametrize(("name", "watched"), [("dpo", "margins"), ("grpo", "ExactMatch")])
+def test_an_example_that_is_killed_goes_on(
+    name: str, watched: str, examples: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = examples[name]
+    whole = run(example.main, tmp_path / "whole", monkeypatch)
+    assert (whole / f"{name}.png").stat().st_size > 10_000
+    report = json.loads((whole / f"{name}.json").read_text())
+    assert [set(row) for row in report["answers"]] == [{"order", "right", "before", "after"}] * 4
+    monkeypatch.setattr(example, "draw", lambda *_: None)  # it takes longer than all the rest
+    die_at(3, monkeypatch)
+    with pytest.raises(SystemExit, match="The same command goes on"):
+        run(example.main, tmp_path / "killed", monkeypatch)
+    killed = run(example.main, tmp_path / "killed", monkeypatch)
+    metrics = ("grad_norm", *(f"{prefix}rewards/{watched}" for prefix in ("", "val_")))
+    logs = [examples["steps"].read_log(folder / name, *metrics) for folder in (whole, killed)]
+    assert logs[0] == logs[1]
+    assert [len(logs[0][metric][0]) for metric in metrics] == [3, 3, 1]
+    files = [(folder / name / "epoch_0" / "model.safetensors").read_bytes() for folder in (whole, killed)]
+    assert files[0] == files[1]
+    assert files[0] != (whole / "SmolLM2-135M-Instruct" / "model.safetensors").read_bytes()
+
+
+def test_a_rejected_answer_is_wrong_in_one_field(examples: dict[str, ModuleType], tmp_path: Path) -> None:
+    examples["dpo"].write_pairs(FOLDER / "data" / "held_out.jsonl", tmp_path / "pairs.jsonl", seed=2)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert len(rows) == 120
+    values = [json.loads(row["chosen"][0]["content"]) for row in rows]
+    wrong = []
+    for row, right in zip(rows, values, strict=True):
+        found = json.loads(row["rejected"][0]["content"])
+        assert list(found) == list(right)
+        assert row["rejected"][0]["content"] == json.dumps(found, separators=(",", ":"))
+        (field,) = (field for field in right if found[field] != right[field])
+        assert found[field] in [other[field] for other in values]
+        wrong.append(field)
+    assert all(wrong.count(field) > 15 for field in values[0])
+
+
+def test_margins_are_those_of_transformers(examples: dict[str, ModuleType], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    checkpoint = write_checkpoint(tmp_path / "model")
+    examples["dpo"].write_pairs(tmp_path / "held_out.jsonl", tmp_path / "pairs.jsonl", seed=2)
+    found = examples["dpo"].margins(checkpoint, tmp_path / "pairs.jsonl", torch.float32)
+    model, tokenizer = (kind.from_pretrained(checkpoint) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for row, margin in zip((tmp_path / "pairs.jsonl").read_text().splitlines(), found.tolist(), strict=True):
+        row = json.loads(row)
+        sums = []
+        for answer in (row["chosen"], row["rejected"]):
+            text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+            prompt, new = (
+                tokenizer(part, add_special_tokens=False)["input_ids"]
+                for part in (text, f"{answer[0]['content']}<|im_end|>")
+            )
+            log_probs = model(torch.tensor([prompt + new])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            sums.append(log_probs[range(len(new)), new].sum().item())
+        assert margin == pytest.approx(sums[0] - sums[1], abs=1e-4)

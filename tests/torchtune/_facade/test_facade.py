@@ -1,0 +1,235 @@
+"""``torchtune.load``, ``save`` and ``generate`` against ``transformers`` and ``peft``, and what they refuse."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torchtune
+from tests.tiny import write_checkpoint
+from torchtune.models import from_hf_config
+from torchtune.modules.low_precision import QuantizeBase
+from torchtune.modules.peft import LoRA, get_adapter_params
+from torchtune.utils import UserError
+
+IDS = torch.tensor([[5, 40, 7, 99, 12]])
+CPU = {"dtype": "fp32", "device": "cpu"}
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("facade") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path) -> Path:
+    """Written by peft, its parameters random; it names its base."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(base.parent / "adapter")
+    return base.parent / "adapter"
+
+
+def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    """Those of ``transformers``, or of ``peft``."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def assert_equal(model: torch.nn.Module, expected: torch.Tensor) -> None:
+    assert not model.training
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS), expected, rtol=0, atol=2e-5)
+
+
+def test_load(base: Path, adapter: Path, tmp_path: Path) -> None:
+    model, tokenizer = torchtune.load(base, device="cpu")
+    assert model.tok_embeddings.weight.dtype == torch.float32  # as config.json says
+    assert_equal(model, logits(base))
+    assert tokenizer.encode("the cat", add_bos=False, add_eos=False) == AutoTokenizer.from_pretrained(base).encode(
+        "the cat", add_special_tokens=False
+    )
+    assert (
+        torchtune.load(str(base), dtype=torch.bfloat16, device="cpu")[0].tok_embeddings.weight.dtype == torch.bfloat16
+    )
+
+    adapted = logits(base, adapter)
+    assert not torch.allclose(adapted, logits(base), atol=1e-2)
+    for model in (
+        torchtune.load(base, adapter=adapter, **CPU)[0],
+        torchtune.load(adapter, **CPU)[0],  # peft wrote the folder of the base into it
+    ):
+        assert_equal(model, adapted)
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert trained == set(get_adapter_params(model))
+    beside = shutil.copytree(base, tmp_path / "beside")
+    shutil.copytree(adapter, beside, dirs_exist_ok=True)
+    assert_equal(torchtune.load(beside, **CPU)[0], adapted)  # as transformers does
+
+    new, _ = torchtune.load(base, adapter=[LoRA(rank=2), QuantizeBase()], **CPU)
+    assert all(parameter.any() for name, parameter in get_adapter_params(new).items() if "lora_a" in name)
+    assert not any(parameter.any() for name, parameter in get_adapter_params(new).items() if "lora_b" in name)
+
+
+def test_save(base: Path, adapter: Path, tmp_path: Path) -> None:
+    model, _ = torchtune.load(base, adapter=adapter, **CPU)
+    adapted = logits(base, adapter)
+    folder = torchtune.save(model, tmp_path / "adapter")
+    torch.testing.assert_close(logits(base, folder), adapted, rtol=0, atol=2e-5)
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert_equal(torchtune.load(folder, **CPU)[0], adapted)
+    merged = torchtune.save(torch.compile(model), tmp_path / "merged", contents=("adapter", "merged"))
+    torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=2e-5)
+    assert_equal(torchtune.load(merged, **CPU)[0], adapted)
+    chat = [{"role": "user", "content": "Why?"}]
+    for out in (folder, merged):  # tokenizer, chat template and generation config come along
+        assert AutoTokenizer.from_pretrained(out).apply_chat_template(chat, tokenize=False) == (
+            "<|im_start|>user\nWhy?<|im_end|>\n"
+        )
+        assert (out / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    with pytest.raises(UserError, match="merged is there already"):
+        torchtune.save(model, merged)
+    with pytest.raises(UserError, match=r"have .*adapter merged in: give path alone"):
+        torchtune.load(merged, adapter=merged, **CPU)
+    assert torchtune.save(model, merged, overwrite=True) == merged
+    assert not (merged / "model.safetensors").exists()
+    with pytest.raises(UserError, match=r"not written by torchtune.save, so delete it yourself"):
+        torchtune.save(model, shutil.copytree(adapter, tmp_path / "theirs"), overwrite=True)
+    with pytest.raises(UserError, match="inside each other"):
+        torchtune.save(model, base / "inside")
+    with pytest.raises(UserError, match=r"lora_.* is trained, but checkpoints would hold the base weights alone"):
+        torchtune.save(model, tmp_path / "lost", contents="model")
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "merged", "theirs"}  # nothing half written
+
+    own = from_hf_config(base)
+    with pytest.raises(UserError, match=r"base: this model was not made by torchtune\.load"):
+        torchtune.save(own, tmp_path / "own")
+    assert_equal(torchtune.load(torchtune.save(own, tmp_path / "own", base=base), **CPU)[0], own.eval()(IDS))
+
+
+def test_generate(base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = torchtune.load(base, **CPU)
+    reference, theirs = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+
+    def expected(ids: list[int]) -> str:
+        found = reference.generate(
+            input_ids=torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=2,
+        )
+        return theirs.decode(found[0, len(ids) :], skip_special_tokens=True)
+
+    chats = [[{"role": "user", "content": text}] for text in ("Where is the cat?", "Why?")]
+    prompts = [theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    greedy = {"max_new_tokens": 6, "temperature": 0}
+    model.train()
+    answers = [expected(ids) for ids in prompts]
+    assert torchtune.generate(model, tokenizer, ["Where is the cat?", chats[1]], **greedy) == answers
+    assert torchtune.generate(model, tokenizer, torch.tensor(prompts[1]), **greedy) == answers[1]  # ids are continued
+    assert torchtune.generate(torch.compile(model), tokenizer, "Why?", **greedy) == answers[1]
+    assert model.training
+    drawn = [torchtune.generate(model, tokenizer, "Why?", max_new_tokens=6, seed=seed) for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert not caplog.records
+    monkeypatch.setattr(model, "max_seq_len", len(prompts[1]) + 3)
+    torchtune.generate(model, tokenizer, prompts[1], **greedy)
+    assert "1 of 1 answers are cut, by the context of" in caplog.text
+
+
+def test_what_cannot_be_generated(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = torchtune.load(base, **CPU)
+
+    def refused(
+        match: str, prompt: object = "Why?", model: object = model, by: object = tokenizer, **kw: object
+    ) -> None:
+        with pytest.raises(UserError, match=match):
+            torchtune.generate(model, by, prompt, **{"max_new_tokens": 4, **kw})
+
+    refused("the model has no token 5000", [1, 5000])
+    refused("no room for an answer in the model's context of 4096", [7] * 4096)
+    refused("end with a turn of the user", [{"role": "assistant", "content": "red"}])
+    refused("end with a turn of the user", [])
+    refused("temperature is -1", temperature=-1)
+    refused("max_new_tokens is .* must be at least 1", max_new_tokens=0)
+    monkeypatch.setattr(tokenizer, "max_seq_len", 8)
+    refused("tokenizer.max_seq_len = 8 cuts it", "Where is the cat?")
+    with torch.device("meta"):
+        refused("'tok_embeddings.weight' has no values", model=from_hf_config(base))
+    refused("a Linear does not generate", model=torch.nn.Linear(2, 2))
+
+    other = json.loads((base / "tokenizer.json").read_text())
+    ids = {number: token for token, number in other["model"]["vocab"].items()}
+    turned = {token: number if number < 3 else 3 + (number + 100) % (len(ids) - 3) for number, token in ids.items()}
+    other["model"]["vocab"] = turned
+    folder = shutil.copytree(base, tmp_path / "plain")
+    (folder / "tokenizer.json").write_text(json.dumps(other))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    plain, its = torchtune.load(folder, **CPU)
+    refused("its tokens are not those that the model was loaded with", by=its)
+    refused("has no chat template, so that it answers no questions", model=plain, by=its)
+    assert isinstance(torchtune.generate(plain, its, its.encode("the", add_eos=False), max_new_tokens=2), str)
+    with torch.no_grad():
+        model.norm.scale.fill_(float("nan"))
+    refused("logits are not finite in torch.float32", [7, 8])
+
+
+def test_what_cannot_be_loaded(base: Path, adapter: Path, tmp_path: Path) -> None:
+    def refused(match: str, path: Path | str, **kw: object) -> None:
+        with pytest.raises(UserError, match=match) as found:
+            torchtune.load(path, **{**CPU, **kw})
+        assert "\n" not in str(found.value)
+
+    refused("there is no such folder", tmp_path / "nowhere")
+    refused("is a file: give the folder", base / "config.json")
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "tiny.gguf").touch()
+    refused("holds a GGUF file alone: .*gguf_to_hf", tmp_path / "gguf")
+    refused("dtype: 'torch.int8' is not known", base, dtype=torch.int8)
+    refused("dtype: 'half' is not known", base, dtype="half")
+    refused("no adapter_model.safetensors", base, adapter=base)
+    refused("LoRA: .*qproj", base, adapter=LoRA(target_modules=["qproj"]))  # matches nothing
+    refused("cannot get another one", adapter, adapter=LoRA(rank=2))
+    refused("(?s)has the shape|of another model", write_checkpoint(tmp_path / "wide", width=64), adapter=adapter)
+    small = write_checkpoint(tmp_path / "small", vocab_size=300)
+    refused("has .* tokens but the checkpoint's embedding has 300 rows", small)
+    lost = shutil.copytree(adapter, tmp_path / "lost")
+    settings = json.loads((lost / "adapter_config.json").read_text())
+    (lost / "adapter_config.json").write_text(
+        json.dumps({**settings, "base_model_name_or_path": str(tmp_path / "gone")})
+    )
+    refused("names a base that is not there: load it with adapter=", lost)
+    quantized = shutil.copytree(base, tmp_path / "quantized")
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    refused("quantization_config", quantized)
+
+
+def test_from_the_cache_of_the_hub(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"There is no folder own/tiny, and the hub does not give it: .*no connection"):
+        torchtune.load("own/tiny", **CPU)
+    repository = tmp_path / "hub" / "models--own--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(base, repository / "snapshots" / ("0" * 40))
+    model, _ = torchtune.load("own/tiny", adapter=LoRA(rank=2), **CPU)
+    folder = torchtune.save(model, tmp_path / "adapter")
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "own/tiny"

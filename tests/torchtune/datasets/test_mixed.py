@@ -1,0 +1,196 @@
+"""Mixtures: proportions, exhaustion, the same order for any number of processes, losses by dataset."""
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchtune.data import BatchLoader, DataError, collate_documents, collate_preference
+from torchtune.datasets import MixedDataset, PackedDataset, mixed_dataset
+from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
+from torchtune.training import ParallelDims
+from torchtune.training.supervise._step_guard import StepGuard
+
+SIZES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20)), min_size=1, max_size=4)
+
+
+def rows(count: int, first: int = 0, length: int = 1) -> list[dict[str, list[int]]]:
+    return [{"tokens": [first + i] * length, "labels": [first + i] * length} for i in range(count)]
+
+
+def mixture(sizes: list[tuple[int, float]], **how: Any) -> MixedDataset:
+    starts = itertools.accumulate((size for size, _ in sizes), initial=0)
+    names = [f"d{number}" for number in range(len(sizes))]
+    parts = {name: rows(size, start) for name, (size, _), start in zip(names, sizes, starts, strict=False)}
+    return MixedDataset(parts, {name: weight for name, (_, weight) in zip(names, sizes, strict=True)}, **how)
+
+
+def visits(of: MixedDataset, shuffle: bool = True, epoch: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The order of an epoch, and how often it comes to each example of each dataset."""
+    order = of.order(5, epoch, shuffle)
+    assert len(order) == of.examples_per_epoch
+    times = np.bincount(order, minlength=len(of))
+    return order, np.split(times, np.cumsum(of.sizes)[:-1])
+
+
+@given(sizes=SIZES, shuffle=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_an_epoch_ends_as_asked(sizes: list[tuple[int, float]], shuffle: bool) -> None:
+    _, times = visits(mixture(sizes, stop="all"), shuffle)
+    assert all((part == 1).all() for part in times)
+    _, times = visits(mixture(sizes, stop="first"), shuffle)
+    assert all(part.max() <= 1 for part in times)
+    assert any(part.min() == 1 for part in times)
+    _, times = visits(mixture(sizes, stop="repeat"), shuffle)
+    assert all(part.min() >= 1 and np.ptp(part) <= 1 for part in times)
+    assert any(part.max() == 1 for part in times)
+
+
+@given(sizes=SIZES, shuffle=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_every_stretch_of_an_epoch_is_in_proportion(sizes: list[tuple[int, float]], shuffle: bool) -> None:
+    of = mixture(sizes)
+    order, _ = visits(of, shuffle)
+    source = np.searchsorted(np.cumsum(of.sizes), order, side="right")
+    total = math.fsum(weight for _, weight in sizes)
+    for number, (_, weight) in enumerate(sizes):
+        seen = np.concatenate([[0], np.cumsum(source == number)])
+        assert np.abs(seen - weight / total * np.arange(len(seen))).max() <= len(sizes) + 1
+
+
+def test_weights_and_temperature_are_those_of_the_formula() -> None:
+    of = MixedDataset({"a": rows(10), "b": rows(90)}, temperature=2.0)
+    share = math.sqrt(10) / (math.sqrt(10) + math.sqrt(90))  # sizes are the default of weights
+    assert of.examples_per_epoch == 90 + math.ceil(90 * share / (1 - share))
+    given = MixedDataset({"a": rows(10), "b": rows(90)}, weights={"b": 1, "a": 1})
+    assert given.examples_per_epoch == 180
+    order = visits(given, shuffle=False)[0]
+    assert order[:6].tolist() == [0, 10, 1, 11, 2, 12]
+
+
+@given(
+    sizes=SIZES,
+    stop=st.sampled_from(["first", "all", "repeat"]),
+    taken=st.integers(0, 12),
+    world=st.sampled_from([1, 2, 4]),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(
+    sizes: list[tuple[int, float]], stop: str, taken: int, world: int
+) -> None:
+    def loader(rank: int = 0, size: int = 1) -> BatchLoader:
+        how = {"batch_size": 4 // size, "accumulation_steps": 2, "shuffle": True, "seed": 3, "collate_fn": list}
+        return BatchLoader(mixture(sizes, stop=stop), rank=rank, world_size=size, **how)
+
+    def steps(of: BatchLoader) -> list[Any]:
+        found = []
+        while of.epoch < 2:
+            found += [(of.epoch, batches) for batches in of]
+        return found
+
+    whole = steps(loader())
+    first = loader(0, world)
+    walk = itertools.islice(itertools.chain.from_iterable(itertools.repeat(first)), min(taken, len(whole)))
+    done = sum(1 for _ in walk)
+    ranks = []
+    for rank in range(world):
+        resumed = loader(rank, world)
+        resumed.load_state_dict(first.state_dict())
+        ranks.append(steps(resumed))
+    assert len(ranks[0]) == len(whole) - done
+    for (epoch, expected), *parts in zip(whole[done:], *ranks, strict=True):
+        assert {one for one, _ in parts} == {epoch}
+        tokens = [
+            example["tokens"][0]
+            for _, batches in parts
+            for batch in batches
+            for example in batch
+            if example["labels"][0] != -100
+        ]
+        assert sorted(tokens) == sorted(example["tokens"][0] for batch in expected for example in batch)
+    assert [batch for _, batch in whole if _ == 0] != [batch for _, batch in whole if _ == 1] or len(whole) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"weights": {"a": 1}}, "'b' has no weight"),
+        ({"weights": {"a": 1, "b": 1, "c": 1}}, "'c' is no dataset of the mixture"),
+        ({"weights": {"a": 0, "b": 1}}, "a has 0: a weight is above 0"),
+        ({"temperature": 0}, "temperature must be above 0"),
+        ({"datasets": {}}, "mixture is empty"),
+    ],
+)
+def test_a_mixture_that_means_nothing_is_refused(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        mixed_dataset(None, **{"datasets": {"a": rows(2), "b": rows(2)}, **how})
+
+
+def test_another_mixture_does_not_continue_a_run() -> None:
+    def loader(weight: float) -> BatchLoader:
+        return BatchLoader(
+            mixture([(5, weight), (5, 1.0)]), batch_size=1, collate_fn=list, shuffle=True, seed=0, max_steps_per_epoch=2
+        )
+
+    with pytest.raises(DataError, match=r"the mixture was d0 0\.66.*, now d0 0\.75"):
+        loader(3).load_state_dict(loader(2).state_dict())
+
+
+def test_packs_and_pairs_keep_their_source() -> None:
+    packs = {
+        "a": PackedDataset(Rows(rows(4, 0, 3)), max_seq_len=6),
+        "b": PackedDataset(Rows(rows(4, 4, 2)), max_seq_len=6),
+    }
+    batch = collate_documents([MixedDataset(packs)[index] for index in (0, 3)])
+    assert batch.sources == ("a", "b")
+    assert batch.per_token["source"].tolist() == [[0] * 6 + [1] * 2]
+    pair = {f"{side}_{name}": [1, 2] for side in ("chosen", "rejected") for name in ("input_ids", "labels")}
+    batch = collate_preference([MixedDataset({"a": [pair], "b": [pair]})[1]])
+    assert batch.per_document["source"].tolist() == [1, 1]
+
+
+class Rows(list):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.output = nn.Linear(8, vocabulary, bias=False)
+
+
+@pytest.mark.parametrize("kind", ["chunked", "every position", "plain", "mean alone"])
+def test_losses_by_dataset_are_those_of_the_formula(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Model(16)
+    hidden = torch.randn(1, 24, 8, requires_grad=True)
+    of = MixedDataset({"a": rows(3, 1, 4), "b": rows(2, 5, 4), "c": rows(1, 9, 4)})
+    batch = collate_documents([of[index] for index in (0, 4, 2, 3, 0, 1)])
+    batch.labels[0, ::3] = -100
+    loss = {
+        "chunked": lambda: LinearCrossEntropyLoss(num_output_chunks=3),
+        "every position": lambda: LinearCrossEntropyLoss(num_output_chunks=3, mask_ignored_tokens=False),
+        "plain": lambda: nn.CrossEntropyLoss(reduction="none"),
+        "mean alone": nn.CrossEntropyLoss,
+    }[kind]()
+    guard = StepGuard(torch.optim.SGD(model.parameters()), None, ParallelDims(), "", 1)
+    loss_fn = setup_loss(loss, model)
+    with guard.by_source(batch):
+        total, _ = loss_fn.sum_and_count(hidden, batch.labels, model.output)
+    guard.add(total)
+    metrics: dict[str, Any] = {}
+    guard.accepts(1, metrics)
+    logits = hidden.detach().double() @ model.output.weight.detach().double().T
+    every = nn.functional.cross_entropy(logits[0], batch.labels[0], reduction="none")
+    source = batch.per_token["source"][0]
+    expected = {
+        f"loss/{name}": float(every[(source == i) & (batch.labels[0] >= 0)].mean()) for i, name in enumerate("ab")
+    }
+    found = {name: value for name, value in metrics.items() if name.startswith("loss/")}
+    assert found == pytest.approx({} if kind == "mean alone" else expected, rel=1e-5)  # float32; of c there is nothing

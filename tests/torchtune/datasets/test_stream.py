@@ -1,0 +1,298 @@
+"""Streams: every row once a pass, the same examples after a resume and for any number of processes."""
+
+import gc
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchtune.data import BatchLoader, DataError
+from torchtune.datasets import (
+    StreamedDataset,
+    chat_dataset,
+    instruct_dataset,
+    mixed_dataset,
+    text_completion_dataset,
+)
+from torchtune.datasets._read import open_reader
+from torchtune.utils import close_run_logger, get_run_logger
+
+CAPACITY = 12
+QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def transform(row: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {"tokens": [row["id"]] * row["length"], "labels": [row["id"]] * row["length"]}
+
+
+def write_rows(folder: Path, sizes: list[int]) -> list[str]:
+    """Files of rows with ids that go on from file to file."""
+    ids = itertools.count()
+    paths = []
+    for number, size in enumerate(sizes):
+        path = folder / f"{number}.jsonl"
+        lines = [{"id": next_id, "length": 1 + next_id % 7} for next_id in itertools.islice(ids, size)]
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n\n" * (number % 2))
+        paths.append(str(path))
+    return paths
+
+
+def ids(example: Any) -> list[int]:
+    documents = example if isinstance(example, list) else [example]
+    return [int(document["tokens"][0]) for document in documents for _ in document["tokens"]]
+
+
+STREAMS = st.fixed_dictionaries(
+    {
+        "sizes": st.lists(st.integers(1, 20), min_size=1, max_size=3),
+        "shuffle_buffer": st.integers(1, 30),
+        "shuffle": st.booleans(),
+        "packs": st.sampled_from([None, "whole", "split"]),
+        "filtered": st.booleans(),
+    }
+)
+
+
+def stream(folder: Path, how: dict[str, Any]) -> StreamedDataset:
+    return StreamedDataset(
+        transform,
+        "json",
+        data_files=write_rows(folder, how["sizes"]),
+        limit=None,
+        pack_length=CAPACITY if how["packs"] else None,
+        split_across_pack=how["packs"] == "split",
+        filter_fn=(lambda row: row["id"] % 3 != 1) if how["filtered"] else None,
+        shuffle_buffer=how["shuffle_buffer"],
+    )
+
+
+@given(how=STREAMS, index=st.integers(0, 60), skipped=st.integers(0, 40))
+@QUICK
+def test_a_stream_goes_on_where_it_was(tmp_path: Path, how: dict[str, Any], index: int, skipped: int) -> None:
+    one, other = stream(tmp_path, how), stream(tmp_path, how)
+    for each in (one, other):
+        each.begin(3, shuffle=how["shuffle"])
+    whole = [one[i] for i in range(index + 50)]
+    state = json.loads(json.dumps(one.state_at(index)))
+    other.go_to(state)
+    first = index + skipped if skipped < 50 else index
+    assert list(map(ids, (other[i] for i in range(first, index + 50)))) == list(map(ids, whole[first:]))
+    assert state["position"] is None or state["position"][1] >= 0
+    lines = [(origin["source"], origin["line"]) for origin in one.origins(index + 49)]
+    read = [json.loads(Path(path).read_text().splitlines()[line - 1])["id"] for path, line in lines]
+    assert set(read) == set(ids(whole[-1]))
+
+
+@given(how=STREAMS)
+@QUICK
+def test_a_pass_has_every_row_once(tmp_path: Path, how: dict[str, Any]) -> None:
+    of = stream(tmp_path, how)
+    of.begin(1, shuffle=how["shuffle"])
+    expected = [i for i in range(sum(how["sizes"])) for _ in range(1 + i % 7) if not (how["filtered"] and i % 3 == 1)]
+    for passes in range(2):
+        while of._starts[-1].passes <= passes:
+            of[of._starts[-1].example]
+        starts = [start.example for start in of._starts if start.passes == passes]
+        end = next(start.example for start in of._starts if start.passes > passes)
+        found = [token for i in range(starts[0], end) for token in ids(of[i])]
+        assert sorted(found) == expected
+        if not how["shuffle"] and not how["packs"]:
+            assert found == expected
+
+
+@given(how=STREAMS, world=st.sampled_from([2, 4]), taken=st.integers(0, 5))
+@QUICK
+def test_any_number_of_processes_see_the_same_steps(
+    tmp_path: Path, how: dict[str, Any], world: int, taken: int
+) -> None:
+    def loader(rank: int, size: int) -> BatchLoader:
+        shuffle = how["shuffle"]
+        few = {"batch_size": 4 // size, "seed": 2, "max_steps_per_epoch": 4, "collate_fn": list}
+        return BatchLoader(stream(tmp_path, how), rank=rank, world_size=size, shuffle=shuffle, **few)
+
+    alone = loader(0, 1)
+    whole = [[ids(example) for batch in step for example in batch] for _ in range(2) for step in alone]
+    first = loader(0, world)
+    for _ in itertools.islice(itertools.chain(first, first), taken):
+        pass
+    ranks = [loader(rank, world) for rank in range(world)]
+    for one in ranks:
+        one.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for number, expected in enumerate(whole[taken:], taken):
+        steps = [next(iter(one)) if not (number % 4 == 0 and one.at_epoch_end) else next(_after(one)) for one in ranks]
+        assert [ids(example) for step in steps for batch in step for example in batch] == expected
+
+
+def _after(loader: BatchLoader) -> Any:
+    list(loader)  # ends the epoch
+    return iter(loader)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of files that the datasets package leaves open
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_rows_are_read_from_any_position(tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    paths = [str(tmp_path / f"{number}.{kind}") for number in range(2)]
+    for path, rows in zip(paths, (range(7), range(7, 18)), strict=True):
+        table = pa.table({"id": list(rows)})
+        if kind == "jsonl":
+            Path(path).write_text("".join(json.dumps({"id": i}) + "\n" for i in rows))
+        elif kind == "csv":
+            csv.write_csv(table, path)
+        else:
+            parquet.write_table(table, path, row_group_size=3)
+    source = "json" if kind == "jsonl" else kind
+    reader, _ = open_reader(source, data_files=paths, split="train")
+    for count in (1, 4, 7, 18, 40):
+        position, found, places = None, [], []
+        while True:
+            places.append((position, len(found)))
+            rows, position = reader.window(position, count, None)
+            assert len(rows) <= count
+            found += [row.content if kind != "jsonl" else json.loads(row.content) for row in rows]
+            if position is None:
+                break
+        assert [row["id"] for row in found] == list(range(18))
+        for position, before in places[::-1]:
+            rows, _ = open_reader(source, data_files=paths, split="train")[0].window(position, 2, None)
+            values = [row.content["id"] if kind != "jsonl" else json.loads(row.content)["id"] for row in rows]
+            assert values == list(range(18))[before : before + 2]
+    del reader
+    gc.collect()
+
+
+def test_examples_are_those_of_the_mapped_dataset(tmp_path: Path, tokenizer: Any) -> None:
+    from tests.tiny import write_conversations
+
+    path = write_conversations(tmp_path / "chats.jsonl")
+    how = {"source": str(path), "conversation_column": "messages", "conversation_style": "openai"}
+    mapped, streamed = chat_dataset(tokenizer, **how), chat_dataset(tokenizer, streaming=True, shuffle_buffer=7, **how)
+    assert [streamed[i] for i in range(24)] == [mapped[i] for i in range(24)]
+    assert streamed.origins(23) == [{"source": str(path), "line": 24}]
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the cat sees a red bird\n" * 30)
+    packed = text_completion_dataset(tokenizer, str(texts), packed=True, streaming=True, max_seq_len=50)
+    assert [sum(len(document["tokens"]) for document in packed[i]) for i in range(4)] == [50] * 4
+
+
+def test_what_goes_wrong_on_the_way_is_named(tmp_path: Path) -> None:
+    def of(text: bytes, **how: Any) -> StreamedDataset:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(text)
+        return StreamedDataset(transform, str(path), limit=None, **how)
+
+    good = b'{"id": 1, "length": 2}\n'
+    for text, words in (
+        (good + b"{broken\n", r"rows\.jsonl, line 2: Expecting property name"),
+        (good + b'"\xff"\n', r"rows\.jsonl, line 2: byte 1 is not UTF-8"),
+        (good + b"[1]\n", r"rows\.jsonl, line 2: the line is no mapping"),
+        (
+            good + b'{"id": 1, "length": 0}\n',
+            r"rows\.jsonl, line 2: no label is left; correct it, or leave",
+        ),
+        (good + b'{"id": -5, "length": 1}\n', r"rows\.jsonl, line 2: token id -5 is none"),
+    ):
+        with pytest.raises(DataError, match=words):
+            of(text)[1]
+    with pytest.raises(DataError, match="There are no rows in"):
+        of(good, filter_fn=lambda row: False)[0]
+    with pytest.raises(DataError, match="1: 2 tokens fit into no pack of 1"):
+        of(good, pack_length=1)[0]
+    shrinking = of(good * 4, shuffle_buffer=2)
+    shrinking[0]
+    (tmp_path / "rows.jsonl").write_bytes(good * 3)
+    with pytest.raises(DataError, match="has shrunk while the run reads it, from 92 to 69 bytes"):
+        shrinking[2]
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(DataError, match="cannot be read on"):
+        shrinking[2]
+
+
+def test_rows_that_are_left_out_are_listed(tmp_path: Path, tokenizer: Any) -> None:
+    path, out = tmp_path / "chats.jsonl", tmp_path / "out"
+    rows = [{"input": "the cat", "output": "a bird"}, {"input": "the cat"}, {"input": "a dog", "output": "one cat"}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    settings = {"source": str(path), "on_bad_row": "skip"}
+    get_run_logger(out, "ERROR")
+    try:
+        for _ in range(2):  # the second time they were tokenized before
+            mapped = instruct_dataset(tokenizer, **settings)
+            assert len(mapped) == 2
+            assert mapped.origins(1) == [{"source": str(path), "row": 2}]
+        path.write_text(path.read_text() + "{broken\n")
+        streamed = instruct_dataset(tokenizer, **settings, streaming=True, packed=True)
+        assert [len(streamed[i]) for i in range(3)] == [2, 2, 2]  # passes of one pack
+        assert streamed.origins(0) == [{"source": str(path), "line": line} for line in (1, 3)]
+    finally:
+        close_run_logger()
+    found = [json.loads(line) for line in (out / "skipped_rows.jsonl").read_text().splitlines()]
+    assert [(row.get("row"), row.get("line")) for row in found] == [(1, None), (None, 2), (None, 4)]
+    assert "column 'output' holds nothing" in found[0]["reason"]
+    assert "Expecting property name" in found[2]["reason"]
+    with pytest.raises(DataError, match=r"row 1: .*leave them out with on_bad_row=skip"):
+        instruct_dataset(tokenizer, source=rows)
+    with pytest.raises(DataError, match="no row is left"):
+        instruct_dataset(tokenizer, source=rows[1:2], on_bad_row="skip")
+
+
+def test_what_a_stream_cannot_do_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"input": "a", "output": "b"}]
+    node = {"_component_": "torchtune.datasets.instruct_dataset", "source": "x.jsonl", "streaming": True}
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(rows[0]) + "\n")
+    node["source"] = str(path)
+    for change, words in (
+        ({"source": rows}, "rows in memory"),
+        ({"split": "train[:5%]"}, "name a whole split"),
+        ({"prepared": "/tmp"}, "leave streaming out"),
+        ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1"),
+    ):
+        with pytest.raises(DataError, match=words):
+            mixed_dataset(tokenizer, datasets={"a": {**node, **change}}, weights={"a": 1})
+    with pytest.raises(DataError, match="give each dataset of the mixture a weight"):
+        mixed_dataset(tokenizer, datasets={"a": node})
+    with pytest.raises(DataError, match="stop=all needs to know"):
+        mixed_dataset(tokenizer, datasets={"a": node}, weights={"a": 1}, stop="all")
+    of = mixed_dataset(tokenizer, datasets={"a": node}, weights={"a": 1})
+    with pytest.raises(DataError, match="set max_steps_per_epoch"):
+        BatchLoader(of, batch_size=1, collate_fn=list, shuffle=True, seed=0)
+
+
+@given(
+    how=STREAMS,
+    weights=st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)),
+    index=st.integers(0, 700),
+    size=st.integers(1, 9),
+)
+@QUICK
+def test_a_mixture_with_a_stream_is_in_proportion_and_goes_on(
+    tmp_path: Path, how: dict[str, Any], weights: tuple[float, float], index: int, size: int
+) -> None:
+    how = {**how, "packs": None}
+    mapped = [{"tokens": [1000 + i], "labels": [1]} for i in range(size)]
+
+    def mixture() -> Any:
+        parts = {"stream": stream(tmp_path, how), "mapped": mapped}
+        of = mixed_dataset(None, datasets=parts, weights=dict(zip(parts, weights, strict=True)))
+        of.begin(4, shuffle=how["shuffle"])
+        return of
+
+    one, other = mixture(), mixture()
+    whole = [one[i] for i in range(index + 20)]
+    for i in range(0, len(whole), 37):
+        found = sum(int(example["source"]) for example in whole[:i])
+        assert abs(found - i * weights[1] / sum(weights)) <= 3
+    times = [0] * size
+    for example in whole:
+        if example["source"] == 1:
+            times[example["tokens"][0] - 1000] += 1
+    assert max(times) - min(times) <= 1
+    other.go_to(json.loads(json.dumps(one.state_at(index))))
+    assert [other[i] for i in range(index, index + 20)] == whole[index:]

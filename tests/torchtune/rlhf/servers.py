@@ -1,0 +1,165 @@
+"""A server of this machine that answers as vLLM or as `transformers serve` does, with a model of transformers.
+
+It loads the weights that it is told to take by libraries that are not ours, samples from them, and remembers what it
+was asked and which tokens it sampled.
+"""
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+
+class TinyServer(ThreadingHTTPServer):
+    """Args: folder of the model it starts with; ``faults`` by name say what goes wrong."""
+
+    def __init__(self, folder: Path, faults: set[str]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.base, self.name, self.faults = folder, str(folder), faults
+        self.models = {str(folder): AutoModelForCausalLM.from_pretrained(folder)}
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.sampled: list[list[int]] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def load(self, folder: str) -> torch.nn.Module:
+        if (Path(folder) / "adapter_config.json").exists():
+            from peft import PeftModel
+
+            with warnings.catch_warnings():  # peft calls what transformers deprecates
+                warnings.simplefilter("ignore")
+                return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.base), folder)
+        return AutoModelForCausalLM.from_pretrained(folder)
+
+    @torch.no_grad()
+    def sample(
+        self, model: torch.nn.Module, prompt: list[int], most: int, temperature: float, stop: list[int], seed: int
+    ) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs; temperature 0 takes the likeliest."""
+        generator, tokens, found = torch.Generator().manual_seed(seed), list(prompt), []
+        while len(found) < most and (not found or tokens[-1] not in stop):
+            logits = model(torch.tensor([tokens])).logits[0, -1].float()
+            log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
+            token = int(log_probs.exp().multinomial(1, generator=generator) if temperature else logits.argmax())
+            tokens.append(token)
+            found.append(float(log_probs[token]))
+        self.sampled.append(tokens[len(prompt) :])
+        return self.sampled[-1], found
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: TinyServer
+
+    def do_GET(self) -> None:
+        names = ["another"] if "another" in self.server.faults else list(self.server.models)
+        self._reply(200, {"status": "ok", "data": [{"id": name} for name in names]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((self.path, body))
+            self._reply(*self._answer(body))
+
+    def _reply(self, status: int, content: Any) -> None:
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        with suppress(BrokenPipeError):  # the client had no time to wait
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(data)
+
+    def _answer(self, body: dict[str, Any]) -> tuple[int, Any]:
+        here, faults, path = self.server, self.server.faults, self.path.removeprefix("/v1")
+        if path in faults:
+            return 404, {"detail": "Not Found"}
+        if path == "/completions" and "slow" in faults:
+            time.sleep(0.4)
+        if path == "/load_lora_adapter":
+            if body["lora_name"] in here.models:
+                return 400, "has already been loaded"
+            here.models[body["lora_name"]] = here.load(body["lora_path"])
+            return 200, "Success"
+        if path == "/unload_lora_adapter":
+            del here.models[body["lora_name"]]
+            return 200, "Success"
+        if path == "/collective_rpc":
+            if "stale" not in faults:
+                here.models[here.name] = here.load(body["kwargs"]["weights_path"])
+            return 200, {"results": [None]}
+        if path == "/reset_prefix_cache":
+            return 200, {"success": True}
+        if path == "/reset":
+            here.models.clear()
+            return 200, {"status": "ok"}
+        if path == "/load_model":
+            here.models[body["model"]] = here.load(body["model"])
+            return 200, 'data: {"status": "ready"}\n\n'
+        if body["model"] not in here.models:
+            return 404, {"message": f"The model `{body['model']}` does not exist."}
+        model = here.models[body["model"]]
+        return 200, self._text(model, body) if isinstance(body["prompt"], str) else self._tokens(model, body)
+
+    def _tokens(self, model: torch.nn.Module, body: dict[str, Any]) -> dict[str, Any]:
+        choices = []
+        for index in range(body["n"]):
+            tokens, log_probs = self.server.sample(
+                model,
+                body["prompt"],
+                body["max_tokens"],
+                body["temperature"],
+                body["stop_token_ids"],
+                (body.get("seed", 0) + index) % 2**63,
+            )
+            ended = tokens[-1] in body["stop_token_ids"]
+            choices.append(
+                {
+                    "index": index,
+                    "text": "",
+                    "token_ids": None if "no tokens" in self.server.faults else tokens,
+                    "prompt_token_ids": body["prompt"],
+                    "logprobs": {"token_logprobs": log_probs},
+                    "finish_reason": "stop" if ended else "length",
+                }
+            )
+        return {"model": body["model"], "choices": choices[::-1]}
+
+    def _text(self, model: torch.nn.Module, body: dict[str, Any]) -> dict[str, Any]:
+        how = GenerationConfig(**json.loads(body["generation_config"]))
+        tokenizer = AutoTokenizer.from_pretrained(self.server.base)
+        prompt = tokenizer(body["prompt"]).input_ids
+        temperature = how.temperature if how.do_sample else 0.0
+        tokens, _ = self.server.sample(
+            model, prompt, how.max_new_tokens, temperature, [how.eos_token_id], body.get("seed", 0)
+        )
+        reason = "length" if len(tokens) >= how.max_new_tokens else "stop"
+        return {
+            "model": "another" if "fixed" in self.server.faults else f"{body['model']}@main",
+            "choices": [{"text": tokenizer.decode(tokens, skip_special_tokens=True), "finish_reason": reason}],
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)},
+        }
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def tiny_server(folder: Path, *faults: str) -> Iterator[TinyServer]:
+    """Run a server as long as the block lasts."""
+    with TinyServer(folder, set(faults)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

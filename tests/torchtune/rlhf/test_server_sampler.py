@@ -1,0 +1,225 @@
+"""Sampling from a server: the tokens, their log-probs, and above all the weights that it samples from."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes.runs import start
+from tests.tiny import write_checkpoint, write_conversations
+from tests.torchtune.rlhf.servers import TinyServer, tiny_server
+from torchtune.models import from_hf_config
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA
+from torchtune.modules.transforms.tokenizers import hf_tokenizer
+from torchtune.rlhf import LocalSampler, Rollout, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
+from torchtune.rlhf.loss import GRPOLoss
+from torchtune.training import FullModelHFCheckpointer
+
+PROMPTS = [[1, 65, 66, 67], [1, 70, 71]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("served") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def make(checkpoint: Path) -> Callable[..., ServerSampler]:
+    def build(server: TinyServer, kind: str = "vllm", adapters: bool = False, **arguments: Any) -> ServerSampler:
+        with torch.device("meta"):
+            model = from_hf_config(checkpoint_dir=str(checkpoint))
+            if adapters:
+                apply_conversions(model, [LoRA(rank=4, alpha=8)])
+        FullModelHFCheckpointer(checkpoint_dir=str(checkpoint)).load_model(model)
+        tokenizer = hf_tokenizer(str(checkpoint))
+        arguments = {"url": server.url, "server": kind, "checkpoint_dir": str(checkpoint), **arguments}
+        return ServerSampler(model, tokenizer, folder=str(checkpoint.parent / "weights"), **arguments)
+
+    return build
+
+
+def difference(sampler: ServerSampler, rollouts: list[Rollout]) -> float:
+    """Largest difference of the trainer's log-probs to those that came with the answers."""
+    batch = collate_rollouts(rollouts, [1.0] * len(rollouts))
+    loss = setup_policy_loss(GRPOLoss(), sampler.model, sampler)
+    scores = loss.score(sampler.model(**batch.model_inputs(), output="hidden"), batch, sampler.model.output)
+    known = batch.labels != -100
+    return (scores[known] - batch.per_token["sampled"][known]).abs().max().item()
+
+
+def shift(sampler: ServerSampler, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in filter(lambda weight: weight.requires_grad, sampler.model.parameters()):
+        weight.data += 0.1 * torch.randn(weight.shape, generator=generator)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_server_samples_from_the_weights_of_this_step(
+    adapters: bool, checkpoint: Path, make: Callable[..., ServerSampler]
+) -> None:
+    with tiny_server(checkpoint) as server:
+        sampler = make(server, adapters=adapters, max_new_tokens=6, temperature=1.3, max_difference=1e-3)
+        assert sampler.gives_log_probs
+        for seed in range(2):
+            shift(sampler, seed)
+            rollouts = sampler(PROMPTS, 3, [2**64 - 5, 7])
+            assert difference(sampler, rollouts) < 1e-4
+        assert [one.tokens[: one.prompt_len].tolist() for one in rollouts] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+        assert len({tuple(one.answer) for one in rollouts[:3]}) > 1
+        assert all(one.finished == (one.answer[-1] in sampler.stop_tokens) for one in rollouts)
+        again = sampler(PROMPTS, 3, [2**64 - 5, 7])
+        assert [one.answer for one in again] == [one.answer for one in rollouts]
+        likeliest = sampler(PROMPTS, 1)
+        assert [one.answer for one in likeliest] == [one.answer for one in sampler(PROMPTS, 1)]
+        controls = [path for path, _ in server.asked if path != "/v1/completions"]
+        told = ["/collective_rpc", "/reset_prefix_cache"] * 3
+        if adapters:
+            told = ["/v1/load_lora_adapter"] + ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 2
+        assert controls == told, "weights travel at the start and when they have changed, and only then"
+        # A model's generation_config.json may truncate the distribution: a request has to say that it does not.
+        body = next(body for path, body in server.asked if path == "/v1/completions")
+        whole = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        assert {name: body[name] for name in whole} == whole
+    folder = checkpoint.parent / "weights"
+    assert len(list(folder.glob("weights-*/step_*"))) == 1, "the weights of former steps are removed"
+    del sampler
+    assert not list(folder.glob("weights-*"))
+
+
+def test_a_server_that_keeps_its_former_weights_ends_the_run(
+    checkpoint: Path, make: Callable[..., ServerSampler]
+) -> None:
+    with tiny_server(checkpoint, "stale") as server:
+        sampler = make(server, max_new_tokens=4)
+        sampler(PROMPTS, 2, [1, 2])
+        shift(sampler, 0)
+        with pytest.raises(
+            RolloutError, match=r"differ from the trainer's by .* it has another model or other weights"
+        ):
+            sampler(PROMPTS, 2, [1, 2])
+
+
+def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(
+    checkpoint: Path, make: Callable[..., ServerSampler], caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiny_server(checkpoint) as server:
+        sampler = make(server, "transformers", max_new_tokens=3, temperature=1.5)
+        sampler(PROMPTS, 1)
+        rows = sampler.model.tok_embeddings.weight.data
+        rows[2] = rows[server.sampled[0][0]]  # the end is as likely as what is likeliest
+        server.sampled.clear()
+        rollouts = sampler(PROMPTS, 24, [5, 6])
+        kept = [(one, tokens) for one, tokens in zip(rollouts, server.sampled, strict=True) if one.answer]
+        assert 5 < len(kept) < len(rollouts)
+        assert all(one.answer == tokens for one, tokens in kept)
+        assert {one.finished for one, _ in kept} == {True, False}
+        assert all(one.log_probs is None for one in rollouts)
+        assert "answers are dropped" in caplog.text
+        names = [body["model"] for path, body in server.asked if path == "/load_model"]
+        assert len(set(names)) == 2
+        assert set(server.models) == {names[1]}, "the server forgets what it loaded before"
+        assert sampler(PROMPTS, 1)[0].answer == sampler(PROMPTS, 1)[0].answer
+        with pytest.raises(RolloutError, match="gives no log-probs to weigh tokens by"):
+            setup_policy_loss(GRPOLoss(importance_cap=2.0), sampler.model, sampler)
+
+
+@pytest.mark.parametrize(
+    ("kind", "faults", "arguments", "said"),
+    [
+        ("vllm", ["another"], {}, r"serves another, not '.*checkpoint': correct sampler.model_name"),
+        ("vllm", ["/collective_rpc"], {}, r"takes no new weights: start vLLM with VLLM_SERVER_DEV_MODE=1 .*404"),
+        ("vllm", ["/load_lora_adapter"], {"adapters": True}, "start vLLM with --enable-lora and VLLM_ALLOW"),
+        ("vllm", ["no tokens"], {}, "without token ids and a log-prob for each"),
+        ("vllm", ["slow"], {"timeout": 0.1}, "has not answered within 0.1 s"),
+        ("vllm", [], {"url": "http://127.0.0.1:9/v1"}, "No server answers at http://127.0.0.1:9/v1/models"),
+        ("transformers", ["/load_model"], {}, "404 Not Found"),
+        ("transformers", ["fixed"], {}, "answers with the model 'another', not with .* without a fixed model"),
+        ("transformers", [], {"temperature": 0.0}, "temperature is 0"),
+        ("sglang", [], {}, "it must be vllm or transformers"),
+    ],
+)
+def test_a_server_that_fails_is_one_sentence(
+    kind: str,
+    faults: list[str],
+    arguments: dict[str, Any],
+    said: str,
+    checkpoint: Path,
+    make: Callable[..., ServerSampler],
+) -> None:
+    with tiny_server(checkpoint, *faults) as server, pytest.raises(RolloutError) as caught:
+        make(server, kind, **{"max_new_tokens": 2, **arguments})(PROMPTS, 1, [1, 2])
+    assert re.search(said, str(caught.value)), str(caught.value)
+
+
+@pytest.fixture
+def transformers_serve(tmp_path: Path) -> Iterator[str]:
+    """Url of a process of ``transformers serve``."""
+    for package in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package, reason="the extra serving is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).with_name("transformers"), "serve", "--device", "cpu", "--port", str(port)]
+    with (tmp_path / "serve.log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        )
+    try:
+        for _ in range(600):
+            if process.poll() is not None:
+                break
+            with suppress(OSError), socket.create_connection(("localhost", port), timeout=1.0):
+                break
+            time.sleep(0.2)
+        assert process.poll() is None, (tmp_path / "serve.log").read_text()[-2000:]
+        yield f"http://localhost:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.slow
+def test_transformers_serve_answers_with_the_weights_of_this_step(
+    checkpoint: Path, make: Callable[..., ServerSampler], transformers_serve: str
+) -> None:
+    prompts = [[1, 65 + i, 70 + i] for i in range(24)]
+    with tiny_server(checkpoint) as unused:
+        sampler = make(unused, "transformers", url=transformers_serve, max_new_tokens=1)
+    local = LocalSampler(sampler.model, hf_tokenizer(str(checkpoint)), max_new_tokens=1)
+    former: list[list[int]] = []
+    for seed in range(2):
+        shift(sampler, seed)
+        answers, own = ([one.answer for one in sample(prompts, 1)] for sample in (sampler, local))
+        known = [i for i, answer in enumerate(answers) if answer]
+        assert len(known) >= 3
+        assert [answers[i] for i in known] == [own[i] for i in known]
+        assert own != former
+        former = own
+    assert sum(bool(one.answer) for one in sampler(prompts[:1], 24, [5])) > 0
+
+
+def test_a_recipe_trains_on_answers_of_a_server(tmp_path: Path) -> None:
+    """In every step the server's log-probs are those of the weights that the step before it made."""
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    sampler = {"_component_": "torchtune.rlhf.ServerSampler", "checkpoint_dir": str(folder), "max_new_tokens": 6}
+    settings = {"max_steps_per_epoch": 3, "num_samples": 3, "optimizer__lr": 0.05, "lr_scheduler": None}
+    settings["loss"] = {"_component_": "torchtune.rlhf.loss.GRPOLoss", "importance_cap": 2.0}
+    with tiny_server(folder) as server:
+        sampler |= {"url": server.url, "server": "vllm", "folder": str(tmp_path / "weights")}
+        write_conversations(tmp_path / "data.jsonl")
+        run = start("lora_grpo_single_device", tmp_path, sampler=sampler, **settings)
+    found = [record for record in run.records if "policy/sampler_difference" in record]
+    assert len(found) == 3
+    assert max(record["policy/sampler_difference"] for record in found) < 1e-4
+    assert max(abs(record["policy/importance"] - 1.0) for record in found) < 1e-4
+    assert min(record["grad_norm"] for record in found) > 0

@@ -1,0 +1,178 @@
+"""Simulate what shipped configs need per GPU; ``docs/tables/memory_per_gpu.yaml`` keeps the results.
+
+``make_tables.py --simulate`` simulates configs without a result, or whose file has changed since. Until then the table
+has the closed form of a dry run for them, marked with "~".
+"""
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from recipe_table import recipes_in
+
+from torchtune._cli._target import recipe_named_by
+from torchtune.config import load_and_check
+from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training.parallel._parallel_dims import ParallelDimsError
+from torchtune.training.plan._plan import MemoryEstimate, build_on_meta, memory_by_processes
+from torchtune.training.simulate._cluster import simulated_cluster
+from torchtune.training.simulate._depths import extrapolate, peak_of_all, two_depths
+from torchtune.training.simulate._report import peak_bytes
+from torchtune.training.simulate._simulate import simulate
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "recipes" / "configs"
+KEPT = ROOT / "docs" / "tables" / "memory_per_gpu.yaml"
+# The sizes for which it is a question, a small config that a test simulates again, and numbers of GPUs.
+SIZES = ("8B", "32B", "70B", "72B")
+SAMPLE = "smol/135M_full"
+# Families that are simulated first, and configs that a process simulates.
+FIRST = ("smol", "llama3_1", "qwen3", "llama3_3", "qwen2_5", "llama3", "olmo3", "llama2")
+AT_ONCE = 4
+COUNTS = (1, 2, 4, 8, 16)
+PER_MACHINE = 8
+GIB = 2**30
+NO_MESH = "—"
+
+
+def chosen() -> list[str]:
+    """The configs of the table, by name."""
+    distributed = recipes_in("distributed")
+    return [SAMPLE] + [
+        path.relative_to(CONFIGS).with_suffix("").as_posix()
+        for path in sorted(path for size in SIZES for path in CONFIGS.glob(f"*/{size}_*.yaml"))
+        if recipe_named_by(path).name in distributed and path.stem.partition("_")[2] in ("full", "lora")
+    ]
+
+
+def fingerprint(name: str) -> str:
+    """Of a config's file."""
+    return hashlib.sha256((CONFIGS / f"{name}.yaml").read_bytes()).hexdigest()[:12]
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """Results by config: ``{"of": fingerprint, "needs": {GPUs: text}}``."""
+    return (yaml.safe_load(KEPT.read_text()) or {}) if KEPT.exists() else {}
+
+
+def missing(found: dict[str, dict[str, Any]]) -> list[tuple[str, int]]:
+    """Cells without a result, or with one of another file."""
+    return [(name, count) for name in chosen() for count in COUNTS if count not in results(found, name)]
+
+
+def results(found: dict[str, dict[str, Any]], name: str) -> dict[int, str]:
+    """Texts by number of GPUs, of the config's file as it is."""
+    entry = found.get(name)
+    return entry["needs"] if entry is not None and entry["of"] == fingerprint(name) else {}
+
+
+def cell(name: str, processes: int) -> str:
+    """GiB on a GPU, and in host memory if parameters, gradients and optimizer states are kept there."""
+    path = CONFIGS / f"{name}.yaml"
+    main = recipe_named_by(path).load_main()
+    settings = load_and_check(path, [], main)
+    depths = two_depths(build_on_meta(RecipeSettings.of(settings))[0])
+    try:
+        runs = [
+            simulate(main, settings, processes, per_machine=PER_MACHINE, layers=layers, micro_batches=2)
+            for layers in depths or (None,)
+        ]
+    except ParallelDimsError:
+        return NO_MESH
+    if depths is None:
+        peak, host = peak_bytes(runs[0]), _host(runs[0])
+    else:
+        peak, host = peak_of_all(runs, depths), extrapolate(runs, depths, _host)
+    return f"{peak / GIB:.1f}" + (f" + {host / GIB:.0f} host" if host >= GIB / 2 else "")
+
+
+def _host(simulation: Any) -> int:
+    ledger = simulation.observer.ledger
+    return sum(ledger.held(component, on_host=True) for component in ("parameters", "gradients", "optimizer"))
+
+
+def write(found: dict[str, dict[str, Any]]) -> None:
+    """Keep results, a config a line."""
+    lines = [
+        f"{name}: {{of: '{entry['of']}', needs: {{"
+        + ", ".join(f"{count}: '{text}'" for count, text in entry["needs"].items())
+        + "}}\n"
+        for name, entry in sorted(found.items())
+    ]
+    KEPT.write_text("".join(lines), encoding="utf-8")
+
+
+def update(*, anew: bool = False) -> None:
+    """Simulate what is missing, or all; a result is kept as soon as it is there."""
+    found = {} if anew else {name: entry for name, entry in kept().items() if results(kept(), name)}
+    wanted = missing(found)
+    names = sorted(dict.fromkeys(name for name, _ in wanted), key=_rarity)
+    for start in range(0, len(names), AT_ONCE):
+        for count in COUNTS:
+            batch = [name for name in names[start : start + AT_ONCE] if (name, count) in wanted]
+            for name, text in _simulated(batch, count):
+                entry = found.setdefault(name, {"of": fingerprint(name), "needs": {}})
+                entry["needs"] = dict(sorted({**entry["needs"], count: text}.items()))
+                print(f"{name} on {count}: {text}", flush=True)
+                write(found)
+    write(found)
+
+
+def _rarity(name: str) -> int:
+    family = name.partition("/")[0]
+    return FIRST.index(family) if family in FIRST else len(FIRST)
+
+
+def _simulated(names: list[str], processes: int) -> Iterator[tuple[str, str]]:
+    """(config, cell) of configs, in a process of their own: DTensor remembers groups of another cluster's size."""
+    if not names:
+        return
+    command = [sys.executable, __file__, str(processes), *names]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            name, _, text = line.strip().partition(" ")
+            yield name, text
+    if worker.returncode:
+        raise SystemExit(f"simulating {' '.join(names)} on {processes} failed: see above.")
+
+
+def closed_form(name: str) -> list[str]:
+    """The cells of a config as far as they are not simulated."""
+    path = CONFIGS / f"{name}.yaml"
+    settings = load_and_check(path, [], recipe_named_by(path).load_main())
+    found = memory_by_processes(settings, COUNTS)
+    return [f"~{_shown(found[count], settings)}" if count in found else NO_MESH for count in COUNTS]
+
+
+def _shown(estimate: MemoryEstimate, settings: Any) -> str:
+    if not settings.fsdp_cpu_offload:
+        return f"{estimate.total / GIB:.1f}"
+    host = estimate.weights + estimate.gradients + estimate.optimizer
+    return f"{estimate.offloaded.total / GIB:.1f} + {host / GIB:.0f} host"
+
+
+def table() -> str:
+    """The table as reStructuredText, from what is kept and, where nothing is, from the closed form."""
+    rows = [["config", *(f"{count} GPU{'s' * (count > 1)}" for count in COUNTS)]]
+    found = kept()
+    for name in chosen():
+        done = results(found, name)
+        cells = closed_form(name) if len(done) < len(COUNTS) else [""] * len(COUNTS)
+        cells = [done.get(count, cell) for count, cell in zip(COUNTS, cells, strict=True)]
+        rows.append([f"``{name}``", *cells])
+    lines = [".. list-table::", "   :header-rows: 1", ""]
+    for row in rows:
+        lines += [f"   {'*' if i == 0 else ' '} - {text}" for i, text in enumerate(row)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    processes = int(sys.argv[1])
+    with simulated_cluster(processes, PER_MACHINE):
+        for name in sys.argv[2:]:
+            print(name, cell(name, processes), flush=True)

@@ -1,0 +1,143 @@
+"""A model and its tokenizer from a folder or the hub."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchtune import training, utils
+from torchtune._facade._origin import ORIGINS, Origin
+from torchtune._hub import download
+from torchtune.models import ModelError, from_hf_config, text_config
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.conversion import Conversion, apply_conversions
+from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+from torchtune.training import CheckpointError, CheckpointStore, ModelSource
+from torchtune.training.checkpointing._adapter import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    adapter_conversion,
+    adapter_folder,
+)
+from torchtune.utils import UserError, read_json
+
+_NAMES = {dtype: name for name, dtype in training.precision.PRECISION_STR_TO_DTYPE.items()}
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+def load(
+    path: str | Path,
+    *,
+    adapter: str | Path | Conversion | Sequence[Conversion] | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> tuple[TransformerDecoder, HuggingFaceModelTokenizer]:
+    """Load the model and the tokenizer of a checkpoint.
+
+    The model is in evaluation mode: call ``model.train()`` before training. Host memory holds one shard file at most.
+
+    Args:
+        path: folder of a checkpoint, downloaded or trained, or a repository of the hub, ``"owner/name"``, which is
+            downloaded into the hub's cache. The folder of an adapter alone stands for the adapter and the base that its
+            ``adapter_config.json`` names.
+        adapter: folder or repository of a LoRA adapter of that model, loaded with its rank and target modules and ready
+            to be trained on. Or a conversion, or several, such as :class:`torchtune.modules.peft.LoRA`, applied
+            before the weights are loaded: new adapters start untrained.
+        dtype: of the weights, ``"bf16"``, ``"fp32"`` or a floating ``torch.dtype``; by default the one in
+            ``config.json``, else float32.
+        device: of the model; by default the best one.
+
+    Returns:
+        The model and the tokenizer, with the checkpoint's chat template: the adapter's if its folder has one.
+
+    Raises:
+        UserError: there is no such folder or repository, the architecture or the quantization of the weights is
+            unknown, files are missing or damaged, the adapter is of another model or merged into the weights already,
+            or the tokenizer has more tokens than the model.
+
+    Example:
+        >>> model, tokenizer = torchtune.load(checkpoint, dtype="fp32", device="cpu")
+        >>> model(torch.tensor([tokenizer.encode("the cat", add_eos=False)])).shape[-1] == tokenizer.vocab_size
+        True
+    """
+    folder, repo_id = _folder(path)
+    if not isinstance(adapter, str | Path) and _has_adapter(folder):
+        if adapter is not None:
+            raise CheckpointError(f"{path} holds an adapter: it cannot get another one, merge it into its base first.")
+        adapter = folder
+        if not any(file.name != ADAPTER_FILE for pattern in _WEIGHTS for file in folder.glob(pattern)):
+            folder, repo_id = _base_of(folder)
+    if not (folder / "config.json").is_file() and (files := sorted(folder.glob("*.gguf"))):
+        raise CheckpointError(
+            f"{path} holds a GGUF file alone: torchtune.training.checkpointing.gguf_to_hf({files[0].name!r}, folder) "
+            "writes a folder to load."
+        )
+    adapter_dir, conversions = None, []
+    if isinstance(adapter, str | Path):
+        adapter_dir = adapter_folder(_folder(adapter)[0])
+        if adapter_dir.parent.resolve() == folder.resolve():
+            raise CheckpointError(f"adapter: the weights in {path} have {adapter_dir} merged in: give path alone.")
+    elif adapter is not None:
+        conversions = list(adapter) if isinstance(adapter, Sequence) else [adapter]
+    chosen = utils.get_device(None if device is None else str(device))
+    with training.set_default_dtype(_dtype(dtype, folder, chosen)), torch.device("meta"):
+        model = from_hf_config(folder)
+        if adapter_dir is not None:
+            conversions = [adapter_conversion(model, adapter_dir)]
+        apply_conversions(model, conversions)
+    where = None if adapter_dir is None else str(adapter_dir.resolve())
+    source = ModelSource(folder, adapter_checkpoint=where, repo_id=repo_id)
+    tokenizer = hf_tokenizer(
+        str(adapter_dir if adapter_dir is not None and (adapter_dir / "tokenizer.json").is_file() else folder)
+    )
+    CheckpointStore({"policy": source}).load_model(
+        model, device=chosen, whole=adapter_dir is not None or not conversions
+    )
+    training.fit_vocabulary(model, tokenizer)
+    ORIGINS[model] = Origin(source, tokenizer)
+    return model.eval(), tokenizer
+
+
+def _folder(path: str | Path) -> tuple[Path, str | None]:
+    """The folder of a checkpoint, and its repository if it comes from the hub."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder, None
+    if folder.exists():
+        raise UserError(f"{path} is a file: give the folder of the checkpoint.")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
+        raise UserError(f"{path}: there is no such folder, and a repository of the hub is called owner/name.")
+    try:
+        return download(str(path)), str(path)
+    except UserError as error:
+        raise UserError(f"There is no folder {path}, and the hub does not give it: {error}") from error
+
+
+def _has_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_FILE).is_file() and (folder / ADAPTER_CONFIG_FILE).is_file()
+
+
+def _base_of(folder: Path) -> tuple[Path, str | None]:
+    """Folder and repository of the base of an adapter."""
+    file = folder / ADAPTER_CONFIG_FILE
+    base = read_json(file, CheckpointError).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{file} names no base (base_model_name_or_path): load the base with adapter={folder}.")
+    try:
+        return _folder(base)
+    except UserError as error:
+        raise CheckpointError(
+            f"{file} names a base that is not there: load it with adapter={folder}. {error}"
+        ) from error
+
+
+def _dtype(asked: str | torch.dtype | None, folder: Path, device: torch.device) -> torch.dtype:
+    if asked is None and (folder / "config.json").is_file():
+        config = text_config(read_json(folder / "config.json", ModelError))
+        stored = config.get("dtype", config.get("torch_dtype"))
+        found = getattr(torch, stored, None) if isinstance(stored, str) else None
+        asked = found if found in _NAMES else None
+    if isinstance(asked, torch.dtype):
+        asked = _NAMES.get(asked, str(asked))
+    return training.get_dtype(asked, device=device)

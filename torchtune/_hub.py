@@ -1,0 +1,99 @@
+"""Downloads from the Hugging Face hub, for ``tune download`` and :func:`torchtune.load`."""
+
+import errno
+import re
+from pathlib import Path
+
+from torchtune.utils import UserError, explain_os_error, refuse_foreign, write_json
+
+REPO_ID_FILE = "original_repo_id.json"
+# Files beside safetensors that hold the same weights again.
+_OTHER_WEIGHTS = ("original/*", "onnx/*", "*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot")
+
+
+def download(
+    repo_id: str, output_dir: Path | None = None, *, token: str | None = None, ignore_patterns: list[str] | None = None
+) -> Path:
+    """Download ``repo_id`` into ``output_dir``; what is already there is not fetched again.
+
+    Without ``output_dir``, the files go into the hub's cache (``HF_HOME``), weights in safetensors alone where there
+    are some, and without a network what is in the cache is taken.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: the repository does not exist or access is denied, there is no network or no disk space, or another
+            user owns ``output_dir``.
+    """
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+
+    if token is not None and not re.fullmatch(r"[!-~]*", token):
+        raise UserError("--hf-token: a token is of letters, digits and signs, without spaces: copy it again.")
+    if output_dir is not None:
+        refuse_foreign(output_dir, "--output-dir")
+    try:
+        # Checked first: without a network, snapshot_download accepts a partial folder.
+        info = HfApi(token=token).model_info(repo_id)
+        if output_dir is not None:
+            _make_own(output_dir)
+        elif any(file.rfilename.endswith(".safetensors") for file in info.siblings or ()):
+            ignore_patterns = [*(ignore_patterns or ()), *_OTHER_WEIGHTS]
+        folder = snapshot_download(repo_id, local_dir=output_dir, ignore_patterns=ignore_patterns, token=token)
+    except errors.HFValidationError as error:
+        raise UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.") from error
+    except errors.GatedRepoError as error:
+        how = (
+            "the account of your token has no access: ask for it on the repository's page"
+            if token
+            else "a token of an account that has access is needed: give --hf-token, or set HF_TOKEN"
+        )
+        raise UserError(f"Repository '{repo_id}' is gated, and {how}.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"Repository '{repo_id}' not found on the Hugging Face Hub: check its spelling, or, if it is private, "
+            "give --hf-token with a token that may read it."
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise UserError(
+            f"Failed to download '{repo_id}': {constants.ENDPOINT} answered with status "
+            f"{error.response.status_code}: run the same command again later, it fetches only what is missing."
+        ) from error
+    except (errors.HTTPError, OSError) as error:
+        if output_dir is None and (cached := _cached(repo_id)):
+            return cached
+        if getattr(error, "filename", None) is not None or getattr(error, "errno", None) == errno.ENOSPC:
+            raise UserError(
+                f"Failed to write '{repo_id}' to {output_dir or constants.HF_HUB_CACHE}: {error.strerror}."
+            ) from error
+        raise UserError(
+            f"Failed to download '{repo_id}': no connection to {constants.ENDPOINT} ({_first_line(error, token)}): "
+            "check the network and run the same command again, it fetches only what is missing."
+        ) from error
+    if output_dir is not None:
+        write_json(Path(folder) / REPO_ID_FILE, {"repo_id": repo_id})
+    return Path(folder)
+
+
+def _cached(repo_id: str) -> Path | None:
+    """The folder of a repository in the hub's cache."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        return None
+
+
+def _make_own(folder: Path) -> None:
+    """Make ``folder``, then check its owner: another user may have made it first."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_os_error(error, folder) from error
+    refuse_foreign(folder, "--output-dir")
+
+
+def _first_line(error: Exception, token: str | None) -> str:
+    text = str(error).partition("\n")[0]
+    return text.replace(token, "<redacted>") if token else text

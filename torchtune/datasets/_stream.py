@@ -1,0 +1,289 @@
+"""Datasets that are read and tokenized while the run trains."""
+
+import json
+import logging
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from torchtune.data import DataError
+from torchtune.datasets._bad_rows import list_left_out, num_left_out
+from torchtune.datasets._packed import Piece, best_fit, split_evenly
+from torchtune.datasets._read import Position, Row, open_reader
+from torchtune.datasets._sft import _Part, _Tokenize
+from torchtune.datasets._store import TokenStore
+from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
+
+_KEPT = 3  # windows
+
+
+class _Start(NamedTuple):
+    """Where a window starts: its first example, its number, how often the data were read before, the position."""
+
+    example: int
+    window: int
+    passes: int
+    position: Position
+
+
+class _Window:
+    """Rows that are shuffled, and packed, together."""
+
+    def __init__(self, start: _Start, rows: list[Row], after: Position) -> None:
+        self.start, self.rows, self.after = start, rows, after
+        self.parts: list[_Part] = []
+        self.places: list[int] = []  # rows that were not filtered
+        self.done = 0
+        self.store: TokenStore | None = None
+        self.packs: list[list[Piece]] = []
+        self.order = np.empty(0, np.int64)  # place -> row or pack
+
+
+class StreamedDataset(Dataset):
+    """Examples of a source that is larger than memory, read and tokenized as the run comes to them.
+
+    The source is read in windows of ``shuffle_buffer`` rows, which are shuffled, and packed, each by itself. Indices
+    are those of the whole run, and have no end: after the last row the first one follows, in another order. Every
+    process reads all rows. Without packs and filter it parses and tokenizes those of its own examples alone; else all
+    of them, the next window a little with each example. The examples are therefore the same for any number of
+    processes, and a position is one of the source: a resume reads from there, and nothing before.
+
+    Args:
+        transform: row -> ``tokens`` and ``labels``.
+        source: a dataset of the hub, a folder or a file.
+        limit: longest row; ``side`` is the end of longer ones that is cut.
+        side: see ``limit``.
+        pack_length: tokens of a pack; None: an example is a row.
+        split_across_pack: fill packs by cutting rows.
+        filter_fn: rows for which it is false are left out.
+        shuffle_buffer: rows of a window.
+        on_bad_row: ``stop`` at a row that cannot be trained on, or ``skip`` such rows and list them.
+        prepared: must be left out.
+        streaming: accepted, because builders pass it on.
+        **load_dataset_kwargs: arguments of ``datasets.load_dataset``.
+
+    Raises:
+        DataError: the source is not there or cannot be streamed; when read: it cannot be read on, has shrunk, or has
+            a row that cannot be trained on (named by line).
+    """
+
+    is_stream = True
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether examples are packs."""
+        return self._capacity is not None
+
+    def __init__(
+        self,
+        transform: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        source: Any,
+        *,
+        limit: int | None,
+        side: str = "right",
+        pack_length: int | None = None,
+        split_across_pack: bool = False,
+        filter_fn: Callable[[Mapping[str, Any]], bool] | None = None,
+        shuffle_buffer: int = 10_000,
+        on_bad_row: Literal["stop", "skip"] = "stop",
+        prepared: str | None = None,
+        streaming: bool = True,
+        **load_dataset_kwargs: Any,
+    ) -> None:
+        if shuffle_buffer < 1:
+            raise DataError(f"shuffle_buffer must be at least 1, not {shuffle_buffer}.")
+        if on_bad_row not in ("stop", "skip"):
+            raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
+        if prepared is not None:
+            raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
+        self._reader, self.source = open_reader(source, **load_dataset_kwargs)
+        self._tokenize = _Tokenize(transform, limit, side)
+        self._filter, self._rows = filter_fn, shuffle_buffer
+        self._capacity, self._splits = pack_length, split_across_pack
+        self._skips = on_bad_row == "skip"
+        self._is_lazy = pack_length is None and filter_fn is None and not self._skips
+        self.fingerprint = f"{self._reader.fingerprint()} in windows of {shuffle_buffer} rows, on_bad_row={on_bad_row}"
+        self.begin(0, shuffle=False)
+
+    def begin(self, seed: int, *, shuffle: bool) -> None:
+        """Go to the first example; the order depends on ``seed`` if ``shuffle``."""
+        self._seed, self._shuffle = seed, shuffle
+        self._starts = [_Start(0, 0, 0, None)]
+        self._windows: dict[int, _Window] = {}
+        self._next: _Window | None = None
+
+    def state_at(self, index: int) -> dict[str, Any]:
+        """Where an example is, which was read or is the next one: the start of its window, as plain data."""
+        return self._starts[self._number(index)]._asdict()
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_at` returned."""
+        self._starts = [_Start(**state)]
+        self._windows, self._next = {}, None
+
+    def __getitem__(self, index: int) -> Any:
+        """An example as mapped datasets have them: ``tokens`` and ``labels``, or a pack."""
+        window, place = self._find(index)
+        self._prepare(window, (place + 1) / len(window.order))
+        item = int(window.order[place])
+        if self._is_lazy:
+            part, _ = self._transformed(window, [item])
+            return {"tokens": part.tokens.tolist(), "labels": part.labels.tolist()}
+        if window.packs:
+            return [window.store.document(*piece) for piece in window.packs[item]]
+        tokens, labels = window.store.arrays(item)
+        return {"tokens": tokens.tolist(), "labels": labels.tolist()}
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """``source``, and ``line`` or ``row`` counted from 1, of everything in an example."""
+        window, place = self._find(index)
+        item = int(window.order[place])
+        rows = [row for row, _, _ in window.packs[item]] if window.packs else [item]
+        return [window.rows[row if self._is_lazy else window.places[row]].origin for row in rows]
+
+    def _number(self, index: int) -> int:
+        number = bisect_right(self._starts, index, key=lambda start: start.example) - 1
+        if number < 0:
+            raise IndexError(f"example {index} comes before the position {self._starts[0].example}")
+        return number
+
+    def _find(self, index: int) -> tuple[_Window, int]:
+        """The window of an example, whole, and the example's place in it."""
+        while (number := self._number(index)) == len(self._starts) - 1:
+            self._extend()
+        start = self._starts[number]
+        window = self._windows.get(start.window)
+        if window is None:
+            window = self._finished(self._read(start))
+            self._keep(window)
+        return window, index - start.example
+
+    def _extend(self) -> None:
+        """Finish the window after the last one."""
+        start = self._starts[-1]
+        window = self._next if self._next is not None else self._read(start)
+        self._next = None
+        window.start = start
+        self._finished(window)
+        is_end = window.after is None
+        if is_end:
+            first = next((one for one in reversed(self._starts) if one.position is None), None)
+            if first is not None and first.example == start.example + len(window.order):
+                raise DataError(f"There are no rows in {self.source}.")
+            log_rank_zero(get_logger(), f"{self.source} is read to its end: it is read again from its beginning.")
+        self._keep(window)
+        passes = start.passes + is_end
+        self._starts.append(_Start(start.example + len(window.order), start.window + 1, passes, window.after))
+
+    def _keep(self, window: _Window) -> None:
+        self._windows[window.start.window] = window
+        while len(self._windows) > _KEPT:
+            del self._windows[min(self._windows)]
+
+    def _prepare(self, window: _Window, share: float) -> None:
+        """Tokenize a share of the window after the last one, so that it is there when it is needed."""
+        if self._is_lazy or window.start.window != self._starts[-1].window - 1:
+            return
+        if self._next is None:
+            self._next = self._read(self._starts[-1])
+        self._advance(self._next, math.ceil(share * len(self._next.rows)))
+
+    def _read(self, start: _Start) -> _Window:
+        order = None
+        if self._shuffle and self._reader.files > 1:
+            order = self._random(start.passes).permutation(self._reader.files).tolist()
+        return _Window(start, *self._reader.window(start.position, self._rows, order))
+
+    def _random(self, *words: int) -> np.random.RandomState:
+        # RandomState's streams are frozen by numpy's compatibility policy; Generator's are not.
+        return np.random.RandomState([self._seed & 0xFFFFFFFF, (self._seed >> 32) & 0xFFFFFFFF, *words])
+
+    def _advance(self, window: _Window, until: int) -> None:
+        if window.done < until:
+            part, places = self._transformed(window, range(window.done, until))
+            window.parts.append(part)
+            window.places += places
+            window.done = until
+
+    def _leave_out(self, rows: Sequence[tuple[Row, str]]) -> None:
+        """List rows that cannot be trained on; raises :class:`DataError` for the first one unless they are skipped."""
+        row, reason = rows[0]
+        said = f"{row.place}: {reason.rstrip('.')}"
+        if not self._skips:
+            raise DataError(f"{said}; correct it, or leave such rows out with on_bad_row=skip.")
+        path = list_left_out([(row.origin, reason) for row, reason in rows])
+        listed = "" if path is None else f"; all such rows are listed in {path}"
+        if num_left_out() <= 10:
+            log_once(get_logger(), f"{said}: it is left out{listed}.", logging.WARNING)
+
+    def _transformed(self, window: _Window, numbers: Sequence[int]) -> tuple[_Part, list[int]]:
+        """Rows of a window to tokens, and which of the rows these are."""
+        sign_of_life()
+        rows, kept, bad = [], [], {}
+        for number in numbers:
+            try:
+                row = _parsed(window.rows[number])
+            except DataError as error:
+                bad[number] = str(error)
+                continue
+            if self._filter is None or self._filter(row):
+                rows.append(row)
+                kept.append(number)
+        first = 0 if window.start.example == 0 else 1  # the first row of all says whether there is more than text
+        part = self._tokenize(first, rows)
+        if part.on_reading:
+            raise DataError(f"{self.source}: rows with more than text cannot be streamed: leave streaming out.")
+        bad |= {kept[index - first]: reason for index, reason in part.bad}
+        if bad:
+            self._leave_out([(window.rows[number], reason) for number, reason in sorted(bad.items())])
+        return part, [number for number in kept if number not in bad]
+
+    def _finished(self, window: _Window) -> _Window:
+        count = len(window.rows)
+        if not self._is_lazy:
+            self._advance(window, count)
+            lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in window.parts)])
+            boundaries = np.concatenate([[0], np.cumsum(lengths)])
+            tokens, labels = (
+                np.concatenate([np.empty(0, np.int32), *(getattr(part, name) for part in window.parts)])
+                for name in ("tokens", "labels")
+            )
+            window.store = TokenStore(tokens, labels, boundaries, 0)
+            window.parts = []
+            if self._capacity is not None:
+                window.packs = self._packed(window, lengths)
+            count = len(lengths) if self._capacity is None else len(window.packs)
+        window.order = np.arange(count)
+        if self._shuffle:
+            window.order = self._random(window.start.passes, window.start.window).permutation(count)
+        return window
+
+    def _packed(self, window: _Window, lengths: np.ndarray) -> list[list[Piece]]:
+        if self._splits:
+            return split_evenly(lengths, self._capacity)
+        if len(lengths) and lengths.max() > self._capacity:
+            place = window.rows[window.places[int(lengths.argmax())]].place
+            raise DataError(f"{place}: {lengths.max():,} tokens fit into no pack of {self._capacity:,}.")
+        return [[(row, 0, int(lengths[row])) for row in pack] for pack in best_fit(lengths, self._capacity)]
+
+
+def _parsed(row: Row) -> Mapping[str, Any]:
+    """The columns of a row. Raises :class:`DataError` where it is broken."""
+    if not isinstance(row.content, bytes):
+        return row.content
+    try:
+        text = row.content.decode("utf-8")
+        if row.origin["source"].lower().endswith(".txt"):
+            return {"text": text.rstrip("\r\n")}
+        found = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise DataError(f"byte {error.start} is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{error.msg} at column {error.colno}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"the line is no mapping column -> value, but {type(found).__name__}")
+    return found

@@ -1,0 +1,7 @@
+"""Compatibility: says what became of the experiments that recipes copied from earlier releases import from here."""
+
+raise ImportError(
+    "torchtune.dev.rl is not part of this library: its reinforcement learning is in torchtune.rlhf and the recipe "
+    "full_grpo_distributed (`tune cp full_grpo_distributed mine.py`); the Ray actors of torchtune.dev.rl.workers do "
+    "not come."
+)

@@ -1,0 +1,40 @@
+"""The text of Gemma 4 12B, of any size: a dense Gemma 4 with a ``config.json`` of its own."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models.gemma4._model_builders import FORMAT, write_gemma4
+from torchtune.models.gemma4._model_builders import SPEC as GEMMA4
+
+_ABSENT = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {name: value for name, value in write_gemma4(d).items() if name not in _ABSENT}
+
+
+_FORMAT = replace(
+    FORMAT,
+    architecture="Gemma4UnifiedForCausalLM",
+    model_type="gemma4_unified_text",
+    write_more=_write,
+    defaults=(
+        *FORMAT.defaults,
+        ("hidden_size_per_layer_input", 0),
+        ("max_position_embeddings", 262_144),
+        ("sliding_window", 1024),
+    ),
+)
+SPEC = replace(
+    GEMMA4,
+    name="gemma4_unified",
+    architectures=("Gemma4UnifiedForCausalLM",),
+    from_hf_config=_FORMAT.read,
+    to_hf_config=_FORMAT.write,
+)
+
+SIZES: dict[str, Description] = {}  # config.json says them
+BUILDERS = model_builders(__name__, "Gemma 4", SPEC, SIZES)
+globals().update(BUILDERS)

@@ -1,0 +1,99 @@
+"""Newer flash attention kernels, for those who installed one."""
+
+import importlib
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import attention
+
+from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.attention_utils import Kernel, choose_kernel
+from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
+from torchtune.utils import is_simulated
+
+# Name for torch -> the module with the kernel, its folder in github.com/Dao-AILab/flash-attention, and compute
+# capabilities (major).
+_KERNELS = {
+    "FA3": ("flash_attn_interface", "hopper", (9,)),
+    "FA4": ("flash_attn.cute.interface", "flash_attn/cute", (9, 10)),
+}
+
+
+class FlashAttentionKernel(Conversion):
+    """Conversion that runs flash attention by FlashAttention-3 or -4 instead of torch's own kernel.
+
+    It calls ``torch.nn.attention.activate_flash_attention_impl``, which holds for the whole process. Layers that flash
+    attention does not run (soft caps, float32, heads wider than 256) keep their kernel. Not tested on a GPU.
+
+    Args:
+        kernel: ``"FA3"`` (compute capability 9.0) or ``"FA4"`` (9.0 or 10.0).
+
+    Raises:
+        ConversionError: ``kernel`` is unknown.
+    """
+
+    phase: ClassVar[Phase] = Phase.KERNEL
+
+    def __init__(self, kernel: str) -> None:
+        if kernel not in _KERNELS:
+            raise ConversionError(f"FlashAttentionKernel: kernel is {kernel!r}, it must be {' or '.join(_KERNELS)}.")
+        self.kernel = kernel
+
+    def convert(self, model: nn.Module) -> ConversionReport:
+        """Activate the kernel.
+
+        Raises:
+            ConversionError: the model has attention sinks or no layer that uses it, or this machine cannot run it.
+        """
+        layers = {path: module for path, module in model.named_modules() if isinstance(module, MultiHeadAttention)}
+        with_sinks = [path for path, layer in layers.items() if layer.sinks is not None]
+        if with_sinks:
+            raise ConversionError(
+                f"FlashAttentionKernel: '{with_sinks[0]}' has attention sinks, which are added to torch's own kernel: "
+                "remove it from model_converters."
+            )
+        using = [path for path, layer in layers.items() if _uses_flash(layer)]
+        if not using:
+            raise ConversionError(
+                "FlashAttentionKernel: flash attention runs no layer of this model (it takes dtype bf16 or fp16, heads "
+                "of at most 256 and no soft cap): remove it from model_converters."
+            )
+        if not is_simulated():
+            self._activate()
+        return ConversionReport(self.kernel, using)
+
+    def _activate(self) -> None:
+        name, folder, capabilities = _KERNELS[self.kernel]
+        if not torch.cuda.is_available():
+            raise ConversionError(
+                f"FlashAttentionKernel: {self.kernel} runs on CUDA, and there is none: remove it from model_converters."
+            )
+        major, minor = torch.cuda.get_device_capability()
+        if major not in capabilities:
+            raise ConversionError(
+                f"FlashAttentionKernel: {self.kernel} does not run on {torch.cuda.get_device_name()} (compute "
+                f"capability {major}.{minor}): remove it from model_converters."
+            )
+        activate = getattr(attention, "activate_flash_attention_impl", None)
+        if activate is None:
+            raise ConversionError(
+                f"FlashAttentionKernel: torch {torch.__version__} has no choice of kernels: update it."
+            )
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConversionError(
+                f"FlashAttentionKernel: {self.kernel} is not installed ({error}): see the folder {folder} of "
+                "github.com/Dao-AILab/flash-attention, or remove it from model_converters."
+            ) from error
+        try:
+            activate(self.kernel)
+        except RuntimeError as error:
+            raise ConversionError(f"FlashAttentionKernel: torch cannot use {self.kernel}: {error}.") from error
+
+
+def _uses_flash(layer: MultiHeadAttention) -> bool:
+    dtype = next(layer.q_proj.parameters()).dtype
+    kind = {"head_dim": layer.head_dim, "window": layer.window or 0, "softcap": layer.softcap or 0.0}
+    return choose_kernel(torch.device("cuda"), dtype, **kind) is Kernel.VARLEN

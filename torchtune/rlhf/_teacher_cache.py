@@ -1,0 +1,295 @@
+"""What a teacher finds likeliest at every labelled token, computed once and kept in a folder of mapped files."""
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, DataError
+from torchtune.modules.loss import LikeliestTokens
+from torchtune.training import ParallelDims
+from torchtune.utils import FolderLock, UserError, atomic_write, get_logger, log_rank_zero, sign_of_life, write_json
+
+# Entry per token: where the cache has its teacher's log-probs.
+AT = "teacher_at"
+_KEY, _ROWS, _TOKENS, _LOG_PROBS = "teacher.json", "rows.npz", "tokens.int32", "log_probs.float32"
+Likeliest = Callable[[Batch], LikeliestTokens]
+
+
+class TeacherCacheError(UserError):
+    """A cache that a run cannot learn from."""
+
+    told_by_rank_0 = True  # all ranks find the same
+
+
+class TeacherCache:
+    """The cache of one dataset: a folder, in which a row's labelled tokens are where the row's offset says.
+
+    Args:
+        folder: of its files.
+        data: with a ``fingerprint``; examples are documents or packs of them.
+        key: name -> JSON, what the log-probs depend on besides the data.
+        k: tokens that are kept at a position.
+
+    Raises:
+        TeacherCacheError: the data have no fingerprint; or the folder was filled from other data or with another key,
+            or a file of it is damaged.
+    """
+
+    def __init__(self, folder: Path, data: Any, key: Mapping[str, Any], k: int) -> None:
+        if getattr(data, "fingerprint", None) is None:
+            raise TeacherCacheError(
+                f"teacher_cache: {type(data).__name__} has no fingerprint, so its rows may change: set it to null."
+            )
+        self.folder, self._data, self._k = folder, data, k
+        self._key = json.loads(json.dumps({**key, "data (rows, template, masks)": [len(data), data.fingerprint]}))
+        self.exists = (folder / _KEY).exists()
+        if self.exists:
+            self._check_key()
+            self._read_rows()
+        else:
+            counts = np.zeros(len(data), np.int64)
+            self._sums = np.zeros(len(data), np.uint32)
+            for row in tqdm(range(len(data)), desc="Counting labels", disable=None):
+                sign_of_life()
+                counts[row], self._sums[row] = _count_and_sum(data[row])
+            self.offsets = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
+            self._known = np.zeros(len(data), bool)
+        self._files: tuple[np.ndarray, np.ndarray] | None = None
+
+    def _check_key(self) -> None:
+        path = self.folder / _KEY
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            changed = [name for name in self._key if found[name] != self._key[name]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TeacherCacheError(f"{path} is damaged ({error}): delete {self.folder}.") from error
+        if changed:
+            texts = {name: (str(found[name]), str(self._key[name])) for name in changed}
+            shown = [f"{name} (was {was}, is {now})" if len(was) < 20 else name for name, (was, now) in texts.items()]
+            raise TeacherCacheError(
+                f"teacher_cache: {self.folder} was filled for a run that differs in {', '.join(shown)}: set it to a "
+                "new folder, or delete this one."
+            )
+
+    def _read_rows(self) -> None:
+        path, rows = self.folder / _ROWS, len(self._data)
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                self.offsets, self._sums, self._known = (file[name] for name in ("offsets", "sums", "known"))
+            sizes = [(self.folder / name).stat().st_size for name in (_TOKENS, _LOG_PROBS)]
+        except (OSError, ValueError, KeyError) as error:
+            raise TeacherCacheError(f"{path}: it cannot be read ({error}): delete {self.folder}.") from error
+        last = int(self.offsets[1:][self._known].max(initial=0))
+        if len(self._known) != rows or sizes[0] < 4 * last * self._k or sizes[1] < 4 * last * (self._k + 1):
+            raise TeacherCacheError(f"{self.folder}: its files are too short, so a part of it is lost: delete it.")
+
+    def missing(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the rows of which nothing is known yet."""
+        return rows[~self._known[rows]]
+
+    def check_rows(self, rows: Sequence[int], examples: Sequence[Any]) -> None:
+        """See that examples are what the rows were. Raises :class:`DataError`."""
+        for row, example in zip(rows, examples, strict=True):
+            count, found = _count_and_sum(example)
+            if count and found != self._sums[row]:
+                raise DataError(
+                    f"teacher_cache: row {row} of the data is not what {self.folder} was filled from: delete the "
+                    "folder, and do not draw examples at random."
+                )
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[np.ndarray, tuple[np.ndarray, np.ndarray]], None]]:
+        """A function that writes positions [n] with their tokens [n, k] and log-probs [n, k + 1].
+
+        The rows that :meth:`note` names count once the block has ended: a run that is killed begins again.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        names = [self.folder / name for name in (_TOKENS, _LOG_PROBS)]
+        with FolderLock(self.folder).held():
+            for path in names:
+                path.touch()
+            try:
+                with open(names[0], "r+b") as tokens, open(names[1], "r+b") as log_probs:
+
+                    def write(at: np.ndarray, arrays: tuple[np.ndarray, np.ndarray]) -> None:
+                        for run in np.split(np.arange(len(at)), np.flatnonzero(np.diff(at) != 1) + 1):
+                            for file, array in zip((tokens, log_probs), arrays, strict=True):
+                                if len(run):
+                                    file.seek(int(at[run[0]]) * 4 * array.shape[1])
+                                    file.write(array[run].tobytes())
+
+                    yield write
+                    for file in (tokens, log_probs):
+                        file.flush()
+                        os.fsync(file.fileno())
+            except OSError as error:
+                raise TeacherCacheError(f"{self.folder}: it cannot be written to ({error}).") from error
+            with atomic_write(self.folder / _ROWS) as file:
+                np.savez(file, offsets=self.offsets, sums=self._sums, known=self._known)
+            write_json(self.folder / _KEY, self._key)
+
+    def note(self, rows: np.ndarray) -> None:
+        """These rows are known."""
+        self._known[rows] = True
+
+    def read(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, int32 [n, k], and log-probs, float32 [n, k + 1], of positions [n]."""
+        if self._files is None:
+            kinds = ((_TOKENS, np.int32, self._k), (_LOG_PROBS, np.float32, self._k + 1))
+            self._files = tuple(
+                np.memmap(self.folder / name, dtype, "r").reshape(-1, width) for name, dtype, width in kinds
+            )
+        return self._files[0][at], self._files[1][at]
+
+
+class _Numbered:
+    """A dataset whose examples say which row they are."""
+
+    def __init__(self, dataset: Any, rows: np.ndarray | None = None) -> None:
+        self._dataset, self._rows = dataset, rows
+
+    def __len__(self) -> int:
+        return len(self._dataset) if self._rows is None else len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = index if self._rows is None else int(self._rows[index])
+        example = self._dataset[row]
+        if isinstance(example, Mapping):
+            return {**example, "row": row}
+        return [{**document, "row": row} for document in example]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+def _numbers(examples: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    """Rows, and the examples without them."""
+    rows = [(one if isinstance(one, Mapping) else one[0])["row"] for one in examples]
+
+    def plain(document: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in document.items() if key != "row"}
+
+    return rows, [plain(one) if isinstance(one, Mapping) else [plain(document) for document in one] for one in examples]
+
+
+def use_cache(
+    loader: BatchLoader,
+    cache: TeacherCache,
+    likeliest: Likeliest | None,
+    *,
+    start: int,
+    epochs: int,
+    dims: ParallelDims,
+) -> None:
+    """Let the batches of a loader say where the cache has them; compute what it does not have yet.
+
+    Args:
+        loader: its dataset and its collate function are replaced.
+        cache: of its dataset.
+        likeliest: a batch to what the teacher says of its labelled tokens.
+        start: added to the positions, so that those of several caches differ.
+        epochs: of the run; rows that it does not come to are left out.
+        dims: the processes, which call this together.
+    """
+    collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
+
+    def with_positions(examples: list[Any]) -> Batch:
+        rows, plain = _numbers(examples)
+        cache.check_rows(rows, plain)
+        batch = collate(plain)
+        labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+        at = torch.full_like(batch.labels, -1)
+        if count := int(labelled.sum()):
+            found = torch.cat([torch.arange(cache.offsets[row], cache.offsets[row + 1]) for row in rows])
+            if len(found) != count:
+                raise DataError(
+                    f"collate_fn: it makes {count} labels of {len(found)}, so nobody can tell which of teacher_cache "
+                    "they are: use torchtune.data.collate_documents, or set teacher_cache to null."
+                )
+            at[labelled] = found + start
+        return dataclasses.replace(batch, per_token={**batch.per_token, AT: at})
+
+    missing = cache.missing(loader.visited(epochs))
+    if dims.any(len(missing) > 0):
+        log_rank_zero(get_logger(), f"Running the teacher on {len(missing):,} rows, once: {cache.folder}")
+        _fill(loader, cache, missing, dims.collate(with_positions), likeliest, start, dims)
+    loader.dataset, loader.collate_fn = _Numbered(loader.dataset), dims.collate(with_positions)
+
+
+def _fill(
+    loader: BatchLoader,
+    cache: TeacherCache,
+    rows: np.ndarray,
+    collate: Callable[[list[Any]], Batch],
+    likeliest: Likeliest,
+    start: int,
+    dims: ParallelDims,
+) -> None:
+    """Write what the teacher says of some rows, which the processes share."""
+    batches = BatchLoader(
+        _Numbered(loader.dataset, rows),
+        batch_size=loader.batch_size,
+        collate_fn=collate,
+        shuffle=False,
+        seed=loader.seed,
+        rank=loader.rank,
+        world_size=loader.world_size,
+    )
+
+    with cache.writing() if dims.is_main else nullcontext() as write:
+        for (batch,) in tqdm(batches, desc="Teacher", total=len(batches), disable=None if dims.is_main else True):
+            sign_of_life()
+            at = batch.per_token[AT].flatten()[(batch.labels != CROSS_ENTROPY_IGNORE_IDX).flatten()].numpy() - start
+            tokens, log_probs = (array.cpu().numpy() for array in likeliest(batch).arrays())
+            for part in dims.gather((at, (tokens.astype(np.int32), log_probs.astype(np.float32)))):
+                if dims.is_main:
+                    write(*part)
+        cache.note(rows)
+    dims.any(False)  # nobody reads before all of it is written
+
+
+def _count_and_sum(example: Any) -> tuple[int, int]:
+    """Labels of an example or a pack, and a checksum of its tokens and labels."""
+    count, found = 0, 0
+    for document in [example] if isinstance(example, Mapping) else example:
+        tokens, labels = (np.asarray(document[name], dtype=np.int64) for name in ("tokens", "labels"))
+        count += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
+        found = zlib.crc32(labels.tobytes(), zlib.crc32(tokens.tobytes(), found))
+    return count, found
+
+
+class CachedOutputs:
+    """What a cache says of the positions of a batch; see :class:`torchtune.modules.loss.TeacherOutputs`.
+
+    Args:
+        caches: ``(first position, cache)``, ascending.
+        at: positions, int64 [b, s].
+        vocab_size: tokens over which the distributions are normalised.
+        temperature: of them.
+    """
+
+    are_likeliest = True
+
+    def __init__(
+        self, caches: Sequence[tuple[int, TeacherCache]], at: Tensor, vocab_size: int, temperature: float
+    ) -> None:
+        self._caches, self._at, self.vocab_size, self._temperature = caches, at, vocab_size, temperature
+
+    def select(self, index: Tensor, vocab_size: int) -> LikeliestTokens:
+        """Read some positions, int64 [n]. Raises ``TeacherCacheError`` if a batch has others than the cache."""
+        at = self._at.flatten()[index].cpu().numpy()
+        if vocab_size != self.vocab_size or (at < 0).any():
+            raise TeacherCacheError("teacher_cache: a batch has labels or tokens that are not in it: set it to null.")
+        start, cache = next(one for one in reversed(self._caches) if not len(at) or one[0] <= at[0])
+        tokens, log_probs = (torch.from_numpy(array).to(index.device) for array in cache.read(at - start))
+        return LikeliestTokens(tokens.long(), log_probs, vocab_size, self._temperature)
