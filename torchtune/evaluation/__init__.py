@@ -5,15 +5,13 @@ from torchtune.evaluation._errors import EvaluationError
 from torchtune.evaluation._perplexity import Perplexity, perplexity
 from torchtune.evaluation._rows import EvalRow, read_eval_rows
 from torchtune.evaluation._scores import check_scores, make_scores
-from torchtune.evaluation._tasks import TaskResults, Tasks, evaluate_tasks, find_tasks
+from torchtune.evaluation._tasks import evaluate_tasks, find_tasks
 
 __all__ = [
     "AnswerReport",
     "EvalRow",
     "EvaluationError",
     "Perplexity",
-    "TaskResults",
-    "Tasks",
     "check_scores",
     "evaluate_answers",
     "evaluate_tasks",

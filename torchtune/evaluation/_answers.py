@@ -26,6 +26,11 @@ class AnswerReport:
         path: JSONL file of the answers.
         scores: name -> the score of every row, NaN where it could not be scored.
         ends: how answers ended (``stop``, ``max_new_tokens``, ``context``) -> rows.
+
+    Example:
+        >>> report = torchtune.evaluation.AnswerReport(folder / "answers.jsonl", {"exact": [1.0, 0.0]}, {"stop": 2})
+        >>> report.mean("exact")
+        (0.5, 0.5)
     """
 
     path: Path
@@ -78,6 +83,16 @@ def evaluate_answers(
     Raises:
         GenerationError: a prompt is as long as the model's context.
         RolloutError: a score raises, or returns something that is none, for the rows that the message names.
+
+    Example:
+        >>> _ = (folder / "rows.jsonl").write_text('{"prompt": "the cat", "answer": "sees"}')
+        >>> rows = torchtune.evaluation.read_eval_rows(folder / "rows.jsonl")
+        >>> report = torchtune.evaluation.evaluate_answers(
+        ...     model, tokenizer, rows, torchtune.evaluation.make_scores(["exact"]),
+        ...     source="rows.jsonl", folder=folder, max_new_tokens=4,
+        ... )
+        >>> report.mean("exact")[0]
+        0.0
     """
     digest = model_digest(model, tokenizer)
     sampling = [max_new_tokens, temperature, seed if temperature else None]

@@ -20,6 +20,10 @@ class Perplexity:
     Attributes:
         loss: in nats per labelled token.
         tokens: number of labelled tokens.
+
+    Example:
+        >>> torchtune.evaluation.Perplexity(loss=0.0, tokens=12).value
+        1.0
     """
 
     loss: float
@@ -42,6 +46,11 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
 
     Raises:
         EvaluationError: a row is longer than the model's context, or no token is labelled.
+
+    Example:
+        >>> rows = [{"tokens": [5, 6, 7], "labels": [6, 7, -100]}]
+        >>> torchtune.evaluation.perplexity(model, rows).tokens
+        2
     """
     loss_fn, device = LinearCrossEntropyLoss(), model.tok_embeddings.weight.device
     loader = BatchLoader(dataset, batch_size=batch_size, collate_fn=collate_documents, shuffle=False, seed=0)

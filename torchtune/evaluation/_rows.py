@@ -25,6 +25,12 @@ class EvalRow(Prompt):
         given: the conversation, as in files of prompts.
         messages: the conversation up to the answer.
         row: the columns; ``answer`` is the right answer, where there is one.
+
+    Example:
+        >>> path = folder / "rows.jsonl"
+        >>> _ = path.write_text('{"prompt": "2 + 2", "answer": "4"}')
+        >>> torchtune.evaluation.read_eval_rows(path)[0].row["answer"]
+        '4'
     """
 
     row: Mapping[str, Any]
@@ -54,6 +60,12 @@ def read_eval_rows(
     Raises:
         EvaluationError: there is no such file, or it has no rows, or a row has no prompt.
         UserError: a line is broken.
+
+    Example:
+        >>> path = folder / "rows.jsonl"
+        >>> _ = path.write_text('{"prompt": "2 + 2", "answer": "4"}')
+        >>> [(row.line, row.messages[0].text_content) for row in torchtune.evaluation.read_eval_rows(path)]
+        [(1, '2 + 2')]
     """
     path = Path(path).expanduser()
     if not path.is_file():

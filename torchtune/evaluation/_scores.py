@@ -44,6 +44,11 @@ def make_scores(names: Sequence[str]) -> list[Reward]:
 
     Raises:
         EvaluationError: there is no such score.
+
+    Example:
+        >>> exact, number = torchtune.evaluation.make_scores(["exact", "number"])
+        >>> exact([{"answer": "4"}], ["It is 4."]), number([{"answer": "4"}], ["It is 4."])
+        ([0.0], [1.0])
     """
     found = [_score(name) for name in names]
     labels = [score.name for score in found]
@@ -82,6 +87,13 @@ def check_scores(scores: Sequence[Reward], rows: Sequence[EvalRow], source: str 
 
     Raises:
         EvaluationError: see above; the message names the line.
+
+    Example:
+        >>> _ = (folder / "rows.jsonl").write_text('{"prompt": "2 + 2"}')
+        >>> rows = torchtune.evaluation.read_eval_rows(folder / "rows.jsonl")
+        >>> torchtune.evaluation.check_scores(torchtune.evaluation.make_scores(["exact"]), rows, "rows.jsonl")
+        Traceback (most recent call last):
+        torchtune.evaluation._errors.EvaluationError: rows.jsonl, line 1: score 'exact': ...
     """
     for score in scores:
         for row in rows if type(score) in _PLAIN else ():

@@ -48,6 +48,9 @@ def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
 
     Raises:
         EvaluationError: there is no such folder or task.
+
+    Example:
+        >>> tasks = torchtune.evaluation.find_tasks(["tune_facts"])  # doctest: +SKIP
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise EvaluationError(f"include_path: there is no folder {include_path}: correct the path.")
@@ -93,6 +96,10 @@ def evaluate_tasks(
 
     Raises:
         EvaluationError: a task asks for what the model cannot do, or its data cannot be loaded.
+
+    Example:
+        >>> tasks = torchtune.evaluation.find_tasks(["tune_facts"])  # doctest: +SKIP
+        >>> print(torchtune.evaluation.evaluate_tasks(model, tokenizer, tasks).table)  # doctest: +SKIP
     """
     lm_eval = require("lm_eval", extra="eval", purpose="An evaluation by tasks")
     # The module derives a class of the harness, which is there only with the extra.

@@ -31,6 +31,13 @@ def model_digest(model: nn.Module, tokenizer: Any) -> str:
     Args:
         model: with its weights, on one device.
         tokenizer: that makes its prompts.
+
+    Example:
+        >>> before = torchtune.generation.model_digest(model, tokenizer)
+        >>> torch.nn.init.zeros_(model.norm.scale).requires_grad
+        True
+        >>> before == torchtune.generation.model_digest(model, tokenizer)
+        False
     """
     layers = [type(module).__qualname__ for module in model.modules()]
     found = hashlib.sha256(repr((getattr(model, "description", None), layers)).encode())
@@ -82,6 +89,16 @@ def answer_prompts(
 
     Raises:
         GenerationError: a prompt leaves no room for an answer, or the file has other answers.
+
+    Example:
+        >>> _ = (folder / "prompts.jsonl").write_text('"the cat"')
+        >>> prompts = torchtune.generation.read_prompts(folder / "prompts.jsonl")
+        >>> answers = torchtune.generation.answer_prompts(
+        ...     model, tokenizer, prompts, folder / "answers.jsonl", {}, source="prompts.jsonl", max_new_tokens=4
+        ... )
+        >>> answers.finish()
+        >>> list(answers.done)
+        [1]
     """
     given = {prompt.line: _tokens(tokenizer, prompt) for prompt in prompts}
     limits = {
@@ -137,6 +154,10 @@ def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_token
 
     Raises:
         GenerationError: there is no room for one; the message begins with ``where``.
+
+    Example:
+        >>> torchtune.generation.answer_limit(model, [1, 2, 3], max_new_tokens=8, where="prompt")
+        8
     """
     room = model.max_seq_len - len(tokens)
     if room < 1:
