@@ -42,6 +42,11 @@ class GeneratedTokens:
     Args:
         tokens: of each sequence, int64 ``[length]``, the stop token included.
         log_probs: of each token, float32 ``[length]``.
+
+    Example:
+        >>> found = torchtune.generation.generate_tokens(model, [[5, 40, 7]], max_new_tokens=4, temperature=0.0)
+        >>> found.tokens[0].shape, found.log_probs[0].shape
+        (torch.Size([4]), torch.Size([4]))
     """
 
     tokens: list[Tensor]

@@ -322,6 +322,11 @@ class RewardSum:
     Args:
         rewards: each a :class:`Reward`, or a function ``(rows, texts) -> list[float | None]``.
         setting: what they are called in messages.
+
+    Example:
+        >>> def is_short(rows, answers, **others):
+        ...     return [float(len(answer) < 10) for answer in answers]
+        >>> rewards = torchtune.rlhf.RewardSum([is_short])
     """
 
     def __init__(self, rewards: Sequence[RewardFunction], setting: str = "rewards") -> None:
