@@ -19,7 +19,7 @@ from torchtune.rlhf import document_log_probs
 
 RUN = OUT / "dpo"
 PAIRS = OUT / "pairs"
-STEPS = 40
+STEPS = 20
 
 
 def corrupt(answer: str, others: list[str], rng: random.Random) -> str:
@@ -72,6 +72,7 @@ def train(model: Path) -> Path:
             "dataset_val.source=json",
             f"dataset_val.data_files={PAIRS / 'held_out.jsonl'}",
             "run_val_every_n_steps=10",
+            f"reference_cache={RUN / 'reference'}",  # held-out pairs meet the reference once, not at every validation
             "batch_size=8",
             f"max_steps_per_epoch={STEPS}",
             "loss.beta=0.1",

@@ -2,12 +2,16 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.recipes.runs import start
+from tests.recipes.runs import load_recipe, start, write_config
 from tests.tiny import write_conversations
+from torchtune.config import load_and_check
+from torchtune.data import DataError
+from torchtune.training.plan._plan_data import plan_data
 
 
 def test_a_mixture_is_trained_on_and_resumed(tmp_path: Path) -> None:
@@ -77,3 +81,27 @@ def test_streams_are_trained_on_and_resumed(tmp_path: Path) -> None:
         assert len(told[0]) == 8
         for key, value in whole.trained.items():
             assert torch.equal(value, resumed.trained[key]), key
+
+
+def test_the_steps_of_mixtures_and_streams_are_known_before_a_run(tmp_path: Path) -> None:
+    def planned(**settings: Any) -> dict[str, str]:
+        module = load_recipe("full_finetune_single_device", tmp_path)
+        path = write_config("full_finetune_single_device", tmp_path, tmp_path / "out", epochs=2, **settings)
+        return dict(plan_data(load_and_check(path, [], module.recipe_main)))
+
+    chats = {"_component_": "torchtune.datasets.chat_dataset", "conversation_column": "messages"}
+    chats["conversation_style"] = "openai"
+    parts = {}
+    for name, count in (("many", 16), ("few", 5)):
+        parts[name] = {**chats, "source": str(write_conversations(tmp_path / f"{name}.jsonl", count=count))}
+    mixed = {
+        "_component_": "torchtune.datasets.mixed_dataset",
+        "datasets": parts,
+        "weights": {"many": 1, "few": 1},
+    }
+    assert planned(dataset=mixed)["steps"].startswith("32 = 2 epochs of 16")
+    assert "mixed: 32 rows per epoch" in planned(dataset=mixed)["data"]
+    parts["many"]["streaming"] = True
+    assert planned(dataset=mixed, max_steps_per_epoch=4)["steps"].startswith("8 = 2 epochs of 4")
+    with pytest.raises(DataError, match="set max_steps_per_epoch"):
+        planned(dataset=mixed)

@@ -15,6 +15,7 @@ import torch
 
 from tests.recipes.runs import Run, start
 from tests.tiny import write_pairs
+from torchtune.data import Batch, collate_preference
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -147,7 +148,16 @@ def test_pairs_with_a_reference(name: str, ours: dict, kind: str, more: dict, tm
 # Steps of one pair: TRL's mean of the likelihood term is over the tokens of a batch, ours over its pairs.
 ONE_PAIR = {"batch_size": 1, "max_steps_per_epoch": STEPS}
 # TRL's likelihood term of ORPO includes the prompt; here all tokens but the first belong to the answers.
-ALL_TOKENS = {**ONE_PAIR, "dataset__masking_strategy": "train_on_all"}
+ALL_TOKENS = {**ONE_PAIR, "collate_fn": f"{__name__}.collate_all_labelled"}
+
+
+def all_labelled(row: dict[str, Any]) -> dict[str, Any]:
+    """A pair whose tokens all have a label, but the first."""
+    return {**row, **{f"{side}_labels": [*row[f"{side}_input_ids"][1:], -100] for side in ("chosen", "rejected")}}
+
+
+def collate_all_labelled(batch: list[dict[str, Any]]) -> Batch:
+    return collate_preference([all_labelled(row) for row in batch])
 
 
 @pytest.mark.parametrize(
@@ -164,9 +174,9 @@ def test_pairs_without_a_reference(name: str, ours: dict, settings: dict, more: 
     mine = run(tmp_path, ours, **settings)
     data, rows = mine.recipe.loader.dataset, []
     for index in range(len(data)):
-        row = {}
+        row, example = {}, all_labelled(data[index]) if name == "ORPO" else data[index]
         for side in ("chosen", "rejected"):
-            prompt, answer = parts(data[index], side)
+            prompt, answer = parts(example, side)
             row[f"{side}_input_ids"] = prompt + answer
             row[f"{side}_labels"] = [-100] * len(prompt) + answer
             row[f"{side}_attention_mask"] = [1] * len(prompt + answer)

@@ -302,6 +302,11 @@ def padded_collate_packed(
 
     Returns:
         ``tokens``, ``labels`` and ``input_pos``, int64 ``[b, s]``; ``documents``, :class:`~torchtune.data.Documents`.
+
+    Example:
+        >>> pack = [{"tokens": [1, 2], "labels": [2, 3]}, {"tokens": [4], "labels": [5]}]
+        >>> torchtune.data.padded_collate_packed([pack])["tokens"]
+        tensor([[1, 2, 4]])
     """
     packs = [documents_of(example) for example in batch]
     length = max(sum(len(document["tokens"]) for document in pack) for pack in packs)

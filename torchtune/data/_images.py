@@ -63,6 +63,10 @@ def format_content_with_images(content: str, *, image_tag: str, images: list[Any
 
     Raises:
         DataError: the number of tags is not the number of images.
+
+    Example:
+        >>> torchtune.data.format_content_with_images("See <image>!", image_tag="<image>", images=["a.png"])[1]
+        {'type': 'image', 'content': 'a.png'}
     """
     texts = content.split(image_tag)
     if len(texts) - 1 != len(images):

@@ -89,6 +89,11 @@ def slimorca_dataset(
 
     Raises:
         DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+
+    Example:
+        >>> turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "one cat"}]
+        >>> len(torchtune.datasets.slimorca_dataset(tokenizer, source=[{"conversations": turns}]))
+        1
     """
     transform = ShareGPTToMessages(
         train_on_input=train_on_input,

@@ -115,6 +115,11 @@ def grammar_dataset(
 
     Raises:
         DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+
+    Example:
+        >>> rows = [{"input": "the cats sees", "output": "the cat sees"}]
+        >>> len(torchtune.datasets.grammar_dataset(tokenizer, source=rows))
+        1
     """
     return instruct_dataset(
         tokenizer,
@@ -149,6 +154,11 @@ def samsum_dataset(
 
     Raises:
         DataError: see :class:`SFTDataset`; ``packed`` without the tokenizer's ``max_seq_len``.
+
+    Example:
+        >>> rows = [{"dialogue": "A: Why? B: So.", "summary": "A asks why."}]
+        >>> len(torchtune.datasets.samsum_dataset(tokenizer, source=rows))
+        1
     """
     return instruct_dataset(
         tokenizer,

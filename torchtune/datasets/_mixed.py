@@ -34,6 +34,12 @@ class MixedDataset(ConcatDataset):
 
     Raises:
         DataError: names and weights do not fit, a number is out of its range, or packed and other datasets are mixed.
+
+    Example:
+        >>> rows = [{"tokens": [n], "labels": [n]} for n in range(12)]
+        >>> mixture = torchtune.datasets.MixedDataset({"small": rows[:3], "large": rows[3:]}, {"small": 1, "large": 1})
+        >>> mixture.examples_per_epoch  # 9 of large, and 9 of small: each three times
+        18
     """
 
     def __init__(
@@ -251,6 +257,14 @@ def mixed_dataset(
 
     Raises:
         DataError: see :class:`MixedDataset` and the datasets.
+
+    Example:
+        >>> questions = {"_component_": "torchtune.datasets.instruct_dataset"}
+        >>> questions["source"] = [{"input": "the cat", "output": "a bird"}] * 4
+        >>> rows = [{"tokens": [n], "labels": [n]} for n in range(2)]
+        >>> mixture = torchtune.datasets.mixed_dataset(tokenizer, datasets={"questions": questions, "rows": rows})
+        >>> mixture.names, len(mixture)
+        (('questions', 'rows'), 6)
     """
     if not datasets:
         raise DataError("datasets: the mixture is empty: give each dataset a name and a _component_.")

@@ -42,6 +42,13 @@ class PreferenceDataset(Dataset):
 
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number).
+
+    Example:
+        >>> question = {"role": "user", "content": "Who?"}
+        >>> row = {side: [question, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+        >>> transform = torchtune.data.ChosenRejectedToMessages()
+        >>> len(torchtune.datasets.PreferenceDataset(source=[row], message_transform=transform, tokenizer=tokenizer))
+        1
     """
 
     _sides: ClassVar[tuple[str, ...]] = _SIDES
@@ -237,6 +244,12 @@ def hh_rlhf_helpful_dataset(
 
     Raises:
         DataError: see :class:`PreferenceDataset`.
+
+    Example:
+        >>> question = {"role": "user", "content": "Who?"}
+        >>> row = {side: [question, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+        >>> len(torchtune.datasets.hh_rlhf_helpful_dataset(tokenizer, source=[row]))
+        1
     """
     return preference_dataset(
         tokenizer,
@@ -304,6 +317,11 @@ def stack_exchange_paired_dataset(
 
     Raises:
         DataError: see :class:`PreferenceDataset`.
+
+    Example:
+        >>> rows = [{"question": "Who?", "response_j": "one cat", "response_k": "no"}]
+        >>> len(torchtune.datasets.stack_exchange_paired_dataset(tokenizer, source=rows))
+        1
     """
     if source == "lvwerra/stack-exchange-paired" and "data_files" not in load_dataset_kwargs:
         load_dataset_kwargs.setdefault("data_dir", "data/rl")

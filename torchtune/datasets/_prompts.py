@@ -33,6 +33,11 @@ class PromptDataset(Dataset):
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows without a prompt, or with one that is as long as
             the tokenizer's ``max_seq_len`` (named by number).
+
+    Example:
+        >>> data = torchtune.datasets.PromptDataset(source=[{"prompt": "What is 2 + 3?"}], tokenizer=tokenizer)
+        >>> len(data)
+        1
     """
 
     def __init__(

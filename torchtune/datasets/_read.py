@@ -207,7 +207,7 @@ def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[Any, str]:
     files = found.get("data_files") if where in LOADERS.values() else None
     shown = str(load_dataset_kwargs.get("data_files") or source)
     if is_preview():
-        raise NotRead(f"{shown} is streamed: its rows are not counted")
+        raise NotRead(f"{shown} is streamed: its rows are not counted (streaming=False shows them)")
     if isinstance(files, Mapping) and split in files:
         files = files[split]
     others = load.keywords.keys() - {"split", "data_files", "streaming"}

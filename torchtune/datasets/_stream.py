@@ -69,6 +69,15 @@ class StreamedDataset(Dataset):
     Raises:
         DataError: the source is not there or cannot be streamed; when read: it cannot be read on, has shrunk, or has
             a row that cannot be trained on (named by line).
+
+    Example:
+        >>> path = folder / "rows.jsonl"
+        >>> _ = path.write_text('{"ids": [1, 2]}\\n{"ids": [3]}\\n')
+        >>> stream = torchtune.datasets.StreamedDataset(
+        ...     lambda row: {"tokens": row["ids"], "labels": row["ids"]}, str(path), limit=None
+        ... )
+        >>> stream[0]["tokens"], stream[3]["tokens"]  # the file begins again
+        ([1, 2], [3])
     """
 
     is_stream = True

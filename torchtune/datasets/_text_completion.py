@@ -56,6 +56,11 @@ class TextCompletionDataset(Dataset):
 
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows without text (named by number).
+
+    Example:
+        >>> data = torchtune.datasets.TextCompletionDataset(tokenizer, [{"text": "the cat"}])
+        >>> tokenizer.decode(list(data[0]["tokens"]))
+        'the cat'
     """
 
     def __init__(

@@ -70,6 +70,12 @@ def generate_next_token(
 
     Returns:
         Next tokens ``[b, 1]`` and their logits ``[b, 1, v]``.
+
+    Example:
+        >>> x, positions = torch.tensor([[5, 40, 7]]), torch.arange(3)[None]
+        >>> tokens, logits = torchtune.generation.generate_next_token(model, positions, x, temperature=0.0)
+        >>> tokens.shape
+        torch.Size([1, 1])
     """
     logits = _last_logits(model, x, input_pos, mask)
     return sample(logits[:, -1].clone(), temperature=temperature, top_k=top_k, q=q), logits

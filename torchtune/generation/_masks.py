@@ -18,6 +18,12 @@ def get_causal_mask_from_padding_mask(padding_mask: Tensor, target_seq_len: int 
 
     Raises:
         AssertionError: ``target_seq_len`` below s.
+
+    Example:
+        >>> torchtune.generation.get_causal_mask_from_padding_mask(torch.tensor([[False, True, True]])).int()
+        tensor([[[1, 0, 0],
+                 [0, 1, 0],
+                 [0, 1, 1]]], dtype=torch.int32)
     """
     b, s = padding_mask.shape
     target_seq_len = s if target_seq_len is None else target_seq_len

@@ -264,7 +264,8 @@ class Description:
     @property
     def mlp_norm_layers(self) -> tuple[int, ...]:
         """Layers with one norm before the whole feed-forward."""
-        return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in self.expert_norm_layers)
+        without = set(self.expert_norm_layers)
+        return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in without)
 
     @property
     def attn_layers(self) -> tuple[int, ...]:

@@ -24,6 +24,11 @@ _THEIR_NAMES = {
     "expert_dim": "moe_intermediate_size",
     "attn_dropout": "attention_dropout",
     "window": "sliding_window",
+    "full_head_dim": "global_head_dim",
+    "full_num_kv_heads": "num_global_key_value_heads",
+    "shared_kv_layers": "num_kv_shared_layers",
+    "layer_embed_dim": "hidden_size_per_layer_input",
+    "layer_embed_vocab": "vocab_size_per_layer_input",
 }
 _ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 

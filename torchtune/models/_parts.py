@@ -57,7 +57,12 @@ def module_prefixes(prefixes: Mapping[str, str]) -> dict[str, str]:
 
 
 def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Replace the longest matching prefix of ``name``; without a match, return ``name``."""
+    """Replace the longest matching prefix of ``name``; without a match, return ``name``.
+
+    Example:
+        >>> torchtune.models.rename_prefix("model.layers.0", {"model.": "text."})
+        'text.layers.0'
+    """
     found = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
     return name if found is None else prefixes[found] + name.removeprefix(found)
 

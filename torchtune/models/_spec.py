@@ -93,6 +93,11 @@ class ModelSpec:
         for path in paths:
             if path.endswith(".router.gate"):
                 raise ModelError(f"LoRA: '{path}' is a router, which peft cannot adapt: leave it out.")
+            if path not in known and path.endswith(".experts"):
+                raise ModelError(
+                    f"LoRA: '{path}': checkpoints of {self.name} hold all experts in one tensor, which takes no "
+                    "adapter: set apply_lora_to_mlp to False. For a shared expert, name it in target_modules."
+                )
             if path not in known:
                 raise ModelError(
                     f"LoRA: '{path}' is not a module of its own in checkpoints of {self.name}: leave it out."

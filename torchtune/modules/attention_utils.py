@@ -61,6 +61,11 @@ def attention(
 
     Raises:
         ValueError: both ``documents`` and ``mask`` are given, or dropout with a window, a soft cap or sinks.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 2, 3, 4)  # [b, n, s, h]
+        >>> torchtune.modules.attention(q, k, v).shape
+        torch.Size([1, 2, 3, 4])
     """
     if dropout_p > 0.0 and (window or softcap or sinks is not None):
         raise ValueError("Attention with a window, a soft cap or sinks has no dropout: set attn_dropout to 0.")

@@ -41,7 +41,13 @@ class ConversionError(UserError, ValueError):
 
 
 class Phase(IntEnum):
-    """When a conversion runs: lower phases first."""
+    """When a conversion runs: lower phases first.
+
+    Example:
+        >>> from torchtune.modules.conversion import Phase
+        >>> Phase.QUANTIZED_BASE < Phase.ADAPTER
+        True
+    """
 
     KERNEL = 0
     QUANTIZED_BASE = 1
@@ -381,7 +387,13 @@ def get_conversions(model: nn.Module) -> list[Conversion]:
 
 
 def complete_conversions(model: nn.Module) -> list[Conversion]:
-    """The conversions that were applied to ``model``, in order, each with all methods of :class:`Conversion`."""
+    """The conversions that were applied to ``model``, in order, each with all methods of :class:`Conversion`.
+
+    Example:
+        >>> from torchtune.modules.conversion import complete_conversions
+        >>> complete_conversions(model)
+        []
+    """
     return [_complete(conversion) for conversion in get_conversions(model)]
 
 
@@ -390,6 +402,11 @@ def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
 
     Of the parameters that store a weight in another form the first one has the shape of that weight, and the others
     have none, ``(0,)``.
+
+    Example:
+        >>> from torchtune.modules.conversion import full_shapes
+        >>> full_shapes(model)[model.norm.scale]
+        (32,)
     """
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

@@ -19,6 +19,11 @@ def get_reward_penalty_mask(
 
     Returns:
         bool ``[b]``.
+
+    Example:
+        >>> padding = torch.tensor([[False, False, True], [False, False, False]])
+        >>> torchtune.rlhf.get_reward_penalty_mask(padding, torch.tensor([1, 2]), penalise_no_eos=True)
+        tensor([...])
     """
     penalised = torch.zeros_like(seq_lens, dtype=torch.bool)
     if penalise_no_eos:

@@ -169,6 +169,10 @@ def get_act_offloading_ctx_manager(
 
     Raises:
         UserError: there is no accelerator to offload from.
+
+    Example:
+        >>> with torchtune.training.get_act_offloading_ctx_manager(model, False):
+        ...     loss = model(torch.tensor([[5, 40, 7]])).sum()
     """
     if not enable_activation_offloading:
         return contextlib.nullcontext()

@@ -25,6 +25,10 @@ def is_restart() -> bool:
 
     All processes call it, and are told the same: torchrun counts restarts machine by machine. Machines that join or
     leave (``--nnodes 1:4``) are no restart: give ``resume_from_checkpoint=True`` with them.
+
+    Example:
+        >>> torchtune.training.is_restart()
+        False
     """
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return any_rank(again)
@@ -49,7 +53,12 @@ def join_process_group(backend: str, **options: Any) -> None:
 
 
 def get_distributed_backend(device_type: str, offload_ops_to_cpu: bool = False) -> str:
-    """Backend for ``init_process_group``, for example ``"nccl"``, or ``"cuda:nccl,cpu:gloo"`` with CPU offload."""
+    """Backend for ``init_process_group``, for example ``"nccl"``, or ``"cuda:nccl,cpu:gloo"`` with CPU offload.
+
+    Example:
+        >>> torchtune.training.get_distributed_backend("cpu")
+        'gloo'
+    """
     backend = DeviceSupport.from_type(device_type).communication_backend
     if offload_ops_to_cpu and device_type != "cpu":
         return f"{device_type}:{backend},cpu:gloo"

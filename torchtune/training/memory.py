@@ -139,6 +139,10 @@ def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str
     Args:
         device: whose memory.
         reset_stats: start the peaks anew after reading.
+
+    Example:
+        >>> torchtune.training.get_memory_stats(torch.device("cpu"))
+        {...}
     """
     if device.type == "cpu":
         stats = {"peak_memory_resident": _peak_resident_bytes() / _GIB}

@@ -424,7 +424,11 @@ class MLFlowLogger(MetricLoggerInterface):
 
 
 class SilentLogger(MetricLoggerInterface):
-    """Logs nothing: what processes besides the first one get."""
+    """Logs nothing: what processes besides the first one get.
+
+    Example:
+        >>> torchtune.training.metric_logging.SilentLogger().log("loss", 1.5, step=1)
+    """
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Nothing."""

@@ -157,6 +157,10 @@ class Int4WeightOnlyQuantizer(Quantizer):
     Args:
         groupsize: neighbours along the input dimension that share a scale.
         inner_k_tiles: accepted for older configs; how a kernel orders weights is no part of a checkpoint.
+
+    Example:
+        >>> torchtune.training.quantization.Int4WeightOnlyQuantizer(groupsize=32).mode
+        '4w'
     """
 
     mode, bits = "4w", 4
@@ -166,7 +170,12 @@ class Int4WeightOnlyQuantizer(Quantizer):
 
 
 class Int8WeightOnlyQuantizer(Quantizer):
-    """int8 weights, a scale for each row; inputs keep their precision."""
+    """int8 weights, a scale for each row; inputs keep their precision.
+
+    Example:
+        >>> torchtune.training.quantization.Int8WeightOnlyQuantizer().mode
+        '8w'
+    """
 
     mode, bits = "8w", 8
 
@@ -256,7 +265,12 @@ class GGUFQuantizer:
 
 
 def get_quantizer_mode(quantizer: Any | None) -> str | None:
-    """The short name of a quantizer, for example ``"8da4w"``; ``None`` for anything else, such as no quantizer."""
+    """The short name of a quantizer, for example ``"8da4w"``; ``None`` for anything else, such as no quantizer.
+
+    Example:
+        >>> torchtune.training.get_quantizer_mode(torchtune.training.quantization.Int8WeightOnlyQuantizer())
+        '8w'
+    """
     return quantizer.mode if isinstance(quantizer, Quantizer | GGUFQuantizer) else None
 
 
@@ -331,6 +345,13 @@ def quantize_checkpoint(
 
     Raises:
         UserError: the folder is there, the quantizer is none, or the checkpoint cannot be quantised by it.
+
+    Example:
+        >>> source = torchtune.training.ModelSource(checkpoint)
+        >>> quantizer = torchtune.training.quantization.Int8WeightOnlyQuantizer()
+        >>> torchtune.training.quantize_checkpoint(source, model, quantizer, folder / "int8")
+        >>> (folder / "int8" / "config.json").is_file()
+        True
     """
     _require_quantizer(quantizer)
     folder = Path(output_dir)

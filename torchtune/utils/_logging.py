@@ -18,6 +18,10 @@ def get_logger(level: str | None = None) -> logging.Logger:
 
     Args:
         level: name of a level (``"DEBUG"``, ``"INFO"`` …) to set; ``None`` leaves it as it is.
+
+    Example:
+        >>> torchtune.utils.get_logger().name
+        'torchtune'
     """
     logger = logging.getLogger("torchtune")
     if not logger.hasHandlers():

@@ -41,6 +41,16 @@ def adaptable(model: TransformerDecoder) -> list[str]:
     return found
 
 
+def test_experts_in_one_tensor_take_no_adapters_and_the_mlp_beside_them_does() -> None:
+    from torchtune.models.gemma4 import gemma4_26b_a4b, lora_gemma4_26b_a4b
+
+    with torch.device("meta"):
+        with pytest.raises(ModelError, match=r"hold all experts in one tensor.*set apply_lora_to_mlp to False"):
+            lora_gemma4_26b_a4b(["q_proj"], apply_lora_to_mlp=True)
+        (report,) = apply_conversions(gemma4_26b_a4b(), [LoRA(rank=2, target_modules=["*.shared_expert.w1"])])
+    assert report.num_parameters == 30 * 2 * (2816 + 2112)
+
+
 def load(folder: Path, output: Path, conversion: LoRA) -> tuple[FullModelHFCheckpointer, TransformerDecoder]:
     """Base and, where the folder has one, adapter."""
     with torch.device("meta"):

@@ -209,7 +209,8 @@ def test_tied_linear_follows_its_module() -> None:
 @pytest.mark.parametrize("size", [5, 13])
 def test_resized_vocabulary(tied: bool, size: int) -> None:
     sizes = {"num_layers": 1, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 8, "num_heads": 2}
-    model = build(Description(vocab_size=10, num_kv_heads=2, tie_word_embeddings=tied, **sizes))
+    of_layers = {"layer_embed_dim": 4, "layer_embed_vocab": 10} if tied else {}
+    model = build(Description(vocab_size=10, num_kv_heads=2, tie_word_embeddings=tied, **of_layers, **sizes))
     old = model.tok_embeddings.weight.detach().clone()
     resize_token_embeddings(model, size)
     kept = min(size, 10)
@@ -217,6 +218,6 @@ def test_resized_vocabulary(tied: bool, size: int) -> None:
     if size > 10:
         assert torch.allclose(model.tok_embeddings.weight[10:], old.mean(0).expand(3, -1), atol=1e-6)
     assert model.description.vocab_size == model.tok_embeddings.num_embeddings == size
-    assert model(torch.tensor([[1, 2]])).shape == (1, 2, size)
+    assert model(torch.tensor([[1, size - 1]])).shape == (1, 2, size)
     with pytest.raises(ValueError, match="at least one token"):
         resize_token_embeddings(model, 0)

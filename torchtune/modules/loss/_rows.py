@@ -11,7 +11,15 @@ _kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def keep_row_losses() -> Iterator[list[Tensor]]:
-    """Inside the block, losses that are computed by position add them, detached [n], in order, to the list."""
+    """Inside the block, losses that are computed by position add them, detached [n], in order, to the list.
+
+    Example:
+        >>> loss, labels = torchtune.modules.loss.LinearCrossEntropyLoss(), torch.tensor([[5, -100, 7]])
+        >>> with torchtune.modules.loss.keep_row_losses() as kept:
+        ...     total, count = loss.sum_and_count(torch.randn(1, 3, 8), labels, torch.nn.Linear(8, 16, bias=False))
+        >>> len(torch.cat(kept)) == int(count) == 2
+        True
+    """
     found: list[Tensor] = []
     token = _kept.set(found)
     try:

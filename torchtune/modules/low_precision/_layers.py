@@ -104,7 +104,14 @@ class FrozenNF4Linear(QuantizedLinear):
 
 
 class FrozenInt8Linear(QuantizedLinear):
-    """Linear layer with a frozen weight of eight bits an element and a scale for every row."""
+    """Linear layer with a frozen weight of eight bits an element and a scale for every row.
+
+    Example:
+        >>> from torchtune.modules.low_precision import QuantizeBase
+        >>> from torchtune.modules.peft import LoRA
+        >>> converters = [QuantizeBase("int8"), LoRA(rank=2, target_modules=["q_proj"])]
+        >>> model, _ = torchtune.load(checkpoint, adapter=converters, device="cpu")
+    """
 
     kind = Int8
     parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {

@@ -203,6 +203,10 @@ class RSOLoss(HingeLoss):
 
     Args:
         gamma: its ``beta``.
+
+    Example:
+        >>> torchtune.rlhf.loss.RSOLoss(gamma=0.1).needs_reference
+        True
     """
 
     def __init__(self, gamma: float = 0.1) -> None:
@@ -232,6 +236,10 @@ class SigmoidNormLoss(_Margin):
 
     Args:
         beta: higher stays closer to the reference; means are smaller than sums, so choose it larger than for DPO.
+
+    Example:
+        >>> torchtune.rlhf.loss.SigmoidNormLoss(beta=0.1).needs_reference
+        True
     """
 
     by_token: ClassVar[bool] = True

@@ -255,7 +255,12 @@ class CISPOLoss(GRPOLoss):
 
 
 class RLOOLoss(GRPOLoss):
-    """The policy gradient of whole answers (RLOO, arXiv:2402.14740); with ``GroupAdvantages(leave_one_out=True)``."""
+    """The policy gradient of whole answers (RLOO, arXiv:2402.14740); with ``GroupAdvantages(leave_one_out=True)``.
+
+    Example:
+        >>> torchtune.rlhf.loss.RLOOLoss().epsilon_high
+        0.2
+    """
 
     def __init__(self, epsilon: float = 0.2, epsilon_high: float = 0.2) -> None:
         super().__init__(epsilon, epsilon_high, normalize="constant", constant=1.0)
@@ -269,6 +274,10 @@ class OnPolicyDistillationLoss(GRPOLoss):
 
     Args:
         coeff: weight of the log-ratio.
+
+    Example:
+        >>> torchtune.rlhf.loss.OnPolicyDistillationLoss(coeff=1.0).needs_reference
+        True
     """
 
     needs_rewards = False

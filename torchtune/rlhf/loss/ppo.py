@@ -30,6 +30,10 @@ class PPOLoss(AnswerLoss):
 
     Attributes:
         temperature: divides the logits, as it did when the tokens were sampled; the recipe sets it.
+
+    Example:
+        >>> torchtune.rlhf.loss.PPOLoss(epsilon=0.1, value_clip_range=0.2, value_coeff=0.1).value_coeff
+        0.1
     """
 
     needs_reference = False

@@ -36,6 +36,10 @@ class Throughput:
         activity: what the process is doing.
         processed: tokens so far.
         trained: labels so far.
+
+    Example:
+        >>> throughput = torchtune.training.Throughput()
+        >>> throughput.step(processed=512, trained=128)
     """
 
     def __init__(

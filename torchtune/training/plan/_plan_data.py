@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtune import config
-from torchtune.data import BatchLoader
+from torchtune.data import BatchLoader, DataError
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._mixed import mixture_counts, mixture_weights
 from torchtune.datasets._preview import NotRead, preview
@@ -57,9 +57,14 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
     examples, shown = measure(cfg.dataset, tokenizer, sample)
     dims = arrange(cfg, processes)
     lines = [("data", shown), *held_out, ("batch", global_batch(cfg, dims.data_size))]
-    if examples is None:
+    if any(node.get("streaming") for node in nodes_of(cfg.dataset)):
+        if cfg.max_steps_per_epoch is None:
+            raise DataError("dataset: streaming=True has no end: set max_steps_per_epoch.")
+        per_epoch = cfg.max_steps_per_epoch
+    elif examples is None:
         return [*lines, ("steps", "known when the data are")]
-    per_epoch = _steps_per_epoch(cfg, examples, dims.data_size)
+    else:
+        per_epoch = _steps_per_epoch(cfg, examples, dims.data_size)
     _try_schedule(cfg, cfg.epochs * per_epoch)
     return [*lines, ("steps", f"{'about ' if shown.startswith('about') else ''}{count_steps(cfg, per_epoch)}")]
 

@@ -62,6 +62,12 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
 
     Raises:
         DataError: a file is missing or broken.
+
+    Example:
+        >>> from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
+        >>> tokenizer = HuggingFaceBaseTokenizer(str(checkpoint / "tokenizer.json"))
+        >>> tokenizer.decode(tokenizer.encode("the cat"))
+        'the cat'
     """
 
     def __init__(
