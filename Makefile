@@ -17,10 +17,10 @@ help:  ## Show the verbs
 quickstart: $(BIN)/.quickstart  ## Fine-tune SmolLM2-135M on a small task, four to ten minutes on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/run.py
 
-dpo: $(BIN)/.quickstart  ## Train the model of the quickstart on preferences, about eight minutes on two cores
+dpo: $(BIN)/.quickstart  ## Train the model of the quickstart on preferences, minutes on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/dpo.py
 
-grpo: $(BIN)/.quickstart  ## Let a half-trained model learn from rewards of its own answers, ten minutes on two cores
+grpo: $(BIN)/.quickstart  ## Let a half-trained model learn from rewards of its own answers, ten minutes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/grpo.py
 
 # Many tests wait for processes of their own: three workers keep two cores busy.

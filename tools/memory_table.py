@@ -108,7 +108,8 @@ def write(found: dict[str, dict[str, Any]]) -> None:
 
 def update(*, anew: bool = False) -> None:
     """Simulate what is missing, or all; a result is kept as soon as it is there."""
-    found = {} if anew else {name: entry for name, entry in kept().items() if results(kept(), name)}
+    before = {} if anew else kept()
+    found = {name: before[name] for name in chosen() if results(before, name)}
     wanted = missing(found)
     names = sorted(dict.fromkeys(name for name, _ in wanted), key=_rarity)
     for start in range(0, len(names), AT_ONCE):

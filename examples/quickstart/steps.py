@@ -15,10 +15,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import matplotlib  # missing, it is missed before minutes of training
 import torch
 from score import answer, conversations, load
 
 from torchtune.training.checkpointing import gguf_to_hf
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
 
 HERE = Path(__file__).parent
 DATA = Path(os.path.relpath(HERE / "data"))
@@ -146,11 +150,6 @@ def draw(path: Path, panels: list[dict[str, Any]]) -> None:
         path: of the picture.
         panels: each with ``curves`` (label -> steps and values), ``title``, ``ylabel`` and, if wanted, ``yscale``.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, places = pyplot.subplots(1, len(panels), figsize=(7 * len(panels), 4), layout="constrained", squeeze=False)
     for axes, panel in zip(places[0], panels, strict=True):
         for label, (steps, values) in panel["curves"].items():

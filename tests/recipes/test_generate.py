@@ -109,6 +109,11 @@ def test_answers_to_a_file(tmp_path: Path) -> None:
     output.write_bytes(b"".join(sampled.splitlines(keepends=True)[3:]))
     recipe.answer_file(cfg)
     assert output.read_bytes() == sampled  # by seed and line, whatever was answered before
+    # Other weights under the same path.
+    write_checkpoint(tmp_path / "checkpoint", seed=1)
+    other, cfg = recipe_of(tmp_path, prompts=str(prompts), max_sequences=2, temperature=0.5, prompt={"system": "blue"})
+    with pytest.raises(GenerationError, match="another model or other settings"):
+        other.answer_file(cfg)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     from torchtune.training.simulate._observer import Observer
     from torchtune.training.simulate._report import peak_bytes, summary
     from torchtune.training.simulate._simulate import simulate
+    from torchtune.utils import simulated
 
     processes, device = parse_cluster(cluster)
     limit = device.memory * _GIB if fit is None else parse_memory(fit)
@@ -63,7 +64,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
 
     if fit is not None:
         print(f"Searching settings that need at most {limit / _GIB:.1f} GiB of each {device.name}:", flush=True)
-        with simulated_cluster(processes, device.per_machine):
+        with simulated(), simulated_cluster(processes, device.per_machine):
             found, simulation = find_fastest(
                 settings,
                 processes,

@@ -111,12 +111,14 @@ class Data(Subcommand):
         from torchtune._cli._data_show import show_dataset
         from torchtune.modules.transforms.tokenizers import hf_tokenizer
 
-        node = _node(path, facts.formats.most_common(1)[0][0] if facts.formats else ("unknown", ""), args.overrides)
+        node = dataset_node(
+            path, facts.formats.most_common(1)[0][0] if facts.formats else ("unknown", ""), args.overrides
+        )
         tokenizer = hf_tokenizer(args.tokenizer, max_seq_len=args.max_seq_len)
         show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE)
 
 
-def _node(path: Path, found: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
+def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
     """The dataset node that reads a file of a format."""
     import yaml
 

@@ -12,6 +12,7 @@ from torchtune._cli.cp import Copy
 from torchtune._cli.data import Data
 from torchtune._cli.download import Download
 from torchtune._cli.estimate import Estimate
+from torchtune._cli.eval import Eval
 from torchtune._cli.ls import List
 from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
@@ -30,7 +31,7 @@ class TuneCLIParser:
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
-        for subcommand in (Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat, Checkpoint):
+        for subcommand in (Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat, Eval, Checkpoint):
             subcommand.create(subparsers)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:

@@ -172,6 +172,22 @@ def _is_lines(path: Path) -> bool:
         return path.suffix.lower() == ".json" and not file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[")
 
 
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line of a JSONL file, or row of another, from 1; the value there) of a file of a kind that :func:`scan` reads.
+
+    Raises:
+        UserError: the file is of another kind, or broken, in the line that the message names.
+    """
+    if not _is_lines(path):
+        yield from _others(path)
+        return
+    for number, line in _lines(path):
+        try:
+            yield number, _decoded(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}.") from error
+
+
 def scan(path: Path, *, everything: bool) -> FileFacts:
     """Read a file: rows are counted and compared, and ``SAMPLE`` of them, or all, are looked into.
 

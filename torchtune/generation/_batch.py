@@ -1,7 +1,7 @@
 """A continuous batch: rows join and leave while others go on."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,8 +102,8 @@ class Batch:
         logits = self._run(x, input_pos, mask, None, Place(0, first, self._end - 1))
         return logits, list(self._rows)
 
-    def append(self, rows: list[Row], drawn: Tensor, stop: frozenset[int]) -> None:
-        """Add the tokens ``[m, 1]`` of the rows that :meth:`forward` returned; ended rows leave."""
+    def append(self, rows: list[Row], drawn: Tensor, ends: Callable[[int, int], bool]) -> None:
+        """Add the tokens ``[m, 1]`` of the rows of :meth:`forward`; those leave that end, by index and token."""
         count = len(self._rows)
         if rows[0].count:  # not the first token after a prompt, whose column is there
             self._end += 1
@@ -111,7 +111,7 @@ class Batch:
         ended = set()
         for index, (row, token) in enumerate(zip(rows, drawn[:, 0].tolist(), strict=True), count - len(rows)):
             row.count += 1
-            if token in stop or row.count == row.limit:
+            if ends(row.index, token) or row.count == row.limit:
                 ended.add(index)
         if ended:
             self._leave(ended)

@@ -63,17 +63,20 @@ def _prompt(path: str | Path, number: int, text: str, system: str | None) -> Pro
         if len(keys) != 1:
             raise GenerationError(f"{where}: the object needs either prompt or messages, it has {', '.join(given)}.")
         content = given[keys[0]]
-    if isinstance(content, str):
-        content = [{"role": "user", "content": content}]
     try:
-        messages = as_messages(content)
+        messages = as_messages([{"role": "user", "content": content}] if isinstance(content, str) else content)
     except DataError as error:
         raise GenerationError(f"{where}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
+    return Prompt(number, given, to_be_answered(messages, system, where))
+
+
+def to_be_answered(messages: Sequence[Message], system: str | None, where: str) -> list[Message]:
+    """A conversation, with a system prompt if it has none; raises where its last turn is the assistant's."""
     if not messages or messages[-1].role == "assistant":
         raise GenerationError(f"{where}: nothing is to be answered there: end with a turn of the user.")
     if system and messages[0].role != "system":
-        messages = [Message(role="system", content=system), *messages]
-    return Prompt(number, given, messages)
+        return [Message(role="system", content=system), *messages]
+    return list(messages)
 
 
 class AnswerFile:
@@ -91,13 +94,13 @@ class AnswerFile:
         GenerationError: the file holds something else, answers to other prompts, or answers by other settings.
 
     Attributes:
-        done: lines that have an answer.
+        done: line of a prompt -> the object that stands in the file for it.
     """
 
     def __init__(self, path: str | Path, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
-        self.done: set[int] = set()
+        self.done: dict[int, dict[str, Any]] = {}
         given = {prompt.line: prompt.given for prompt in prompts}
         content = self.path.read_bytes() if self.path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
@@ -118,24 +121,29 @@ class AnswerFile:
             raise GenerationError(f"{where}: it answers a prompt that the file of prompts does not have there: {cure}")
         if settings != self._digest:
             raise GenerationError(f"{where}: another model or other settings have answered it: {cure}")
-        self.done.add(line)
+        self.done[line] = row
 
     def add(self, prompt: Prompt, answer: str, end: str, tokens: int) -> None:
         """Append an answer; ``end`` is stop, max_new_tokens or context."""
         row = {"line": prompt.line, "prompt": prompt.given, "answer": answer, "end": end, "tokens": tokens}
-        text = json.dumps({**row, "settings": self._digest}, ensure_ascii=False)
-        self._file.write(text.encode("utf-8", "replace") + b"\n")
+        self.done[prompt.line] = {**row, "settings": self._digest}
+        self._file.write(_json_line(self.done[prompt.line]))
         self._file.flush()
-        self.done.add(prompt.line)
 
-    def finish(self) -> None:
-        """Sort the answers by the lines of their prompts."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-        rows = self.path.read_bytes().splitlines()
+    def finish(self, notes: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        """Sort the answers by the lines of their prompts, and add what is noted of each line."""
+        self.close()
+        for line, note in (notes or {}).items():
+            self.done[line] |= note
         with atomic_write(self.path) as file:
-            file.writelines(row + b"\n" for row in sorted(rows, key=lambda row: json.loads(row)["line"]))
+            file.writelines(_json_line(self.done[line]) for line in sorted(self.done))
 
     def close(self) -> None:
         """Close the file; the answers so far are in it."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
         self._file.close()
+
+
+def _json_line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"

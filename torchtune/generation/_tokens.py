@@ -1,6 +1,6 @@
 """Batched generation of tokens and their log-probabilities, streaming or whole."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -118,6 +118,7 @@ def stream_tokens(
     draws: Tensor | None = None,
     use_cache: bool = True,
     max_sequences: int | None = None,
+    is_over: Callable[[int, int], bool] | None = None,
 ) -> Iterator[TokenStep]:
     """Generate ``num_samples`` continuations of every prompt, and yield the tokens of each step.
 
@@ -142,6 +143,8 @@ def stream_tokens(
             decides each token, so that no sequence depends on the others or on when they end.
         use_cache: use a KV cache; without one, every step runs the model on the whole sequence.
         max_sequences: number of sequences in the batch; by default all. Samples of one prompt are always together.
+        is_over: called with the index of a sequence and its new token, before the step is yielded; True ends the
+            sequence.
 
     Yields:
         The next token of every unfinished sequence and its log-probability under softmax(logits / temperature), or
@@ -167,6 +170,11 @@ def stream_tokens(
     stop = frozenset(int(token) for token in stop_tokens or ())
     rows = sum(request.num_samples for request in requests)
     rows = rows if max_sequences is None else max(num_samples, min(rows, max_sequences))
+
+    def ends(index: int, token: int) -> bool:
+        over = is_over is not None and is_over(index, token)
+        return over or token in stop
+
     ranks = Ranks(model)
     with ranks, evaluating(model), fast_linears(model, pack=False), _without_caches(model):
         batch = Batch(model, requests, rows, ranks, device, use_cache)
@@ -181,7 +189,7 @@ def stream_tokens(
                 drawn = ranks.agree(drawn)
                 log_probs = log_probs.gather(-1, drawn)[:, 0]
                 indices = torch.tensor([row.index for row in running], device=device)
-                batch.append(running, drawn, stop)
+                batch.append(running, drawn, ends)
                 yield TokenStep(indices, drawn[:, 0], log_probs)
             if not ranks.any(batch.is_unfinished):
                 return

@@ -321,6 +321,7 @@ class RewardSum:
 
     Args:
         rewards: each a :class:`Reward`, or a function ``(rows, texts) -> list[float | None]``.
+        setting: what they are called in messages.
 
     Example:
         >>> def is_short(rows, answers, **others):
@@ -328,12 +329,13 @@ class RewardSum:
         >>> rewards = torchtune.rlhf.RewardSum([is_short])
     """
 
-    def __init__(self, rewards: Sequence[RewardFunction]) -> None:
+    def __init__(self, rewards: Sequence[RewardFunction], setting: str = "rewards") -> None:
         self._rewards: dict[str, RewardFunction] = {}
+        self._setting = setting
         for reward in rewards:
             name = getattr(reward, "name", None) or getattr(reward, "__name__", type(reward).__name__)
             if name in self._rewards:
-                raise RolloutError(f"rewards: there are two of the name '{name}': give one of them another 'name'.")
+                raise RolloutError(f"{setting}: there are two of the name '{name}': give one of them another 'name'.")
             self._rewards[name] = reward
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int] | None = None) -> Scores:
@@ -351,7 +353,7 @@ class RewardSum:
         numbers = list(range(len(rows))) if numbers is None else numbers
         total, parts = [0.0] * len(texts), {}
         for name, reward in self._rewards.items():
-            values = _called(name, reward, rows, texts, numbers)
+            values = _called(f"{self._setting}: '{name}'", reward, rows, texts, numbers)
             parts[name] = values
             weight = getattr(reward, "weight", 1.0)
             total = [before + weight * value for before, value in zip(total, values, strict=True)]
@@ -367,18 +369,17 @@ def _called(
         where = [number for number, row, text in zip(numbers, rows, texts, strict=True) if _raises(reward, row, text)]
         what = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
         raise RolloutError(
-            f"rewards: '{name}' fails for {_named(where or numbers)}: {what.rstrip('.')}; correct the reward or the "
-            "rows."
+            f"{name} fails for {_named(where or numbers)}: {what.rstrip('.')}; correct the reward or the rows."
         ) from error
     if len(values) != len(texts):
         raise RolloutError(
-            f"rewards: '{name}' returned {len(values)} values for {len(texts)} answers ({_named(numbers)}): it must "
+            f"{name} returned {len(values)} values for {len(texts)} answers ({_named(numbers)}): it must "
             "return one for each."
         )
     bad = [at for at, value in enumerate(values) if value is not None and not _is_finite(value)]
     if bad:
         raise RolloutError(
-            f"rewards: '{name}' returned {values[bad[0]]!r} for {_named([numbers[at] for at in bad])}: it must return "
+            f"{name} returned {values[bad[0]]!r} for {_named([numbers[at] for at in bad])}: it must return "
             "finite numbers, or None for an answer that cannot be scored."
         )
     return [math.nan if value is None else float(value) for value in values]

@@ -16,7 +16,7 @@ def test_no_subcommand_prints_help(tune: Callable) -> None:
     bare, asked = tune(), tune("--help")
     assert bare.code == asked.code == 0
     assert bare.out == asked.out
-    assert "{download,ls,cp,data,run,estimate,validate,cat,chat,checkpoint}" in bare.out
+    assert "{download,ls,cp,data,run,estimate,validate,cat,chat,eval,checkpoint}" in bare.out
 
 
 def test_an_unknown_subcommand_is_an_error(tune: Callable) -> None:

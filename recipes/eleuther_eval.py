@@ -1,0 +1,130 @@
+"""Evaluate a model on tasks of the evaluation harness (lm-eval, extra ``eval``): log-likelihoods, answers, perplexity.
+
+Tasks are those of the harness, those of ``include_path``, and three that need no download: tune_facts,
+tune_arithmetic and tune_texts.
+
+    tune run eleuther_eval --config eleuther_evaluation tasks=[truthfulqa_mc2,hellaswag] limit=100
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+
+from torchtune import config, evaluation, training, utils
+from torchtune.config import Component, Range
+from torchtune.models import from_hf_config
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.transforms.tokenizers import hf_tokenizer
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Settings of an evaluation."""
+
+    # Builder of the model, for example torchtune.models.llama3_2.llama3_2_1b; null reads the checkpoint's config.json.
+    model: Component | None = None
+    # Conversions of the described model, applied in order before any weight exists.
+    model_converters: list[Component] = field(default_factory=list)
+    # Tokenizer of the model, with its prompt layout; null takes that of the checkpoint's folder.
+    tokenizer: Component | None = None
+    # Where weights come from.
+    checkpointer: Component
+
+    # Names of tasks, groups or tags of the harness.
+    tasks: list[str]
+    # Folder with tasks of your own, in the harness's YAML.
+    include_path: str | None = None
+    # Examples of each task; null takes all of them.
+    limit: Annotated[int | None, Range(min=1)] = None
+    # Sequences per forward pass, and answers that are generated at a time.
+    batch_size: Annotated[int, Range(min=1)] = 8
+    # Longest sequence, in tokens; longer ones lose their beginning. Null means the context of the model.
+    max_seq_length: Annotated[int | None, Range(min=2)] = None
+    # Ask in the chat template of the checkpoint, with examples as earlier turns.
+    chat_template: bool = False
+    # Keep keys and values of earlier tokens instead of computing them again.
+    enable_kv_cache: bool = True
+    # Folder of results.json and of answers so far, with which an interrupted run goes on; null writes nothing.
+    output_dir: str | None = None
+    # Seed of the examples in prompts, and of sampling.
+    seed: Annotated[int | None, Range(min=0)] = 1234
+
+    # Device to run on: cuda, cpu, mps …; null picks the best one.
+    device: str | None = None
+    # Data type of weights and activations.
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    # Passed to torch.set_deterministic_debug_mode.
+    cudnn_deterministic_mode: int | str | None = None
+    # Level of the messages on the terminal.
+    log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"
+
+    retired: ClassVar[dict[str, str]] = {
+        "apply_chat_template": "set chat_template",
+        "quantizer": "the checkpoint decides how weights are stored",
+        "resume_from_checkpoint": "an interrupted run goes on if output_dir is set",
+    }
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield what no single setting shows: (setting, what is wrong and what to do)."""
+        for name in ("model", "tokenizer"):
+            if getattr(self, name) is None and "checkpoint_dir" not in self.checkpointer:
+                yield name, "is not given, and checkpointer has no checkpoint_dir to take it from: give one of them"
+        if not self.tasks:
+            yield "tasks", "is empty: name a task, for example tune_facts"
+
+
+class EleutherEvalRecipe:
+    """Evaluates one model."""
+
+    def __init__(self, cfg: Settings) -> None:
+        self.cfg = cfg
+        self.log = utils.get_logger(cfg.log_level)
+        self.device = utils.get_device(cfg.device)
+        self.dtype = training.get_dtype(cfg.dtype, device=self.device)
+        self.seed = training.set_seed(cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
+
+    def setup(self, cfg: Settings) -> None:
+        """Find the tasks, then load tokenizer and model."""
+        self.tasks = evaluation.find_tasks(cfg.tasks, cfg.include_path)
+        folder = cfg.checkpointer.get("checkpoint_dir")
+        self.tokenizer = hf_tokenizer(folder) if cfg.tokenizer is None else config.instantiate(cfg.tokenizer)
+        checkpointer = config.instantiate(cfg.checkpointer)
+        with training.set_default_dtype(self.dtype), torch.device("meta"):
+            self.model = from_hf_config(folder) if cfg.model is None else config.instantiate(cfg.model)
+            apply_conversions(self.model, [config.instantiate(converter) for converter in cfg.model_converters])
+        checkpointer.load_model(self.model, device=self.device)
+
+    def evaluate(self, cfg: Settings) -> dict[str, Any]:
+        """Evaluate, print the table, and return the results of each task."""
+        results = evaluation.evaluate_tasks(
+            self.model,
+            self.tokenizer,
+            self.tasks,
+            batch_size=cfg.batch_size,
+            max_length=cfg.max_seq_length,
+            enable_kv_cache=cfg.enable_kv_cache,
+            limit=cfg.limit,
+            chat_template=cfg.chat_template,
+            seed=self.seed,
+            folder=cfg.output_dir,
+        )
+        print(results.table)
+        for name, value in training.get_memory_stats(self.device).items():
+            self.log.info(f"{name}: {value:.2f} GiB")
+        return results.by_task
+
+
+@config.parse
+def recipe_main(cfg: Settings) -> Any:
+    """Run the recipe with checked settings."""
+    training.check_run(cfg)
+    recipe = EleutherEvalRecipe(cfg)
+    recipe.setup(cfg)
+    recipe.evaluate(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,159 @@
+"""``tune eval`` on rows: scores of answers and perplexity against transformers, what is kept, what is refused."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import write_checkpoint, write_conversations
+from torchtune._cli.tune import main
+
+COMMON = ["--device", "cpu", "--dtype", "fp32", "--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eval")
+    write_checkpoint(folder / "base")
+    write_checkpoint(folder / "trained", seed=1)
+    return folder
+
+
+@pytest.fixture
+def tune(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: Any) -> str:
+        monkeypatch.setattr("sys.argv", ["tune", "eval", *map(str, args), *COMMON])
+        try:
+            main()
+        except SystemExit:
+            return capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+def greedy(checkpoint: Path, questions: list[str]) -> list[str]:
+    """Six greedy tokens of transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    found = []
+    for question in questions:
+        messages = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        new = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=2
+        )
+        found.append(tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True))
+    return found
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_before_and_after(folder: Path, tmp_path: Path, tune: Any) -> None:
+    questions = ["the cat sees", "a dog", "why not", "red red red"]
+    right = greedy(folder / "trained", questions)
+    asked = [{"prompt": question, "answer": answer} for question, answer in zip(questions, right, strict=True)]
+    asked[1] |= {"answer": "never", "hard": True}
+    data = write_rows(tmp_path / "rows.jsonl", asked)
+    half = "tests.torchtune.evaluation.scores.half"
+    command = [folder / "trained", "--against", folder / "base", "--data", data, "--score", "exact", "--score", half]
+    out = tune(*command)
+    results = json.loads((tmp_path / "eval" / "rows.results.json").read_text())["models"]
+    assert [each["scores"]["exact"]["mean"] for each in results] == [0.0, 0.75]
+    assert results[1]["scores"]["exact"]["standard_error"] == pytest.approx(0.5 / math.sqrt(4))
+    assert results[1]["scores"]["half"] == {"mean": 0.5, "standard_error": 0.0, "unscored": 1}
+    lines = out.splitlines()
+    assert lines[0].split() == ["exact", "half"]
+    assert lines[2].split() == [str(folder / "trained"), "0.750", "±", "0.250", "0.500", "±", "0.000"]
+    assert [line.split() for line in lines[3:5]] == [["rows", "better", "3", "0"], ["rows", "worse", "0", "0"]]
+    assert "could not be scored by half" in out
+    path = Path(results[1]["answers"])
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["answer"] for row in answers] == right
+    assert [row["right"] for row in answers] == [row["answer"] for row in asked]
+    assert answers[1]["scores"] == {"exact": 0.0, "half": None}
+    # Killed in the third answer: the first two are kept, the rest is answered, all are scored.
+    whole = path.read_bytes().splitlines(keepends=True)
+    kept = json.dumps({**answers[0], "answer": "kept"}).encode() + b"\n"
+    path.write_bytes(kept + whole[1] + whole[2][:30])
+    tune(*command)
+    again = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["answer"] for row in again] == ["kept", *right[1:]]
+    assert again[0]["scores"]["exact"] == 0.0
+    assert len(list((tmp_path / "eval").glob("*.jsonl"))) == 2
+
+
+def test_other_weights_in_the_same_folder_are_noticed(folder: Path, tmp_path: Path, tune: Any) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "the cat", "answer": "x"}])
+    model = write_checkpoint(tmp_path / "model")
+    tune(model, "--data", data, "--score", "exact")
+    (first,) = (tmp_path / "eval").glob("*.jsonl")
+    seconds = os.stat(model / "model.safetensors")
+    (model / "model.safetensors").write_bytes((folder / "trained" / "model.safetensors").read_bytes())
+    os.utime(model / "model.safetensors", ns=(seconds.st_atime_ns, seconds.st_mtime_ns))
+    tune(model, "--data", data, "--score", "exact")
+    second = next(path for path in (tmp_path / "eval").glob("*.jsonl") if path != first)
+    found = [json.loads(path.read_text())["answer"] for path in (first, second)]
+    assert found == [greedy(folder / name, ["the cat"])[0] for name in ("base", "trained")]
+
+
+def test_perplexity_is_that_of_the_labelled_tokens(folder: Path, tmp_path: Path, tune: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from torchtune.datasets import chat_dataset
+    from torchtune.modules.transforms.tokenizers import hf_tokenizer
+
+    data = write_conversations(tmp_path / "rows.jsonl", 10)
+    tune(folder / "base", "--data", data, "--perplexity")
+    found = json.loads((tmp_path / "eval" / "rows.results.json").read_text())["models"][0]["perplexity"]
+    dataset = chat_dataset(
+        hf_tokenizer(folder / "base"),
+        source=str(data),
+        conversation_column="messages",
+        conversation_style="openai",
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    total, count = 0.0, 0
+    for row in dataset:
+        tokens, labels = (torch.as_tensor(row[name]) for name in ("tokens", "labels"))
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0].double()
+        total += torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
+        count += int((labels != -100).sum())
+    assert found["tokens"] == count
+    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_what_cannot_be_evaluated(folder: Path, tmp_path: Path, tune: Any) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "divisor": i} for i in (1, 0)])
+    model = folder / "base"
+    raises = "tests.torchtune.evaluation.scores.raises"
+    error = tune(model, "--data", data, "--score", raises)
+    assert "score: 'raises' fails for row 2: ZeroDivisionError" in error
+    (path,) = (tmp_path / "eval").glob("*.jsonl")
+    assert len(path.read_text().splitlines()) == 2  # what was answered is kept
+    for args, message in {
+        (model,): "give rows in --data, or --tasks",
+        (model, "--score", "exact"): "need rows",
+        (model, "--data", data): "nothing is to be measured",
+        (tmp_path / "none", "--data", data, "--score", "exact"): "there is no such folder",
+        (model, "--data", tmp_path / "none.jsonl", "--score", "exact"): "there is no file",
+        (model, "--data", tmp_path / "none.jsonl", "--perplexity"): "there is no such file",
+        (model, "--data", data, "--perplexity"): "perplexity is measured on texts and conversations",
+        (model, "--data", data, "--perplexity", "--answer", "b"): "go with --score",
+        (model, "--data", data, "--score", "exact", "--limit", "0"): "--limit is 0",
+    }.items():
+        assert message in tune(*args), args

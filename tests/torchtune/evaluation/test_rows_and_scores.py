@@ -1,0 +1,120 @@
+"""Rows of every format, and scores by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtune.evaluation import EvaluationError, check_scores, make_scores, read_eval_rows
+from torchtune.generation import GenerationError
+
+USER, ASSISTANT = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
+SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "4"}]
+
+
+def rows_of(folder: Path, *rows: Any, **options: Any) -> list[Any]:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return read_eval_rows(path, **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"messages": [USER, ASSISTANT]}, {}),
+        ({"conversations": SHAREGPT}, {}),
+        ({"turns": [USER, ASSISTANT], "note": "x"}, {"prompt": "turns"}),
+        ({"prompt": "2 + 2", "answer": "4"}, {}),
+        ({"prompt": [USER], "answer": "4"}, {}),
+        ({"question": "2 + 2", "answer": "4"}, {}),
+        ({"prompt": "2 + 2", "completion": "4"}, {}),
+        ({"a": "2 + 2", "b": "4", "answer": "5"}, {"prompt": "a", "answer": "b"}),
+        ({"messages": [USER, ASSISTANT], "answer": "4"}, {}),
+    ],
+)
+def test_every_format_gives_the_question_and_the_right_answer(
+    tmp_path: Path, row: dict[str, Any], options: dict[str, str]
+) -> None:
+    (found,) = rows_of(tmp_path, row, **options)
+    assert [(message.role, message.text_content) for message in found.messages] == [("user", "2 + 2")]
+    assert (found.given, found.row["answer"], found.line) == ([USER], "4", 1)
+
+
+def test_earlier_turns_a_system_prompt_and_a_limit(tmp_path: Path) -> None:
+    turns = [USER, ASSISTANT, {"role": "user", "content": "and 3?"}, {"role": "assistant", "content": "7"}]
+    found = rows_of(tmp_path, {"messages": turns}, "", {"messages": turns}, "no JSON", system="Be brief.", limit=2)
+    assert [row.line for row in found] == [1, 3]
+    assert found[0].given == [{"role": "system", "content": "Be brief."}, *turns[:3]]
+    alpaca = {"instruction": "Add.", "input": "2 + 2", "output": "4"}
+    (found,) = rows_of(tmp_path, alpaca)
+    assert "Add." in found.messages[0].text_content
+    assert "2 + 2" in found.messages[0].text_content
+    assert found.row["answer"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([], {}, "there are no rows"),
+        ([{"prompt": "a"}, "{"], {}, "line 2: no JSON"),
+        ([{"text": "a", "id": 1}], {}, "line 1: none of the columns text, id is a prompt"),
+        ([{"prompt": "a"}], {"prompt": "b"}, "line 1: there is no column 'b' among prompt"),
+        ([{"prompt": "a"}, {"prompt": "b", "x": 1}], {"answer": "x"}, "line 1: there is no column 'x'"),
+        ([{"messages": []}], {}, "line 1"),
+    ],
+)
+def test_rows_that_are_none(tmp_path: Path, rows: list[Any], options: dict[str, str], message: str) -> None:
+    from torchtune.utils import UserError
+
+    with pytest.raises(UserError, match=message):
+        rows_of(tmp_path, *rows, **options)
+
+
+def test_a_conversation_without_a_question(tmp_path: Path) -> None:
+    with pytest.raises(GenerationError, match="line 1: nothing is to be answered"):
+        rows_of(tmp_path, {"messages": [ASSISTANT]})
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "answer", "value"),
+    [
+        ("exact", "4", " 4\n", 1.0),
+        (r"exact:= (\d+)", "4", "2 + 2 = 4, or = 5", 0.0),
+        (r"exact:= (\d+)", "4", "1 = 1, so 2 + 2 = 4.", 1.0),
+        ("number", "4.0", "It is 4", 1.0),
+        ("regex:^It is", "5", "It is 4", 1.0),
+        ("json", '{"a": 1, "b": null}', '{"a": 1, "b": 2}', 0.5),
+        ("torchtune.rlhf.reward_functions.ExactMatch", "4", "4", 1.0),
+        ("tests.torchtune.evaluation.scores.half", "4", "4", 0.5),
+    ],
+)
+def test_scores_by_name(name: str, right: str, answer: str, value: float) -> None:
+    (score,) = make_scores([name])
+    assert list(score([{"answer": right}], [answer])) == [value]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["exat"], "there is no score 'exat'; did you mean 'exact'"),
+        (["json:x"], "json takes no pattern"),
+        (["regex"], "lacks its pattern"),
+        (["regex:("], "is no regular expression"),
+        (["exact", "exact:a"], "'exact' is given twice"),
+        (["no_such_module.score"], "no_such_module"),
+        (["tests.torchtune.evaluation.scores.NUMBER"], "it is a float, not a function"),
+    ],
+)
+def test_scores_that_are_none(names: list[str], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        make_scores(names)
+
+
+def test_rows_that_a_score_cannot_read_are_named_before_a_model_is_loaded(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, {"prompt": "a", "answer": "{}"}, {"prompt": "a", "answer": "b"}, {"prompt": "a"})
+    check_scores(make_scores(["json"]), rows[:1], "rows.jsonl")
+    with pytest.raises(EvaluationError, match="line 2: score 'json': column 'answer' is no JSON object"):
+        check_scores(make_scores(["json"]), rows, "rows.jsonl")
+    with pytest.raises(EvaluationError, match="line 3: score 'exact': the row has no column 'answer'"):
+        check_scores(make_scores(["exact"]), rows, "rows.jsonl")

@@ -1,0 +1,131 @@
+"""Models on rows of the user's, one after another, and the table of what came of it."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torchtune
+from torchtune import evaluation
+from torchtune._cli.data import dataset_node
+from torchtune.datasets import instantiate_dataset
+from torchtune.datasets._facts import format_of, read_rows
+from torchtune.utils import UserError, atomic_write
+
+
+def eval_rows(args: argparse.Namespace) -> None:
+    """Do what the arguments of ``tune eval`` say.
+
+    Raises:
+        UserError: see :mod:`torchtune.evaluation`; as far as possible before a model is loaded.
+    """
+    data, rows, scores = args.data.expanduser(), [], evaluation.make_scores(args.score)
+    if scores:
+        columns = {"prompt": args.prompt, "answer": args.answer, "system": args.system}
+        rows = evaluation.read_eval_rows(data, **columns, limit=args.limit)
+        evaluation.check_scores(scores, rows, data)
+    node = _perplexity_node(data, args) if args.perplexity else None
+    models = [(args.against, None)] if args.against else []
+    found = [_evaluate(*each, args, data, rows, scores, node) for each in [*models, (args.model, args.adapter)]]
+    path = args.output / f"{data.stem}.results.json"
+    args.output.mkdir(parents=True, exist_ok=True)
+    results = {"data": str(data), "rows": len(rows), "models": [_result(each, args) for each in found]}
+    with atomic_write(path) as file:
+        file.write((json.dumps(results, indent=2) + "\n").encode())
+    print("\n".join([*_table(found), *_remarks(found, args), f"results     {path}"]))
+
+
+def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The dataset that a run would train on with these rows."""
+    if args.prompt or args.answer or args.system:
+        raise UserError("--prompt, --answer and --system go with --score: --perplexity reads rows as training does.")
+    if not data.is_file() or not data.stat().st_size:
+        raise UserError(f"{data}: there is no such file, or it is empty: correct the path.")
+    _, row = next(read_rows(data))
+    kind, reader = format_of(row) if isinstance(row, dict) else ("no mappings", "")
+    if kind == "prompts with answers" and isinstance(row.get("question"), str):
+        reader = "instruct_dataset column_map.input=question column_map.output=answer"
+    elif not reader or reader.startswith(("prompt_", "preference_", "kto_")):
+        raise UserError(f"{data}: perplexity is measured on texts and conversations, its rows are {kind}.")
+    return dataset_node(data, (kind, reader), [f"split=train[:{args.limit}]"] if args.limit else [])
+
+
+def _evaluate(
+    folder: str, adapter: str | None, args: argparse.Namespace, data: Path, rows: Any, scores: Any, node: Any
+) -> dict[str, Any]:
+    """What came of a model, which is let go of afterwards."""
+    model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+    found: dict[str, Any] = {"model": folder, "adapter": adapter, "perplexity": None, "answers": None}
+    if node is not None:
+        found["perplexity"] = evaluation.perplexity(model, instantiate_dataset(node, tokenizer))
+    if scores:
+        found["answers"] = evaluation.evaluate_answers(
+            model,
+            tokenizer,
+            rows,
+            scores,
+            source=data,
+            folder=args.output,
+            label=Path(adapter or folder).resolve().name,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            seed=args.seed,
+            max_sequences=args.max_sequences,
+        )
+    return found
+
+
+def _result(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """For the file of results; null where a number is unknown."""
+    answers, measured = found["answers"], found["perplexity"]
+    result: dict[str, Any] = {"model": found["model"], "adapter": found["adapter"], "dtype": args.dtype}
+    if answers is not None:
+        scores = {}
+        for name in answers.scores:
+            mean, error = (None if math.isnan(value) else value for value in answers.mean(name))
+            scores[name] = {"mean": mean, "standard_error": error, "unscored": answers.unscored(name)}
+        result |= {"answers": str(answers.path), "scores": scores, "ends": answers.ends}
+    if measured is not None:
+        value = measured.value if math.isfinite(measured.value) else None
+        result["perplexity"] = {"loss": measured.loss, "perplexity": value, "tokens": measured.tokens}
+    return result
+
+
+def _table(found: list[dict[str, Any]]) -> list[str]:
+    last = found[-1]
+    names = list(last["answers"].scores) if last["answers"] else []
+    lines = [["", *names, *(["perplexity"] if last["perplexity"] else [])]]
+    for each in found:
+        cells = [each["model"] + (f" + {each['adapter']}" if each["adapter"] else "")]
+        if each["answers"]:
+            for name in names:
+                mean, error = each["answers"].mean(name)
+                cells.append(f"{mean:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}"))
+        lines.append([*cells, *([f"{each['perplexity'].value:.4g}"] if each["perplexity"] else [])])
+    if len(found) == 2 and last["answers"]:
+        before, after = (each["answers"].scores for each in found)
+        pairs = {name: list(zip(before[name], after[name], strict=True)) for name in after}
+        lines.append(["rows better", *(f"{sum(a > b for b, a in both):,}" for both in pairs.values())])
+        lines.append(["rows worse", *(f"{sum(a < b for b, a in both):,}" for both in pairs.values())])
+    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
+
+
+def _remarks(found: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    lines = []
+    for each in found:
+        if (answers := each["answers"]) is None:
+            continue
+        lines.append(f"answers     {answers.path}")
+        if cut := answers.ends.get("max_new_tokens", 0):
+            lines.append(
+                f"            {cut:,} did not end within --max-new-tokens {args.max_new_tokens} and were scored as far "
+                "as they go"
+            )
+        if cut := answers.ends.get("context", 0):
+            lines.append(f"            {cut:,} filled the model's context and were scored as far as they go")
+        for name in answers.scores:
+            if count := answers.unscored(name):
+                lines.append(f"            {count:,} could not be scored by {name} and are not in its mean")
+    return lines

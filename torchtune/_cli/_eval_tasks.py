@@ -1,0 +1,32 @@
+"""Models on tasks of the evaluation harness, one after another."""
+
+import argparse
+from pathlib import Path
+
+import torchtune
+from torchtune import evaluation
+
+
+def eval_tasks(args: argparse.Namespace) -> None:
+    """Print a table for each model; results and answers so far are in a folder of each.
+
+    Raises:
+        UserError: see :func:`torchtune.evaluation.find_tasks` and :func:`torchtune.evaluation.evaluate_tasks`.
+    """
+    tasks = evaluation.find_tasks([name for name in args.tasks.split(",") if name], args.include_path)
+    models = [(args.against, None)] if args.against else []
+    for place, (folder, adapter) in enumerate([*models, (args.model, args.adapter)], start=1):
+        output = args.output / f"{place}_{Path(adapter or folder).resolve().name}"
+        model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+        results = evaluation.evaluate_tasks(
+            model,
+            tokenizer,
+            tasks,
+            batch_size=args.max_sequences,
+            limit=args.limit,
+            chat_template=args.chat_template,
+            seed=args.seed,
+            folder=output,
+        )
+        print(f"{folder}{f' + {adapter}' if adapter else ''}\n{results.table}\nresults     {output / 'results.json'}")
+        del model

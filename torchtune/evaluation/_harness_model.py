@@ -1,0 +1,254 @@
+"""A model as the evaluation harness (lm-eval, extra ``eval``) calls it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from torchtune.data import collate_documents
+from torchtune.evaluation._errors import EvaluationError
+from torchtune.generation import fast_linears, stream_tokens
+from torchtune.modules.transformer import TransformerDecoder
+from torchtune.utils import get_logger, require
+
+_harness = require("lm_eval.api.model", extra="eval", purpose="An evaluation by tasks")
+_requests = require("lm_eval.models.utils", extra="eval", purpose="An evaluation by tasks")
+_windows = require("lm_eval.utils", extra="eval", purpose="An evaluation by tasks")
+
+# Rows of logits that exist at a time.
+_LOGITS = 1024
+_GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k")
+# Tokens before the newest one in which the end of an answer may have begun, in addition to those of the text itself.
+_BEFORE = 8
+_Tokens = tuple[Any, list[int], list[int]]
+
+
+class HarnessModel(_harness.TemplateLM):
+    """Log-likelihoods and answers of a decoder for ``lm_eval.simple_evaluate``.
+
+    Sequences are evaluated without padding, the longest first; continuations of one context that differ in their last
+    token share a forward pass. Logits exist for continuations alone, 1,024 positions at a time.
+
+    Args:
+        model: the decoder, with its weights.
+        tokenizer: of the model.
+        batch_size: sequences per forward pass, and answers that are generated at a time.
+        max_length: longest sequence; longer ones lose their beginning. By default the context of the model.
+        max_gen_toks: longest answer, where the task does not say.
+        enable_kv_cache: generate with KV caches.
+
+    Raises:
+        EvaluationError: ``max_length`` is above the context of the model.
+    """
+
+    def __init__(
+        self,
+        model: TransformerDecoder,
+        tokenizer: Any,
+        *,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        enable_kv_cache: bool = True,
+    ) -> None:
+        super().__init__()
+        if max_length is not None and max_length > model.max_seq_len:
+            raise EvaluationError(
+                f"max_seq_length is {max_length} and the model's context {model.max_seq_len}: set it to at most that."
+            )
+        self.decoder, self.torchtune_tokenizer = model, tokenizer
+        self.batch_size, self.max_gen_toks, self._use_cache = batch_size, max_gen_toks, enable_kv_cache
+        self.max_length = max_length or model.max_seq_len
+        self._device = model.tok_embeddings.weight.device
+        bos = getattr(tokenizer, "bos_id", None)
+        self._prefix = tokenizer.eos_id if bos is None else bos
+        self._prefix_text = self.tok_decode([self._prefix], skip_special_tokens=False)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self.torchtune_tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of a text without one: the token of the beginning, or that of the end."""
+        return self._prefix
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids, after the token of the beginning where texts of this tokenizer begin with it."""
+        begins = bool(self._prefix_text) and string.startswith(self._prefix_text)
+        add_bos = not begins if add_special_tokens is None else add_special_tokens
+        return list(self.torchtune_tokenizer.encode(string, add_bos=add_bos, add_eos=False))
+
+    def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        try:
+            return self.torchtune_tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        except TypeError:  # of a tokenizer whose special tokens have no text
+            return self.torchtune_tokenizer.decode(list(tokens))
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's caches of requests."""
+        return type(self.torchtune_tokenizer).__name__
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """What the harness writes into its results: the name of the layout."""
+        return self.tokenizer_name if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation in the layout of the checkpoint.
+
+        Raises:
+            EvaluationError: the tokenizer writes no text, or an answer that has begun is to be continued.
+        """
+        render = getattr(self.torchtune_tokenizer, "render_template", None)
+        if render is None or not add_generation_prompt:
+            raise EvaluationError(
+                "chat_template: true needs torchtune.modules.transforms.tokenizers.hf_tokenizer, which reads the "
+                "checkpoint's template, and a task without the beginning of an answer (gen_prefix)."
+            )
+        return render(chat_history, add_generation_prompt=True)
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[_Tokens], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is what greedy decoding gives) of each (key, context, continuation)."""
+        shared: dict[tuple[int, ...], list[int]] = defaultdict(list)  # inputs -> requests
+        for at, (_key, context, continuation) in enumerate(requests):
+            if not continuation or len(continuation) > self.max_length:
+                raise EvaluationError(
+                    f"A continuation has {len(continuation)} tokens: it needs 1 to max_seq_length={self.max_length}."
+                )
+            shared[tuple([*context, *continuation][-(self.max_length + 1) : -1])].append(at)
+        self._report_cut(sum(len(one) + len(other) > self.max_length + 1 for _, one, other in requests), len(requests))
+        order = sorted(shared, key=lambda inputs: -len(inputs))
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        self.decoder.eval()
+        bar = tqdm(total=len(requests), desc="Log-likelihoods", disable=True if disable_tqdm else None)
+        with bar, fast_linears(self.decoder, pack=False):
+            for start in range(0, len(order), self.batch_size):
+                part = order[start : start + self.batch_size]
+                batch = collate_documents([{"tokens": list(row), "labels": [-100] * len(row)} for row in part])
+                hidden = self.decoder(**batch.to(self.device).model_inputs(), output="hidden")[0]
+                end = 0
+                for inputs in part:
+                    end += len(inputs)
+                    longest = max(len(requests[at][2]) for at in shared[inputs])
+                    targets = {at: requests[at][2] for at in shared[inputs]}
+                    for at, values in self._scored(hidden[end - longest : end], targets).items():
+                        found[at] = values
+                        if requests[at][0] is not None:
+                            self.cache_hook.add_partial("loglikelihood", requests[at][0], values)
+                bar.update(sum(len(shared[inputs]) for inputs in part))
+        return found
+
+    def _report_cut(self, count: int, total: int) -> None:
+        if count:
+            get_logger().warning(
+                f"{count:,} of {total:,} sequences are longer than max_seq_length={self.max_length} and lose their "
+                "beginning."
+            )
+
+    def _scored(self, hidden: Tensor, targets: dict[int, list[int]]) -> dict[int, tuple[float, bool]]:
+        """Log-likelihoods of continuations that end with the last of the hidden states ``[n, d]``."""
+        sums, equal = dict.fromkeys(targets, 0.0), dict.fromkeys(targets, True)
+        for start in range(0, len(hidden), _LOGITS):
+            logits = self.decoder.output(hidden[start : start + _LOGITS]).float()
+            log_probs, best = logits.log_softmax(-1), logits.argmax(-1).tolist()
+            for at, tokens in targets.items():
+                first = len(hidden) - len(tokens)  # of its continuation, among the hidden states
+                places = [place for place in range(len(logits)) if start + place >= first]
+                wanted = [tokens[start + place - first] for place in places]
+                if places:
+                    sums[at] += float(log_probs[places, wanted].sum())
+                    equal[at] &= [best[place] for place in places] == wanted
+        return {at: (sums[at], equal[at]) for at in targets}
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in windows of ``max_length``."""
+        windows, counts = [], []
+        for (text,) in (request.args for request in requests):
+            found = _windows.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            parts = [(None, *_windows.make_disjoint_window(window)) for window in found]
+            windows, counts = [*windows, *parts], [*counts, len(parts)]
+        values = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
+        sums = [sum(next(values)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers, each up to the first of the task's stop texts, a stop token, or its longest length."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        for at, request in enumerate(requests):
+            groups[repr(request.args[1])].append(at)
+        found = [""] * len(requests)
+        bar = tqdm(total=len(requests), desc="Answers", disable=True if disable_tqdm else None)
+        with bar, fast_linears(self.decoder, pack=self._use_cache):
+            for members in groups.values():
+                settings = _requests.normalize_gen_kwargs(requests[members[0]].args[1], self.max_gen_toks)
+                prompts = [requests[at].args[0] for at in members]
+                for place, text in self._answers(prompts, settings):
+                    at = members[place]
+                    found[at] = text
+                    self.cache_hook.add_partial("generate_until", requests[at].args, text)
+                    bar.update()
+        return found
+
+    def _answers(self, prompts: Sequence[str], settings: dict[str, Any]) -> Any:
+        """Yield (index, answer) as answers end."""
+        if other := sorted(settings.keys() - set(_GENERATION)):
+            raise EvaluationError(f"generation_kwargs: '{other[0]}' is not known here: use {', '.join(_GENERATION)}.")
+        eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
+        until = _requests.handle_stop_sequences(settings.get("until"), eos=eos or None)
+        longest, stop = settings["max_gen_toks"], frozenset(map(int, self.torchtune_tokenizer.stop_tokens))
+        if longest >= self.max_length:
+            raise EvaluationError(
+                f"max_gen_toks is {longest} and max_seq_length {self.max_length}: it must be less, to leave room for "
+                "the prompt."
+            )
+        room = self.max_length - longest
+        given = [self.tok_encode(prompt) for prompt in prompts]
+        self._report_cut(sum(len(tokens) > room for tokens in given), len(given))
+        given = [tokens[-room:] for tokens in given]
+        order = sorted(range(len(given)), key=lambda at: -len(given[at]))
+        new: list[list[int]] = [[] for _ in given]
+        ended: list[int] = []  # in the newest step
+        texts = [text for text in until if text and text != eos]
+        tail = _BEFORE + max((len(self.tok_encode(text, add_special_tokens=False)) for text in texts), default=0)
+
+        def is_over(index: int, token: int) -> bool:
+            tokens = new[order[index]]
+            tokens.append(token)
+            last = self.tok_decode(tokens[-tail:]) if texts else ""
+            if token in stop or len(tokens) == longest or any(text in last for text in texts):
+                ended.append(order[index])
+            return order[index] in ended
+
+        steps = stream_tokens(
+            self.decoder,
+            [torch.tensor(given[at], device=self.device) for at in order],
+            max_new_tokens=longest,
+            temperature=float(settings.get("temperature") or 0.0),
+            top_k=settings.get("top_k"),
+            stop_tokens=list(stop),
+            use_cache=self._use_cache,
+            max_sequences=self.batch_size,
+            is_over=is_over,
+        )
+        with closing(steps):
+            for _ in steps:
+                for at in ended:
+                    yield at, _requests.postprocess_generated_text(self.tok_decode(new[at]), until, None)
+                ended.clear()

@@ -1,0 +1,77 @@
+"""Perplexity of a model on a dataset."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from torchtune.data import BatchLoader, collate_documents
+from torchtune.evaluation._errors import EvaluationError
+from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.modules.transformer import TransformerDecoder
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Mean negative log-likelihood of labelled tokens.
+
+    Attributes:
+        loss: in nats per labelled token.
+        tokens: number of labelled tokens.
+
+    Example:
+        >>> torchtune.evaluation.Perplexity(loss=0.0, tokens=12).value
+        1.0
+    """
+
+    loss: float
+    tokens: int
+
+    @property
+    def value(self) -> float:
+        """``exp(loss)``, infinite where it is too large for a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@torch.no_grad()
+def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) -> Perplexity:
+    """Mean loss of a dataset's labelled tokens, as validation computes it.
+
+    Args:
+        model: the decoder; it is evaluated in evaluation mode.
+        dataset: rows with ``tokens`` and ``labels``; those of this library's builders, packed or not.
+        batch_size: rows per batch.
+
+    Raises:
+        EvaluationError: a row is longer than the model's context, or no token is labelled.
+
+    Example:
+        >>> rows = [{"tokens": [5, 6, 7], "labels": [6, 7, -100]}]
+        >>> torchtune.evaluation.perplexity(model, rows).tokens
+        2
+    """
+    loss_fn, device = LinearCrossEntropyLoss(), model.tok_embeddings.weight.device
+    loader = BatchLoader(dataset, batch_size=batch_size, collate_fn=collate_documents, shuffle=False, seed=0)
+    total, tokens, done, was_training = 0.0, 0, 0, model.training
+    model.eval()
+    try:
+        for (batch,) in tqdm(loader, desc="Perplexity", unit="batch", disable=None):
+            longest = int(batch.input_pos.max()) + 1
+            if longest > model.max_seq_len:
+                raise EvaluationError(
+                    f"perplexity: one of the rows {done + 1} to {done + batch_size} has {longest:,} tokens and the "
+                    f"model's context is {model.max_seq_len:,}: split it."
+                )
+            done += batch_size
+            if batch.num_labels:
+                batch = batch.to(device)
+                hidden = model(**batch.model_inputs(), output="hidden")
+                summed, count = loss_fn.sum_and_count(hidden, batch.labels, model.output)
+                total, tokens = total + float(summed), tokens + int(count)
+    finally:
+        model.train(was_training)
+    if not tokens:
+        raise EvaluationError("perplexity: no token of the data is labelled: use rows with an answer, or texts.")
+    return Perplexity(total / tokens, tokens)

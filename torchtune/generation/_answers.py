@@ -1,0 +1,177 @@
+"""Answers of a model to many prompts, written as they end."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from torchtune.data import Message
+from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.generation._errors import GenerationError
+from torchtune.generation._fast_linear import fast_linears
+from torchtune.generation._prompt_file import AnswerFile, Prompt
+from torchtune.generation._tokens import stream_tokens
+from torchtune.modules.transformer import TransformerDecoder
+from torchtune.training.supervise._run_report import bits
+
+# Prompts that are given to one continuous batch, for each of its sequences.
+_PART = 64
+
+
+@torch.no_grad()
+def model_digest(model: nn.Module, tokenizer: Any) -> str:
+    """A text that changes with any bit of the weights (adapters included), the layers, or the tokenizer.
+
+    Args:
+        model: with its weights, on one device.
+        tokenizer: that makes its prompts.
+
+    Example:
+        >>> before = torchtune.generation.model_digest(model, tokenizer)
+        >>> torch.nn.init.zeros_(model.norm.scale).requires_grad
+        True
+        >>> before == torchtune.generation.model_digest(model, tokenizer)
+        False
+    """
+    layers = [type(module).__qualname__ for module in model.modules()]
+    found = hashlib.sha256(repr((getattr(model, "description", None), layers)).encode())
+    for name, parameter in model.named_parameters():
+        sums = [int(one) for one in bits(parameter)]
+        found.update(repr((name, str(parameter.dtype), list(parameter.shape), sums)).encode())
+    of_tokenizer = Fingerprint()
+    of_tokenizer.add(tokenizer)
+    found.update(of_tokenizer.text.encode())
+    return found.hexdigest()
+
+
+@torch.inference_mode()
+def answer_prompts(
+    model: TransformerDecoder,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    output: str | Path,
+    settings: Mapping[str, Any],
+    *,
+    source: str | Path,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int | None = 0,
+    max_sequences: int = 16,
+    digest: str | None = None,
+    on_answer: Callable[[Prompt, str], None] | None = None,
+) -> AnswerFile:
+    """Answer every prompt that has no answer in a file yet, in a continuous batch.
+
+    Args:
+        model: the decoder, with its weights.
+        tokenizer: of the model.
+        prompts: to answer.
+        output: the file of answers, see :class:`AnswerFile`.
+        settings: what the answers depend on beside the arguments here, for its digest.
+        source: where the prompts are from, for messages.
+        max_new_tokens: longest answer, in tokens.
+        temperature: see :func:`stream_tokens`.
+        top_k: see there.
+        seed: an answer depends on it and on the line of its prompt alone; None draws one.
+        max_sequences: sequences in the batch.
+        digest: :func:`model_digest` of model and tokenizer, if it is known already.
+        on_answer: is called with each prompt and its answer, once the answer is in the file.
+
+    Returns:
+        The file, with all answers and not yet finished: see :meth:`AnswerFile.finish`.
+
+    Raises:
+        GenerationError: a prompt leaves no room for an answer, or the file has other answers.
+
+    Example:
+        >>> _ = (folder / "prompts.jsonl").write_text('"the cat"')
+        >>> prompts = torchtune.generation.read_prompts(folder / "prompts.jsonl")
+        >>> answers = torchtune.generation.answer_prompts(
+        ...     model, tokenizer, prompts, folder / "answers.jsonl", {}, source="prompts.jsonl", max_new_tokens=4
+        ... )
+        >>> answers.finish()
+        >>> list(answers.done)
+        [1]
+    """
+    given = {prompt.line: _tokens(tokenizer, prompt) for prompt in prompts}
+    limits = {
+        line: answer_limit(model, tokens, max_new_tokens, f"{source}, line {line}") for line, tokens in given.items()
+    }
+    settings = {
+        **settings,
+        "model": digest or model_digest(model, tokenizer),
+        "sampling": [max_new_tokens, temperature, top_k, seed],
+    }
+    answers = AnswerFile(output, prompts, settings)
+    waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
+    device, stop = model.tok_embeddings.weight.device, frozenset(map(int, tokenizer.stop_tokens))
+    bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
+    with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
+        for start in range(0, len(waiting), _PART * max_sequences):
+            part = waiting[start : start + _PART * max_sequences]
+            new: list[list[int]] = [[] for _ in part]
+            steps = stream_tokens(
+                model,
+                [torch.tensor(given[prompt.line], device=device) for prompt in part],
+                max_new_tokens=[limits[prompt.line] for prompt in part],
+                temperature=temperature,
+                top_k=top_k,
+                stop_tokens=list(stop),
+                draws=None if temperature == 0 else _draws(part, max_new_tokens, seed).to(device),
+                max_sequences=max_sequences,
+            )
+            with closing(steps):
+                for step in steps:
+                    for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
+                        prompt, tokens, limit = part[row], new[row], limits[part[row].line]
+                        tokens.append(token)
+                        stopped = token in stop
+                        if stopped or len(tokens) == limit:
+                            end = "stop" if stopped else "max_new_tokens" if limit == max_new_tokens else "context"
+                            text = tokenizer.decode(tokens[:-1] if stopped else tokens)
+                            answers.add(prompt, text, end, len(tokens))
+                            bar.update()
+                            if on_answer is not None:
+                                on_answer(prompt, text)
+    return answers
+
+
+def _tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Tokens of a conversation, up to where the answer begins."""
+    messages = [*prompt.messages, Message(role="assistant", content="")]
+    return list(tokenizer({"messages": messages}, inference=True)["tokens"])
+
+
+def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_tokens: int, where: str) -> int:
+    """Most new tokens after ``tokens``, within the model's context.
+
+    Raises:
+        GenerationError: there is no room for one; the message begins with ``where``.
+
+    Example:
+        >>> torchtune.generation.answer_limit(model, [1, 2, 3], max_new_tokens=8, where="prompt")
+        8
+    """
+    room = model.max_seq_len - len(tokens)
+    if room < 1:
+        raise GenerationError(
+            f"{where}: it has {len(tokens)} tokens, which leaves no room for an answer in the model's context of "
+            f"{model.max_seq_len}: shorten it."
+        )
+    return min(max_new_tokens, room)
+
+
+def _draws(part: Sequence[Prompt], count: int, seed: int | None) -> Tensor:
+    """Random numbers of each prompt by seed and line, so that an answer is the same in a run that goes on."""
+    seed = torch.seed() if seed is None else seed
+    keys = [np.array([seed, prompt.line], np.uint64) for prompt in part]
+    return torch.from_numpy(
+        np.stack([np.random.Generator(np.random.Philox(key=key)).random(count, np.float32) for key in keys])
+    )
