@@ -108,6 +108,10 @@ class Settings:
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
     # Steps between two measurements of the validation loss; null never measures it.
     run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
+    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    keep_best: str | None = None
+    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    early_stopping_patience: Annotated[int | None, Range(min=1)] = None
     # Steps between two checkpoints, with one more at the end; null saves after every epoch.
     save_every_n_steps: Annotated[int | None, Range(min=1)] = None
     # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
@@ -190,9 +194,8 @@ class LoRAGRPORecipeSingleDevice:
         self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
         if cfg.compile:
             training.compile_loss(self.loss_fn)
-        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
-            self.model, cfg.enable_activation_offloading
-        )
+        offload = cfg.enable_activation_offloading
+        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(self.model, offload)
         self.optimizer = training.setup_optimizer(
             partial(config.instantiate, cfg.optimizer),
             self.model,
@@ -205,9 +208,8 @@ class LoRAGRPORecipeSingleDevice:
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
         self.profiler = training.profiler_from_config(cfg.profiler)
-        self.guard = training.StepGuard(
-            self.optimizer, self.loader, self.dims, cfg.output_dir, cfg.max_skipped_steps, cfg.loss_spike_threshold
-        )
+        limits = cfg.max_skipped_steps, cfg.loss_spike_threshold, cfg.keep_best, cfg.early_stopping_patience
+        self.guard = training.StepGuard(self.optimizer, self.loader, self.dims, cfg.output_dir, *limits)
         if self.resume_point is not None:
             state = self.training_state()
             self.checkpointer.resume(self.resume_point, self.model, state)
@@ -338,8 +340,7 @@ class LoRAGRPORecipeSingleDevice:
 
                 if self.global_step % cfg.log_every_n_steps == 0:
                     metrics |= throughput.metrics()
-                    if cfg.log_peak_memory_stats:
-                        metrics |= training.get_memory_stats(self.device)
+                    metrics |= training.get_memory_stats(self.device) if cfg.log_peak_memory_stats else {}
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
@@ -349,6 +350,7 @@ class LoRAGRPORecipeSingleDevice:
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
+                    control.validated(self.global_step, metrics)
                 if name := control.checkpoint_due(self.global_step):
                     with throughput.paused("saving"):
                         self.save_checkpoint(name, optional=not control.ending)
@@ -374,9 +376,7 @@ class LoRAGRPORecipeSingleDevice:
             "guard": self.guard,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
-        if self.lr_scheduler is not None:
-            state["lr_scheduler"] = self.lr_scheduler
-        return state
+        return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
     # twin of adapters
     def save_checkpoint(self, name: str, *, optional: bool) -> None:

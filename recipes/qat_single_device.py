@@ -96,6 +96,10 @@ class Settings:
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
     # Steps between two measurements of the validation loss; null never measures it.
     run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
+    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    keep_best: str | None = None
+    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    early_stopping_patience: Annotated[int | None, Range(min=1)] = None
     # Steps between two checkpoints, with one more at the end; null saves after every epoch.
     save_every_n_steps: Annotated[int | None, Range(min=1)] = None
     # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
@@ -175,9 +179,8 @@ class QATRecipeSingleDevice:
         self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
         if cfg.compile:
             training.compile_loss(self.loss_fn)
-        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
-            self.model, cfg.enable_activation_offloading
-        )
+        offload = cfg.enable_activation_offloading
+        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(self.model, offload)
         self.optimizer = training.setup_optimizer(
             partial(config.instantiate, cfg.optimizer),
             self.model,
@@ -190,9 +193,8 @@ class QATRecipeSingleDevice:
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
         self.profiler = training.profiler_from_config(cfg.profiler)
-        self.guard = training.StepGuard(
-            self.optimizer, self.loader, self.dims, cfg.output_dir, cfg.max_skipped_steps, cfg.loss_spike_threshold
-        )
+        limits = cfg.max_skipped_steps, cfg.loss_spike_threshold, cfg.keep_best, cfg.early_stopping_patience
+        self.guard = training.StepGuard(self.optimizer, self.loader, self.dims, cfg.output_dir, *limits)
         if self.resume_point is not None:
             state = self.training_state()
             self.checkpointer.resume(self.resume_point, self.model, state)
@@ -243,14 +245,8 @@ class QATRecipeSingleDevice:
         cfg = self.cfg
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
-        control = training.RunControl(
-            self.dims,
-            cfg.output_dir,
-            every_n_steps=cfg.save_every_n_steps,
-            every_n_minutes=cfg.save_every_n_minutes,
-            guard=self.guard,
-            throughput=throughput,
-        )
+        saves = {"every_n_steps": cfg.save_every_n_steps, "every_n_minutes": cfg.save_every_n_minutes}
+        control = training.RunControl(self.dims, cfg.output_dir, **saves, guard=self.guard, throughput=throughput)
         training.reset_memory_stats(self.device)
         with (
             control,
@@ -282,8 +278,7 @@ class QATRecipeSingleDevice:
 
                 if self.global_step % cfg.log_every_n_steps == 0:
                     metrics |= throughput.metrics()
-                    if cfg.log_peak_memory_stats:
-                        metrics |= training.get_memory_stats(self.device)
+                    metrics |= training.get_memory_stats(self.device) if cfg.log_peak_memory_stats else {}
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
@@ -293,6 +288,7 @@ class QATRecipeSingleDevice:
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
+                    control.validated(self.global_step, metrics)
                 if name := control.checkpoint_due(self.global_step):
                     with throughput.paused("saving"):
                         self.save_checkpoint(name, optional=not control.ending)
@@ -320,9 +316,7 @@ class QATRecipeSingleDevice:
             "guard": self.guard,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
-        if self.lr_scheduler is not None:
-            state["lr_scheduler"] = self.lr_scheduler
-        return state
+        return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
     # twin of qat
     def save_checkpoint(self, name: str, *, optional: bool) -> None:

@@ -65,8 +65,8 @@ IN_TEXT: dict[str, tuple[str, str, Callable[..., None], str]] = {
         "the loss of step 1 is the same",
     ),
     "schedule restarted on resume": (
-        '            state["lr_scheduler"] = self.lr_scheduler\n',
-        "            pass\n",
+        '{**state, "lr_scheduler": self.lr_scheduler}\n',
+        "state\n",
         checks.resume_equals_uninterrupted,
         "learning rates go on after step 2",
     ),

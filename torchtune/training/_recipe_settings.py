@@ -104,6 +104,14 @@ class ExpertMeshSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BestValidationSettings:
+    """What the best validation is, and when the run ends without a better one; older recipes do not declare it."""
+
+    keep_best: str | None = None
+    early_stopping_patience: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SelectiveCheckpointingSettings:
     """Which activations are recomputed, if not those of all layers."""
 
@@ -174,6 +182,7 @@ class RecipeSettings(
     OutputSettings,
     MeshSettings,
     ExpertMeshSettings,
+    BestValidationSettings,
     SelectiveCheckpointingSettings,
     AdapterSettings,
     VocabularySettings,

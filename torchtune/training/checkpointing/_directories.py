@@ -18,6 +18,8 @@ from torchtune.training.checkpointing._state import MODELS, STATE_DIR, STRUCTURE
 from torchtune.utils import atomic_directory, get_logger, log_once
 
 MARKER = ".complete"
+# Of the run: the checkpoints of its best validations.
+BEST = "best.json"
 _NAME = re.compile(r"^(epoch|step)_(\d+)$")
 # Leftovers of a killed process: .NAME.xxxxxxxx.tmp of atomic_directory, .NAME.xxxxxxxx.old.tmp of the folder that it
 # was replacing, .removed_NAME.xxxxxxxx.tmp of prune.
@@ -221,8 +223,34 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
     return len(names), sum((folder / name).stat().st_size for name in names)
 
 
+def newest_record(output_dir: Path, records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The last of the records of best validations whose ``checkpoint`` is complete."""
+    names = {path.name for path in complete_directories(output_dir)}
+    return next((record for record in reversed(records) if record["checkpoint"] in names), None)
+
+
+def _best(output_dir: Path) -> str | None:
+    """Name of the best checkpoint that is complete, as ``best.json`` says.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        record = newest_record(output_dir, json.loads((output_dir / BEST).read_text(encoding="utf-8"))["best"])
+        return None if record is None else record["checkpoint"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{output_dir / BEST} is damaged, so that no old checkpoint is removed: delete it if none of the best is "
+            "to be kept."
+        ) from error
+
+
 def prune(output_dir: Path, keep: int | None) -> None:
-    """Delete the oldest complete checkpoints beyond ``keep``, never the newest; log those that cannot be deleted.
+    """Delete the oldest complete checkpoints beyond ``keep``, never the newest or the best of ``best.json``.
+
+    Those that cannot be deleted are logged.
 
     Args:
         output_dir: of the run.
@@ -235,7 +263,12 @@ def prune(output_dir: Path, keep: int | None) -> None:
         gone = [path for path in by_steps[:-KEPT_STEPS] if path != complete[-1]]
     else:
         gone = complete[: -max(keep, 1)]
-    for path in gone:
+    try:
+        best = _best(output_dir) if gone else None
+    except CheckpointError as error:
+        get_logger().warning(str(error))
+        return
+    for path in (path for path in gone if path.name != best):
         if keep is None:
             log_once(
                 get_logger(),

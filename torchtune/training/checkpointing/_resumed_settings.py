@@ -54,7 +54,7 @@ ON_RESUME: dict[str, OnResume] = {
     **_of(OnResume.NEW, "enable_fp8_training fp8_recipe_name fake_quant_after_n_steps show_samples_every_n_steps"),
     **_of(OnResume.NEW, "data_parallel_replicate_dim data_parallel_shard_dim tensor_parallel_dim tensor_parallel_plan"),
     **_of(OnResume.NEW, "context_parallel_dim expert_parallel_dim fsdp_cpu_offload fsdp_reshard_after_forward"),
-    **_of(OnResume.NEW, "custom_sharded_layers"),
+    **_of(OnResume.NEW, "custom_sharded_layers keep_best early_stopping_patience"),
     **_of(OnResume.NEW, "metric_logger log_every_n_steps log_peak_memory_stats log_level profiler"),
 }
 _NOT_SET = "not set"

@@ -1,5 +1,6 @@
 """Constraints between the settings of every training recipe."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,3 +41,8 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "device", str(error).removeprefix("device: ").rstrip(".")
     if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
         yield "run_val_every_n_steps", "needs dataset_val"
+    for name in ("keep_best", "early_stopping_patience"):
+        if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None:
+            yield name, "compares validations: set run_val_every_n_steps and dataset_val"
+    if cfg.keep_best is not None and not re.match(r"(max:)?val_\w", cfg.keep_best):
+        yield "keep_best", f"must be a metric of validation, such as val_loss or max:val_accuracy, not {cfg.keep_best}"

@@ -156,6 +156,8 @@ def _replaced(
         "dataset": data,
         "dataset_val": None,
         "run_val_every_n_steps": None,
+        "keep_best": None,
+        "early_stopping_patience": None,
         "profiler": None,
         "resume_from_checkpoint": False,
         "device": "cpu",

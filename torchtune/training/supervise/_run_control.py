@@ -11,9 +11,10 @@ import torch
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
 from torchtune.training.measure._throughput import Throughput
 from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.supervise._best_validation import BestValidation
 from torchtune.training.supervise._signals import StopSignal
 from torchtune.training.supervise._step_guard import StepGuard
-from torchtune.utils import get_logger
+from torchtune.utils import get_logger, log_rank_zero
 
 # EX_TEMPFAIL of sysexits.h: schedulers can be set to requeue a job with this exit code.
 EXIT_REQUEUE = 75
@@ -52,7 +53,8 @@ class RunControl:
         every_n_steps: interval of checkpoints; None saves after every epoch.
         every_n_minutes: maximum time since the last checkpoint, or None.
         clock: monotonic time in seconds.
-        guard: gets :attr:`StepGuard.exchange` from here, which several ranks need to agree.
+        guard: gets :attr:`StepGuard.exchange` from here, which several ranks need to agree. Its best validation
+            asks for a checkpoint, and ends the run when the patience is over.
         throughput: measures the time of data loading.
 
     Attributes:
@@ -81,13 +83,14 @@ class RunControl:
         self._counts: list[int] | None = None  # tokens, labels and terms of the next step
         self._asked = self.finished = False
         self.exit_code = 0
+        self._best = BestValidation(output_dir) if guard is None else guard.best
         if guard is not None:
             guard.exchange = self._exchange
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal stops the run."""
-        return self.exit_code != 0
+        """Whether a signal stops the run, or the patience with validation is over."""
+        return self.exit_code != 0 or self._best.stops
 
     @property
     def ending(self) -> bool:
@@ -129,6 +132,18 @@ class RunControl:
         self._asked = self._asked or wishes[0]
         self.exit_code = next((code for code, found in zip(_EXIT_CODES.values(), wishes[1:], strict=True) if found), 0)
 
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take note of a validation: the best one so far is saved. All ranks have the same values.
+
+        Args:
+            step: number of completed steps.
+            metrics: of this validation.
+
+        Raises:
+            ValidationMetricError: the metric to compare is none of validation.
+        """
+        self._asked = self._best.judge(step, metrics) or self._asked
+
     def checkpoint_due(self, step: int) -> str | None:
         """The name of the checkpoint to write now, ``epoch_<n>`` or ``step_<n>``; None if none is due.
 
@@ -141,12 +156,14 @@ class RunControl:
         self.finished = epoch_ends and self._loader.epoch == self._epochs - 1
         due = self._asked or self.stopping or (self._steps is not None and step % self._steps == 0)
         self._asked = False
-        whole_epoch = epoch_ends and self._steps is None and (self.finished or not self.stopping)
+        whole_epoch = epoch_ends and self._steps is None and (self.finished or self.exit_code == 0)
         if due or whole_epoch:
             self._saved_at = self._clock()
-        if whole_epoch:
-            return f"epoch_{self._loader.epoch}"
-        return f"step_{step}" if due or self.finished else None
+        if not (due or whole_epoch or self.finished):
+            return None
+        name = f"epoch_{self._loader.epoch}" if whole_epoch else f"step_{step}"
+        self._best.saved_as(name)
+        return name
 
     def finish(self, step: int, total: int) -> int:
         """Return the exit code; if the run stopped early, log how to resume it.
@@ -157,7 +174,9 @@ class RunControl:
         """
         if step >= total:
             return 0
-        if self._dims.is_main:
+        if self.exit_code == 0 and self._best.stops:
+            log_rank_zero(get_logger(), f"stopped early: {self._best.reason()}.")
+        elif self._dims.is_main:
             get_logger().warning(
                 f"Stopped after step {step} of {total}; everything is saved in {self._file.parent}: run the same "
                 "command with resume_from_checkpoint=True to continue."

@@ -149,6 +149,9 @@ class RunReport:
         took = _duration(time.monotonic() - self._started)
         if recipe.global_step >= recipe.total_steps:
             text = f"Finished {steps:,} steps in {took}.\n{aligned(list(self._results()))}"
+        elif code == 0 and recipe.guard.best.stops:
+            text = f"Stopped early, after {steps:,} steps in {took}: {recipe.guard.best.reason()}.\n"
+            text += aligned(list(self._results()))
         else:
             resume = _resume_command(recipe)
             text = f"Stopped after {steps:,} steps in {took}.\n{aligned([('go on with', resume)])}"
@@ -173,6 +176,8 @@ class RunReport:
                 "left out",
                 f"{left_out:,} rows of data, listed in {Path(self._cfg.output_dir) / 'skipped_rows.jsonl'}",
             )
+        if kept := self._recipe.guard.best.kept():
+            yield "best", f"{kept[0]}, {kept[1]}"
         saved = complete_directories(Path(self._cfg.output_dir))
         if not saved:
             return

@@ -16,6 +16,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader
 from torchtune.modules.loss import keep_row_losses
 from torchtune.modules.optim import OptimizerInBackward
 from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.supervise._best_validation import BestValidation
 from torchtune.utils import UserError, explain_os_error, get_logger, log_once, valid_json
 
 # Steps in the mean of the loss, and their minimum.
@@ -78,6 +79,7 @@ class StepGuard:
     Attributes:
         exchange: the all-reduce of a step: takes numbers of this rank (the first is its loss) and whether it found a
             value that is not finite; returns the sums, and whether any rank did. :class:`RunControl` replaces it.
+        best: the best validation so far.
 
     Args:
         optimizer: of the run.
@@ -87,6 +89,8 @@ class StepGuard:
         max_skipped_steps: consecutive skipped steps that end the run.
         spike_threshold: standard deviations above the mean loss of the last 128 steps (32 at least) at which a loss is
             a spike; None disables it.
+        keep_best: metric of the best validation, see :class:`BestValidation`.
+        patience: validations without a better one that end the run.
     """
 
     def __init__(
@@ -97,10 +101,13 @@ class StepGuard:
         output_dir: str | Path,
         max_skipped_steps: int,
         spike_threshold: float | None = None,
+        keep_best: str | None = None,
+        patience: int | None = None,
     ) -> None:
         self._in_backward = optimizer if isinstance(optimizer, OptimizerInBackward) else None
         self._loader, self._dims = loader, dims
         self._path = Path(output_dir) / "skipped_steps.jsonl"
+        self.best = BestValidation(output_dir, keep_best, patience, writes=dims.is_main)
         self._max, self._threshold = max_skipped_steps, spike_threshold
         self._losses: list[torch.Tensor] = []
         self._agreed: tuple[float, bool] | None = None  # loss of the step, whether a value is not finite
@@ -264,10 +271,13 @@ class StepGuard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts of skipped steps, and the losses in the mean."""
-        return {"num_skipped": self.num_skipped, "in_a_row": self._in_a_row, "losses": list(self._window)}
+        """Counts of skipped steps, the losses in the mean, and the best validation if one is looked for."""
+        state = {"num_skipped": self.num_skipped, "in_a_row": self._in_a_row, "losses": list(self._window)}
+        return state if self.best.metric is None else {**state, "best": self.best.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.num_skipped, self._in_a_row = int(state["num_skipped"]), int(state["in_a_row"])
         self._window = deque(state["losses"], maxlen=_WINDOW)
+        if "best" in state:
+            self.best.load_state_dict(state["best"])

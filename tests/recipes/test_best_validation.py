@@ -1,0 +1,92 @@
+"""The best checkpoint is kept, and a run ends when validation gets no better."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.runs import Run, load_recipe, start, write_config
+from torchtune.config import ConfigError, load_and_check
+from torchtune.training.supervise._best_validation import BestValidation, ValidationMetricError
+
+NAME = "lora_finetune_single_device"
+PATIENCE = 3
+# Far too high a rate: the validation loss falls at first, then rises and falls.
+SETTINGS = {"dataset_val": "${dataset}", "run_val_every_n_steps": 1, "optimizer__lr": 0.3, "lr_scheduler": None}
+
+
+def validated(run: Run) -> dict[int, float]:
+    return {record["step"]: record["val_loss"] for record in run.records if "val_loss" in record}
+
+
+def folders(output_dir: Path) -> set[str]:
+    return {path.name for path in output_dir.iterdir() if path.is_dir() and path.name != "logs"}
+
+
+def test_the_best_is_kept_and_the_run_ends_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = start(NAME, tmp_path, **SETTINGS, keep_best="val_loss", checkpointer__keep_last_n_checkpoints=1)
+    values = validated(run)
+    best_at = {step: min(range(1, step + 1), key=values.__getitem__) for step in values}
+    assert len(values) == 12, "without a patience it goes on"
+    assert folders(run.output_dir) == {f"step_{best_at[12]}", "epoch_0"}, "a best between two saves is saved and kept"
+
+    # The first step whose best so far is PATIENCE steps old.
+    end = next(step for step in values if step - best_at[step] == PATIENCE)
+    best = best_at[end]
+    assert end < len(values)
+
+    settings = SETTINGS | {"early_stopping_patience": PATIENCE, "log_level": "INFO"}
+    whole = start(NAME, tmp_path, **settings, save_every_n_steps=1, checkpointer__keep_last_n_checkpoints=20)
+    assert validated(whole) == {step: values[step] for step in range(1, end + 1)}
+    assert json.loads((whole.output_dir / "best.json").read_text())["best"][-1] == {
+        "checkpoint": f"step_{best}",
+        "step": best,
+        "value": values[best],
+    }
+
+    # Stopped in between, and saved at the bests and the end alone: the rest is the same, the best survives pruning.
+    resumed = tmp_path / "resumed"
+    for name in (f"step_{best}", f"step_{best + 1}"):
+        shutil.copytree(whole.output_dir / name, resumed / name)
+    shutil.copy(whole.output_dir / "best.json", resumed)
+    again = {**settings, "checkpointer__keep_last_n_checkpoints": 1, "resume_from_checkpoint": True}
+    rest = validated(start(NAME, tmp_path, **again, output_dir=resumed))
+    assert rest == {step: values[step] for step in range(best + 2, end + 1)}
+    assert folders(resumed) == {f"step_{best}", f"step_{end}"}
+
+    # A run that has ended early does nothing more, and says what came of it.
+    module = load_recipe(NAME, tmp_path)
+    config = write_config(NAME, tmp_path, resumed, **again)
+    with caplog.at_level("INFO", logger="torchtune"):
+        assert module.recipe_main(load_and_check(config, [], module.recipe_main)) == 0
+    reason = f"3 validations in a row were not better than the best (val_loss {values[best]:.4f} at step {best})."
+    assert f"stopped early: {reason}" in caplog.text
+    assert f"  best        {resumed / f'step_{best}'}, val_loss {values[best]:.4f} at step {best}\n" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_best": "val_loss"}, "keep_best: compares validations: set run_val_every_n_steps and dataset_val"),
+        ({"early_stopping_patience": 2}, "early_stopping_patience: compares validations: set run_val_every_n_steps"),
+        (SETTINGS | {"keep_best": "loss"}, "keep_best: must be a metric of validation, such as val_loss or max:val_"),
+    ],
+)
+def test_refused_before_the_start(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(NAME, tmp_path, **settings)
+
+
+def test_a_metric_that_validation_lacks_is_named_with_those_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ValidationMetricError, match="validation has no val_acc: choose one of val_loss, with max:"):
+        start(NAME, tmp_path, **SETTINGS, keep_best="max:val_acc")
+
+
+def test_nan_is_never_the_best(tmp_path: Path) -> None:
+    best = BestValidation(tmp_path, "max:val_x", patience=2)
+    seen = [best.judge(step, {"val_x": value}) for step, value in enumerate([math.nan, 1.0, math.inf, 0.5])]
+    assert seen == [False, True, False, False]
+    assert best.stops
