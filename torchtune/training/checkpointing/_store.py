@@ -350,9 +350,11 @@ class CheckpointStore:
                 checkpoints stay as they are.
         """
         self._saver.wait()
-        parameters, models, exports = _parameters(models), _by_name(models), []
-        for model_name, model in models.items():
+        models, exports = _by_name(models), []
+        for model in models.values():  # until then a validation leaves the parameters that it gathered in their place
             reshard(model)
+        parameters = _parameters(models)
+        for model_name, model in models.items():
             chosen = contents_of(contents, model_name)
             check_contents(model, chosen, resumable=state is not None)
             source, folder = self.source(model_name), _folder(model_name)
