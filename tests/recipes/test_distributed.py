@@ -61,6 +61,8 @@ def test_two_processes_train_as_one_and_resume_in_another_arrangement(
         **SETTINGS,
         batch_size=2,
         save_every_n_steps=2,
+        dataset_val="${dataset}",  # a save that follows a forward pass alone
+        run_val_every_n_steps=2,
     )
     if kind == "full":
         done = launch(config)
