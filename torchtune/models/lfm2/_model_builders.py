@@ -67,7 +67,7 @@ def _write(d: Description) -> dict[str, Any]:
     return {**write_layers(d), "block_auto_adjust_ff_dim": False}
 
 
-_FORMAT = HFFormat(
+FORMAT = HFFormat(
     "Lfm2ForCausalLM",
     "lfm2",
     "half",
@@ -87,8 +87,8 @@ _FORMAT = HFFormat(
 SPEC = ModelSpec(
     name="lfm2",
     architectures=("Lfm2ForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
+    from_hf_config=FORMAT.read,
+    to_hf_config=FORMAT.write,
     weight_maps={"hf": mixers(renamed(HF_HALF, RENAMED), ShortConvMixer.names)},
 )
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
-from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
 from torchtune.models._mixers import ShortConvMixer
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_map import Row
 from torchtune.models._weight_names import HF_HALF, experts, mixers, renamed
-from torchtune.models.lfm2._model_builders import RENAMED, read_layers, write_layers
+from torchtune.models.lfm2._model_builders import FORMAT, RENAMED, read_layers, write_layers
+from torchtune.models.lfm2._model_builders import SIZES as LFM2_SIZES
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -24,13 +24,10 @@ def _write(d: Description) -> dict[str, Any]:
     return {**write_layers(d), "num_dense_layers": len(d.expertless_layers)}
 
 
-_FORMAT = HFFormat(
-    "Lfm2MoeForCausalLM",
-    "lfm2_moe",
-    "half",
-    qk_norm="before_rope",
-    mixer_kind="conv",
-    eps_field="norm_eps",
+_FORMAT = replace(
+    FORMAT,
+    architecture="Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
     fixed=(("router_scores", "sigmoid"), ("router_sum_eps", 1e-6)),
     own=(
         ("num_experts", "num_experts", 32),
@@ -42,13 +39,7 @@ _FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("intermediate_size", 7168),
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 128_000),
-        ("norm_eps", 1e-5),
-        ("rope_theta", 1_000_000.0),
-    ),
+    defaults=(*FORMAT.defaults, ("intermediate_size", 7168)),
 )
 _EXPERTS = experts(renamed(HF_HALF, RENAMED), "feed_forward", "w1", "w3", "w2")
 _BIAS = Row(
@@ -65,19 +56,11 @@ SPEC = ModelSpec(
 )
 
 SIZES = {
-    "lfm2_8b_a1b": Description(
-        vocab_size=65_536,
+    "lfm2_8b_a1b": replace(
+        LFM2_SIZES["lfm2_1_2b"],
         num_layers=24,
-        embed_dim=2048,
         intermediate_dim=7168,
-        max_seq_len=128_000,
-        num_heads=32,
-        num_kv_heads=8,
-        qk_norm="before_rope",
-        mixer=ShortConvMixer(),
         mixer_layers=tuple(i for i in range(24) if i not in (2, 6, 10, 14, 18, 21)),
-        rope_base=1_000_000.0,
-        rope_layout="half",
         num_experts=32,
         experts_per_token=4,
         expert_dim=1792,
@@ -86,8 +69,6 @@ SIZES = {
         router_normalize=True,
         router_sum_eps=1e-6,
         router_selection_bias=True,
-        norm_eps=1e-5,
-        tie_word_embeddings=True,
     ),
 }
 BUILDERS = model_builders(__name__, "LFM2", SPEC, SIZES)
