@@ -109,8 +109,7 @@ class InferenceRecipe:
     def prompt_tokens(self, prompt: dict[str, str | None]) -> list[int]:
         """Token ids of the prompt, up to where the answer begins."""
         messages = [Message(role=role, content=prompt[role]) for role in ("system", "user") if prompt.get(role)]
-        messages.append(Message(role="assistant", content=""))
-        return self.tokenizer({"messages": messages}, inference=True)["tokens"]
+        return generation.prompt_tokens(self.tokenizer, messages, "prompt")
 
     @torch.inference_mode()
     def generate(self, cfg: Settings) -> str:

@@ -109,6 +109,10 @@ def test_answers_to_a_file(tmp_path: Path) -> None:
     output.write_bytes(b"".join(sampled.splitlines(keepends=True)[3:]))
     recipe.answer_file(cfg)
     assert output.read_bytes() == sampled  # by seed and line, whatever was answered before
+    # A tokenizer that keeps less than a prompt would cut it, and the turn that is to be answered with it.
+    recipe.tokenizer.max_seq_len = 40
+    with pytest.raises(GenerationError, match=r"line 9: tokenizer.max_seq_len = 40 cuts it"):
+        recipe.answer_file(cfg)
     # Other weights under the same path.
     write_checkpoint(tmp_path / "checkpoint", seed=1)
     other, cfg = recipe_of(tmp_path, prompts=str(prompts), max_sequences=2, temperature=0.5, prompt={"system": "blue"})

@@ -10,7 +10,7 @@ from torch import nn
 from torchtune import training
 from torchtune._facade._origin import ORIGINS, plain
 from torchtune.data import Message, MessageLike, as_messages
-from torchtune.generation import GenerationError, generate_tokens
+from torchtune.generation import GenerationError, generate_tokens, prompt_tokens
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.utils import get_logger
 
@@ -143,13 +143,7 @@ def _tokens(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt, number:
         messages = as_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
         if not messages or messages[-1].role == "assistant":
             raise GenerationError(f"prompt {number}: nothing is to be answered there: end with a turn of the user.")
-        messages.append(Message(role="assistant", content=""))
-        tokens = tokenizer({"messages": messages}, inference=True)["tokens"]
-        longest = getattr(tokenizer, "max_seq_len", None)
-        if longest is not None and len(tokens) >= longest:
-            raise GenerationError(
-                f"prompt {number}: tokenizer.max_seq_len = {longest} cuts it: set that to None, or shorten the prompt."
-            )
+        tokens = prompt_tokens(tokenizer, messages, f"prompt {number}")
     if len(tokens) >= decoder.max_seq_len:
         raise GenerationError(
             f"prompt {number}: it has {len(tokens)} tokens, which leaves no room for an answer in the model's context "

@@ -100,7 +100,9 @@ def answer_prompts(
         >>> list(answers.done)
         [1]
     """
-    given = {prompt.line: _tokens(tokenizer, prompt) for prompt in prompts}
+    given = {
+        prompt.line: prompt_tokens(tokenizer, prompt.messages, f"{source}, line {prompt.line}") for prompt in prompts
+    }
     limits = {
         line: answer_limit(model, tokens, max_new_tokens, f"{source}, line {line}") for line, tokens in given.items()
     }
@@ -143,10 +145,26 @@ def answer_prompts(
     return answers
 
 
-def _tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Tokens of a conversation, up to where the answer begins."""
-    messages = [*prompt.messages, Message(role="assistant", content="")]
-    return list(tokenizer({"messages": messages}, inference=True)["tokens"])
+def prompt_tokens(tokenizer: Any, messages: Sequence[Message], where: str) -> list[int]:
+    """Tokens of a conversation, up to where the answer begins.
+
+    Raises:
+        GenerationError: they are as many as the tokenizer keeps, so that it may have cut them; the message begins with
+            ``where``.
+
+    Example:
+        >>> question = [torchtune.data.Message(role="user", content="Why?")]
+        >>> torchtune.generation.prompt_tokens(tokenizer, question, where="prompt")[0] == tokenizer.bos_id
+        True
+    """
+    given = [*messages, Message(role="assistant", content="")]
+    tokens = list(tokenizer({"messages": given}, inference=True)["tokens"])
+    longest = getattr(tokenizer, "max_seq_len", None)
+    if longest is not None and len(tokens) >= longest:
+        raise GenerationError(
+            f"{where}: tokenizer.max_seq_len = {longest} cuts it: set that to None, or shorten the prompt."
+        )
+    return tokens
 
 
 def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_tokens: int, where: str) -> int:

@@ -188,6 +188,7 @@ def _mixture(d: Description) -> MoE:
         experts_per_token=d.experts_per_token,
         score_function=d.router_scores,
         normalize=d.router_normalize,
+        sum_eps=d.router_sum_eps,
         scale=d.router_scale,
         selection_bias=d.router_selection_bias,
         groups=d.router_groups,

@@ -99,6 +99,7 @@ class Description:
     expertless_layers: tuple[int, ...] = ()  # layers with a dense feed-forward in spite of num_experts
     router_scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or per expert
     router_normalize: bool = False  # scores of the chosen experts sum to one
+    router_sum_eps: float = 0.0  # added to that sum
     router_scale: float = 1.0  # factor of the routing weights
     router_bias: bool = False
     router_selection_bias: bool = False  # added to scores for the top-k choice only; not trained by the loss

@@ -33,16 +33,17 @@ _WHOLE = {
     **dict.fromkeys(("max_window_layers", "shared_intermediate_size"), _LENGTH),
     **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _LENGTH),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "top_k_experts"), _COUNT),
-    "rotary_dim": _COUNT,
+    **dict.fromkeys(("rotary_dim", "num_dense_layers", "conv_L_cache"), _COUNT),
 }
 _NUMBERS = frozenset(
-    """rms_norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq
+    """rms_norm_eps norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq
     router_aux_loss_coef swiglu_limit swiglu_alpha embedding_multiplier residual_multiplier logits_scaling
-    attention_multiplier query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping""".split()
+    attention_multiplier query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    routed_scaling_factor""".split()
 )
 _FLAGS = frozenset(
     """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias use_bias
-    attention_k_eq_v enable_moe_block use_double_wide_mlp""".split()
+    attention_k_eq_v enable_moe_block use_double_wide_mlp use_expert_bias conv_bias tie_embedding""".split()
 )
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 

@@ -252,6 +252,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "tie_word_embeddings": True},
     ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "tie_word_embeddings": True}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -327,7 +332,8 @@ def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tens
 
 
 _EXPERT = ("gate_proj", "up_proj", "down_proj")
-OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2")  # whose files have the names of Mixtral's
+# Whose files call the matrices of experts as Mixtral's do.
+OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2", "lfm2_moe", "Lfm2Moe")
 
 
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], *, mixtral: bool = False) -> dict[str, torch.Tensor]:
@@ -339,7 +345,8 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], *, mixtral: bool = Fals
     for key, tensor in tensors:
         name = key.replace(".mlp.", f".{block}.")
         path, _, leaf = name.rpartition(".")
-        if f"{path}.gate_up_proj_bias" in names or ".mlp." not in key:  # gpt-oss's and Gemma's files hold them together
+        is_mlp = ".mlp." in key or ".feed_forward." in key
+        if f"{path}.gate_up_proj_bias" in names or not is_mlp:  # gpt-oss's and Gemma's files hold them together
             found[key] = tensor
         elif leaf == "gate_up_proj" and tensor.dim() == 3:
             for expert, matrix in enumerate(tensor):
@@ -376,6 +383,8 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
         for buffer_name, buffer in hf.named_buffers():
             if buffer_name.endswith("layer_scalar"):
                 buffer.uniform_(0.6, 1.4)
+            elif buffer_name.endswith(("expert_bias", "e_score_correction_bias")):
+                buffer.uniform_(-0.5, 0.5)  # scores lie between 0 and 1
     return hf
 
 

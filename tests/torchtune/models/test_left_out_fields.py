@@ -163,6 +163,12 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "block_multiple_of": 16,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {"layer_types": [["conv", "full_attention"][i in (0, 3)] for i in range(5)], "conv_L_cache": 4}
+        | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_dense_layers": 1}
+        | {"norm_topk_prob": False, "routed_scaling_factor": 1.5, "use_expert_bias": False, "norm_eps": 1e-3},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {**_ON, **_EXPERTS, "num_experts": 5, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 12}

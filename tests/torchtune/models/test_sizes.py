@@ -114,6 +114,7 @@ SIZES = [
     ("lfm2", "lfm2_350m", 354_483_968, None),
     ("lfm2", "lfm2_700m", 742_489_344, None),
     ("lfm2", "lfm2_1_2b", 1_170_340_608, None),
+    ("lfm2_moe", "lfm2_8b_a1b", 8_339_930_560, None),
     ("smol", "smollm2_135m", 134_515_008, None),
     ("smol", "smollm2_360m", 361_821_120, None),
     ("smol", "smollm2_1_7b", 1_711_376_384, None),
@@ -157,7 +158,7 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
     untrained = [
         (key, value)
         for key, value in theirs.named_buffers()
-        if key.endswith(("e_score_correction_bias", "layer_scalar"))
+        if key.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar"))
     ]
     tensors = [*theirs.named_parameters(), *untrained]
     expected = {key: value.shape for key, value in on_disk(tensors, mixtral=family in OF_MIXTRAL).items()}

@@ -11,7 +11,7 @@ from torchtune.models._mixers import ShortConvMixer
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_HALF, mixers, renamed
 
-_RENAMED = {
+RENAMED = {
     "model.norm.": "model.embedding_norm.",
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -24,7 +24,8 @@ _RENAMED = {
 }
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def read_layers(fields: Fields) -> dict[str, Any]:
+    """The convolutions, and the tied output, of an LFM2 with or without experts."""
     layers = fields.take("num_hidden_layers")
     kinds, attended = fields.list_of("layer_types", layers, str), fields.list_of("full_attn_idxs", layers, int)
     if kinds is not None:
@@ -37,9 +38,12 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {
         "mixer": ShortConvMixer(conv_taps=taps) if convolved else None,
         "mixer_layers": convolved,
-        "intermediate_dim": _width(fields),
         "tie_word_embeddings": bool(fields.take("tie_embedding", fields.take("tie_word_embeddings", True))),
     }
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    return {**read_layers(fields), "intermediate_dim": _width(fields)}
 
 
 def _width(fields: Fields) -> int:
@@ -50,16 +54,20 @@ def _width(fields: Fields) -> int:
     return -(-int(factor * int(2 * width / 3)) // step) * step
 
 
-def _write(d: Description) -> dict[str, Any]:
+def write_layers(d: Description) -> dict[str, Any]:
+    """The inverse of :func:`read_layers`."""
     kinds = ("full_attention", "conv")
     return {
         "layer_types": [kinds[layer in d.mixer_layers] for layer in range(d.num_layers)],
         "conv_L_cache": d.mixer.conv_taps if d.mixer else 3,
-        "block_auto_adjust_ff_dim": False,
     }
 
 
-_FORMAT = HFFormat(
+def _write(d: Description) -> dict[str, Any]:
+    return {**write_layers(d), "block_auto_adjust_ff_dim": False}
+
+
+FORMAT = HFFormat(
     "Lfm2ForCausalLM",
     "lfm2",
     "half",
@@ -79,9 +87,9 @@ _FORMAT = HFFormat(
 SPEC = ModelSpec(
     name="lfm2",
     architectures=("Lfm2ForCausalLM",),
-    from_hf_config=_FORMAT.read,
-    to_hf_config=_FORMAT.write,
-    weight_maps={"hf": mixers(renamed(HF_HALF, _RENAMED), ShortConvMixer.names)},
+    from_hf_config=FORMAT.read,
+    to_hf_config=FORMAT.write,
+    weight_maps={"hf": mixers(renamed(HF_HALF, RENAMED), ShortConvMixer.names)},
 )
 
 _CONVOLVED = tuple(i for i in range(16) if i not in (2, 5, 8, 10, 12, 14))

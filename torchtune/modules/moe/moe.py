@@ -21,6 +21,7 @@ class TokenChoiceTopKRouter(nn.Module):
         experts_per_token: k.
         score_function: softmax over all experts, or sigmoid per expert.
         normalize: divide the scores of the selected experts by their sum.
+        sum_eps: added to that sum.
         scale: factor of the final scores.
         selection_bias: add a bias to the scores for the selection only (Wang et al. 2024, arXiv:2408.15664): a
             parameter ``selection_bias``, float32 ``[e]``, without gradient.
@@ -49,6 +50,7 @@ class TokenChoiceTopKRouter(nn.Module):
         experts_per_token: int,
         score_function: Literal["softmax", "sigmoid"] = "softmax",
         normalize: bool = False,
+        sum_eps: float = 0.0,
         scale: float = 1.0,
         selection_bias: bool = False,
         groups: int = 1,
@@ -64,6 +66,7 @@ class TokenChoiceTopKRouter(nn.Module):
         self.experts_per_token = experts_per_token
         self.score_function = score_function
         self.normalize = normalize
+        self.sum_eps = sum_eps
         self.scale = scale
         self.groups, self.top_groups = groups, top_groups
         self.balance: Any = None  # set by torchtune.modules.moe.balance.BalancingLoss
@@ -95,7 +98,7 @@ class TokenChoiceTopKRouter(nn.Module):
             selected = self._in_top_groups(biased).topk(self.experts_per_token, dim=-1).indices
             chosen = scores.gather(-1, selected)
         if self.normalize:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + self.sum_eps)
         if self.scale != 1.0:
             chosen = chosen * self.scale
         if self.expert_scale is not None:

@@ -82,6 +82,23 @@ def test_a_selection_bias_changes_who_is_chosen_and_not_the_scores() -> None:
     assert router.bfloat16().selection_bias.dtype == torch.bfloat16  # as any parameter, if somebody asks for it
 
 
+def test_small_scores_are_normalised_as_lfm2_does() -> None:
+    from transformers import Lfm2MoeConfig
+    from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
+
+    ours = make(2, score_function="sigmoid", normalize=True, sum_eps=1e-6, scale=1.5).router
+    config = Lfm2MoeConfig(num_experts=EXPERTS, num_experts_per_tok=2, hidden_size=DIM, routed_scaling_factor=1.5)
+    config.use_expert_bias = False
+    theirs = Lfm2MoeTopKRouter(config)
+    theirs.weight.data = ours.gate.weight.data = -torch.rand(EXPERTS, DIM)
+    x = torch.rand(50, DIM) * torch.linspace(0, 5, 50)[:, None]  # for sums of scores from 1e-9 to 1
+    _, expected, selected = theirs(x)
+    assert expected.sum(-1).min() < 1.2
+    scores, chosen, _ = ours(x)
+    assert torch.equal(chosen, selected)
+    assert torch.allclose(scores, expected)
+
+
 def test_more_experts_than_there_are() -> None:
     with pytest.raises(ValueError, match="experts_per_token is 7, with 6 experts"):
         make(7)

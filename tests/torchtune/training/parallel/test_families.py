@@ -52,6 +52,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 WITH_EXPERTS = {
     "Glm4Moe": {"n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 0},
     "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "Lfm2Moe": {"layer_types": ["full_attention"], "num_dense_layers": 0, "num_experts": 2, "num_experts_per_tok": 1},
     "MiniMaxM2": {"num_local_experts": 2, "num_experts_per_tok": 1},
     "Mixtral": {"num_local_experts": 2},
     "Olmoe": {"num_experts": 2, "num_experts_per_tok": 1},
