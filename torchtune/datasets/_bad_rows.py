@@ -63,12 +63,17 @@ class BadRows:
         )
 
 
-_listed: set[str] = set()
+_listed: dict[Path | None, set[str]] = {}  # by the run's file: a process may run several
+
+
+def _file() -> Path | None:
+    log = run_log_path(0)
+    return None if log is None else log.parent.parent / "skipped_rows.jsonl"
 
 
 def num_left_out() -> int:
-    """Rows that this process has left out, each counted once."""
-    return len(_listed)
+    """Rows that this process has left out of the current run, each counted once."""
+    return len(_listed.get(_file(), ()))
 
 
 def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> Path | None:
@@ -80,11 +85,11 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> Path | None:
     Returns:
         the file; None without a run (:func:`torchtune.utils.get_run_logger`).
     """
-    log = run_log_path(0)
-    path = None if log is None else log.parent.parent / "skipped_rows.jsonl"
+    path = _file()
+    listed = _listed.setdefault(path, set())
     lines = [json.dumps({**origin, "reason": reason}) for origin, reason in rows]
-    new = [line for line in dict.fromkeys(lines) if line not in _listed]
-    _listed.update(new)
+    new = [line for line in dict.fromkeys(lines) if line not in listed]
+    listed.update(new)
     if path is None or get_rank() != 0:
         return path
     try:

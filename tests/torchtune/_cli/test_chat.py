@@ -75,7 +75,10 @@ def test_answers_and_commands(
 
 
 def test_what_ends_an_answer(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     calls: list[int] = []
     original = TransformerDecoder.forward
@@ -88,6 +91,8 @@ def test_what_ends_an_answer(
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(TransformerDecoder, "forward", forward)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     _chat(monkeypatch, "the cat\nthe cat\n" + "red " * 60, "--model", checkpoint, "--max-new-tokens", 500)
     found = capsys.readouterr()
     whole = found.out.splitlines()
