@@ -53,7 +53,7 @@ def test_the_closed_form_and_the_line_through_two_depths_are_near_a_simulation(l
     main, load = loaded
     whole = simulate(main, load(), processes)
     wanted = peak_bytes(whole)
-    assert memory_by_processes(load(), [processes])[processes].total == pytest.approx(wanted, rel=0.1)
+    assert memory_by_processes(load(), [processes])[processes].total == pytest.approx(wanted, rel=0.12)
     settings = RecipeSettings.of(load())
     if not settings.enable_activation_checkpointing:
         return  # two of the cases are enough for what follows
