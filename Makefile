@@ -5,7 +5,7 @@ VENV := .venv$(if $(TORCH),/torch-$(TORCH))
 BIN := $(VENV)/bin
 PINS := $(BIN)/constraints.txt
 CREATE = $(PYTHON) -m venv $(VENV) && sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
-INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(PINS) -e
+INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e
 # Threads that spin while they wait slow down everything else on a shared machine.
 ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
