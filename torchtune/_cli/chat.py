@@ -122,10 +122,10 @@ class _Conversation:
     def say(self, text: str) -> None:
         """Print the answer to ``text``. What was written of a stopped answer is part of the conversation."""
         from torchtune.data import as_messages
+        from torchtune.generation import prompt_tokens
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        given = as_messages([*messages, {"role": "assistant", "content": ""}])
-        tokens = self._tokenizer({"messages": given}, inference=True)["tokens"]
+        tokens = prompt_tokens(self._tokenizer, as_messages(messages), "the conversation")
         room = self._model.max_seq_len - len(tokens)
         if room < 1:
             print(

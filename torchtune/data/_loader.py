@@ -14,6 +14,12 @@ from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 Collated = Any  # what collate_fn returns
 
 
+def random_of(seed: int, *words: int) -> np.random.RandomState:
+    """Random numbers that depend on ``seed`` and ``words`` alone."""
+    # RandomState's streams are frozen by numpy's compatibility policy; Generator's are not.
+    return np.random.RandomState([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, *words])
+
+
 class BatchLoader:
     """Yields, for every optimizer step, the micro-batches of this rank.
 
@@ -166,9 +172,7 @@ class BatchLoader:
             return self.dataset.order(self.seed, epoch, self.shuffle)
         if not self.shuffle:
             return np.arange(len(self.dataset))
-        # RandomState's streams are frozen by numpy's compatibility policy; Generator's are not.
-        words = [self.seed & 0xFFFFFFFF, (self.seed >> 32) & 0xFFFFFFFF, epoch]
-        return np.random.RandomState(words).permutation(len(self.dataset))
+        return random_of(self.seed, epoch).permutation(len(self.dataset))
 
     def visited(self, epochs: int) -> np.ndarray:
         """Indices, in order, of the examples that the first ``epochs`` epochs come to, for all ranks."""

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from torchtune.config import Component, HandedOver
 from torchtune.data import DataError
 from torchtune.data._common import SourceNumber
+from torchtune.data._loader import random_of
 from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._instantiate import instantiate_dataset
 from torchtune.utils import get_logger, log_rank_zero
@@ -55,9 +56,8 @@ class MixedDataset(ConcatDataset):
         self._weights = mixture_weights(self.names, self.sizes, weights, temperature)
         self._counts = mixture_counts(self.sizes, self._weights, stop)
         self.examples_per_epoch = sum(self._counts)
-        shown = zip(self.names, self.sizes, self._weights, self._counts, strict=True)
+        shown = list(zip(self.names, self.sizes, self._weights, self._counts, strict=True))
         self.mixture = ", ".join(f"{name} {weight:.6g}" for name, _, weight, _ in shown) + f", stop={stop}"
-        shown = zip(self.names, self.sizes, self._weights, self._counts, strict=True)
         lines = (
             f"  {name}: {count:,} of {size:,}, {weight:.1%}"
             + (f", each {count / size:.1f} times" if count > size else "")
@@ -76,8 +76,7 @@ class MixedDataset(ConcatDataset):
         turns, found = [], []
         start = 0
         for number, (size, weight, count) in enumerate(zip(self.sizes, self._weights, self._counts, strict=True)):
-            # RandomState's streams are frozen by numpy's compatibility policy; Generator's are not.
-            random = np.random.RandomState([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, epoch, number])
+            random = random_of(seed, epoch, number)
             within = random.random_sample(count) if shuffle else np.full(count, 0.5)
             turns.append((np.arange(count) + within) / weight)
             passes = [random.permutation(size) if shuffle else np.arange(size) for _ in range(math.ceil(count / size))]
@@ -171,7 +170,7 @@ class MixedStream(Dataset):
         if self._block is None or self._block[0] != block:
             before, after = self._before(block * self._length), self._before((block + 1) * self._length)
             counts = [end - start for start, end in zip(before, after, strict=True)]
-            random = self._random(block, len(self.names))
+            random = random_of(self._seed, block, len(self.names))
             within = [random.random_sample(count) if self._shuffle else np.full(count, 0.5) for count in counts]
             turns = [(np.arange(len(one)) + one) / len(one) for one in within]
             order = np.argsort(np.concatenate(turns), kind="stable")
@@ -191,11 +190,8 @@ class MixedStream(Dataset):
         if not self._shuffle:
             return source, row
         if self._passes.get(source, (None,))[0] != passes:
-            self._passes[source] = (passes, self._random(passes, source).permutation(len(dataset)))
+            self._passes[source] = (passes, random_of(self._seed, passes, source).permutation(len(dataset)))
         return source, int(self._passes[source][1][row])
-
-    def _random(self, *words: int) -> np.random.RandomState:
-        return np.random.RandomState([self._seed & 0xFFFFFFFF, (self._seed >> 32) & 0xFFFFFFFF, *words])
 
 
 def with_source(example: Any, number: int, names: tuple[str, ...]) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune.data import DataError
+from torchtune.data._loader import random_of
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
 from torchtune.datasets._packed import Piece, best_fit, split_evenly
 from torchtune.datasets._read import Position, Row, open_reader
@@ -204,12 +205,8 @@ class StreamedDataset(Dataset):
     def _read(self, start: _Start) -> _Window:
         order = None
         if self._shuffle and self._reader.files > 1:
-            order = self._random(start.passes).permutation(self._reader.files).tolist()
+            order = random_of(self._seed, start.passes).permutation(self._reader.files).tolist()
         return _Window(start, *self._reader.window(start.position, self._rows, order))
-
-    def _random(self, *words: int) -> np.random.RandomState:
-        # RandomState's streams are frozen by numpy's compatibility policy; Generator's are not.
-        return np.random.RandomState([self._seed & 0xFFFFFFFF, (self._seed >> 32) & 0xFFFFFFFF, *words])
 
     def _advance(self, window: _Window, until: int) -> None:
         if window.done < until:
@@ -268,7 +265,7 @@ class StreamedDataset(Dataset):
             count = len(lengths) if self._capacity is None else len(window.packs)
         window.order = np.arange(count)
         if self._shuffle:
-            window.order = self._random(window.start.passes, window.start.window).permutation(count)
+            window.order = random_of(self._seed, window.start.passes, window.start.window).permutation(count)
         return window
 
     def _packed(self, window: _Window, lengths: np.ndarray) -> list[list[Piece]]:

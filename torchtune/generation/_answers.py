@@ -1,7 +1,7 @@
 """Answers of a model to many prompts, written as they end."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.generation._errors import GenerationError
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._prompt_file import AnswerFile, Prompt
-from torchtune.generation._tokens import stream_tokens
+from torchtune.generation._tokens import TokenStep, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.training.supervise._run_report import bits
 
@@ -118,7 +118,6 @@ def answer_prompts(
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
         for start in range(0, len(waiting), _PART * max_sequences):
             part = waiting[start : start + _PART * max_sequences]
-            new: list[list[int]] = [[] for _ in part]
             steps = stream_tokens(
                 model,
                 [torch.tensor(given[prompt.line], device=device) for prompt in part],
@@ -130,19 +129,25 @@ def answer_prompts(
                 max_sequences=max_sequences,
             )
             with closing(steps):
-                for step in steps:
-                    for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
-                        prompt, tokens, limit = part[row], new[row], limits[part[row].line]
-                        tokens.append(token)
-                        stopped = token in stop
-                        if stopped or len(tokens) == limit:
-                            end = "stop" if stopped else "max_new_tokens" if limit == max_new_tokens else "context"
-                            text = tokenizer.decode(tokens[:-1] if stopped else tokens)
-                            answers.add(prompt, text, end, len(tokens))
-                            bar.update()
-                            if on_answer is not None:
-                                on_answer(prompt, text)
+                for row, tokens in _ended(steps, [limits[prompt.line] for prompt in part], stop):
+                    prompt, stopped = part[row], tokens[-1] in stop
+                    end = "stop" if stopped else "max_new_tokens" if len(tokens) == max_new_tokens else "context"
+                    text = tokenizer.decode(tokens[:-1] if stopped else tokens)
+                    answers.add(prompt, text, end, len(tokens))
+                    bar.update()
+                    if on_answer is not None:
+                        on_answer(prompt, text)
     return answers
+
+
+def _ended(steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[int]) -> Iterator[tuple[int, list[int]]]:
+    """(sequence, its tokens) of the sequences, as they end with a stop token or at their limit."""
+    found: list[list[int]] = [[] for _ in limits]
+    for step in steps:
+        for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
+            found[row].append(token)
+            if token in stop or len(found[row]) == limits[row]:
+                yield row, found[row]
 
 
 def prompt_tokens(tokenizer: Any, messages: Sequence[Message], where: str) -> list[int]:

@@ -337,14 +337,14 @@ class TransformerDecoder(nn.Module):
         tables = self._rope_tables(input_pos, documents)
         boundaries = self._boundaries(h, documents, mask)
         embedded = None if self.layer_embeddings is None else self.layer_embeddings(tokens, h)
-        hidden, lent = [], {}
+        hidden, lent, lenders = [], {}, set(self.kv_sources.values())
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
                 hidden.append(h)
             more = {} if embedded is None else {"embedded": embedded[:, :, index]}
             if index in self.kv_sources:
                 more["keys"] = lent[self.kv_sources[index]]
-            if index in self.kv_sources.values():
+            if index in lenders:
                 more["returns_keys"] = True
             h = layer(
                 h,
