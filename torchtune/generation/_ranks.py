@@ -1,32 +1,28 @@
 """The ranks that generate together."""
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtune.generation._errors import GenerationError
 from torchtune.modules.common_utils import _attention_modules
+from torchtune.training.parallel._ranks import any_rank
+from torchtune.training.parallel._shards import reshard
 
 
 class Ranks:
     """The ranks that share the model. As a context manager, it reshards FSDP parameters on exit."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._sharded: list[Any] = []
+        self._model = model
         self._groups: list[dist.ProcessGroup] = []
         self._tp: dist.ProcessGroup | None = None
         if not (dist.is_available() and dist.is_initialized()):
             return
-        from torch.distributed.fsdp import FSDPModule
-
         from torchtune.modules.parallel import ContextParallelAttention
 
         if any(isinstance(m, ContextParallelAttention) for m in (a.attention for a in _attention_modules(model))):
             raise GenerationError("Generation does not support context parallelism: set context_parallel_dim to 1.")
-        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._reshard()
+        reshard(model)
         meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
         if meshes:
             mesh = max(meshes, key=lambda mesh: mesh.ndim)
@@ -38,12 +34,7 @@ class Ranks:
         pass
 
     def __exit__(self, *error: object) -> None:
-        self._reshard()
-
-    def _reshard(self) -> None:
-        """Free all-gathered parameters, which would be stale after the next optimizer step."""
-        for module in self._sharded:
-            module.reshard()
+        reshard(self._model)  # all-gathered parameters would be stale after the next optimizer step
 
     def multiple(self, length: int) -> int:
         """``length`` rounded up to a multiple of the sequence-parallel size."""
@@ -51,18 +42,12 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is True on any rank that must run the same forward passes."""
-        if not self._groups:
-            return flag
-        found = torch.tensor(int(flag), device=self._device())
         for group in self._groups:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return bool(found)
+            flag = any_rank(flag, group)
+        return flag
 
     def agree(self, drawn: Tensor) -> Tensor:
         """Broadcast the samples of the tensor-parallel group's first rank."""
         if self._tp is not None:
             dist.broadcast(drawn, group=self._tp, group_src=0)
         return drawn
-
-    def _device(self) -> torch.device:
-        return torch.device("cuda") if dist.get_backend(self._groups[0]) == "nccl" else torch.device("cpu")
