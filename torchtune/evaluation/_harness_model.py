@@ -139,8 +139,8 @@ class HarnessModel(_harness.TemplateLM):
                 end = 0
                 for inputs in part:
                     end += len(inputs)
-                    longest = max(len(requests[at][2]) for at in shared[inputs])
                     targets = {at: requests[at][2] for at in shared[inputs]}
+                    longest = max(map(len, targets.values()))
                     for at, values in self._scored(hidden[end - longest : end], targets).items():
                         found[at] = values
                         if requests[at][0] is not None:
@@ -180,8 +180,9 @@ class HarnessModel(_harness.TemplateLM):
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            parts = [(None, *_windows.make_disjoint_window(window)) for window in found]
-            windows, counts = [*windows, *parts], [*counts, len(parts)]
+            before = len(windows)
+            windows += [(None, *_windows.make_disjoint_window(window)) for window in found]
+            counts.append(len(windows) - before)
         values = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
         sums = [sum(next(values)[0] for _ in range(count)) for count in counts]
         for request, total in zip(requests, sums, strict=True):
