@@ -350,10 +350,9 @@ class CheckpointStore:
                 checkpoints stay as they are.
         """
         self._saver.wait()
-        models, exports = _by_name(models), []
-        for model in models.values():  # until then a validation leaves the parameters that it gathered in their place
+        for model in _by_name(models).values():  # a validation leaves gathered parameters in the place of the shards
             reshard(model)
-        parameters = _parameters(models)
+        parameters, models, exports = _parameters(models), _by_name(models), []
         for model_name, model in models.items():
             chosen = contents_of(contents, model_name)
             check_contents(model, chosen, resumable=state is not None)
