@@ -1,0 +1,76 @@
+"""Prompts that several answers share, computed once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from torchtune.data import Batch, BatchLoader, DataError, share_prefixes
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.transformer import text_decoder
+from torchtune.rlhf._reference import PreferenceRecipe
+from torchtune.utils import UserError, get_logger, log_once
+
+
+class SharingError(UserError):
+    """A prompt that several answers share cannot be computed once."""
+
+    told_by_rank_0 = True  # all ranks find the same
+
+
+def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bool:
+    """Whether documents share their beginnings in a run; says in the log why not, if the model is the reason.
+
+    Args:
+        model: that computes them.
+        share_prefix: the setting: ``None`` shares where the model can.
+
+    Raises:
+        SharingError: ``share_prefix`` is True, and the model cannot.
+    """
+    if share_prefix is False:
+        return False
+    decoder = text_decoder(model)
+    known = isinstance(decoder, TransformerDecoder)
+    reason = decoder.prefix_obstacle() if known else f"{type(decoder).__name__} is no TransformerDecoder"
+    if reason is None:
+        return True
+    if share_prefix:
+        raise SharingError(
+            f"share_prefix: a prompt cannot be computed once for all its answers, {reason}: set it to null."
+        )
+    log_once(get_logger(), f"A prompt is computed anew for each of its answers, because {reason}.")
+    return False
+
+
+def share_pairs(recipe: PreferenceRecipe, model: nn.Module, share_prefix: bool | None = None) -> None:
+    """Let both answers of a pair share their beginning in the batches of a recipe, where that changes nothing else.
+
+    Args:
+        recipe: has the loaders, whose ``collate_fn`` is replaced.
+        model: that is trained.
+        share_prefix: ``None`` shares where model and data allow it, True requires it, False shares nothing.
+
+    Raises:
+        SharingError: ``share_prefix`` is True, and the model cannot; DataError for data that are no pairs, from the
+            batch on.
+    """
+    if not can_share_prefixes(model, share_prefix):
+        return
+    for loader in (recipe.loader, recipe.loader_val):
+        if loader is not None:
+            _share_pairs_of(loader, recipe.dims.collate, required=bool(share_prefix))
+
+
+def _share_pairs_of(loader: BatchLoader, split: Any, required: bool) -> None:
+    collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
+
+    def shared(examples: Sequence[Any]) -> Batch:
+        batch = Batch.from_dict(collate(examples))
+        if "pair" in batch.per_document and batch.documents is not None and not batch.inputs:
+            return share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True)
+        if required:
+            raise DataError("share_prefix: the batches have no pairs of documents: set it to null.")
+        return batch
+
+    loader.collate_fn = split(shared)
