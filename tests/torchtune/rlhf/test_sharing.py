@@ -1,17 +1,19 @@
 """Answers that share the tokens of their prompt are what they are alone: log-probs, scores, losses, gradients."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchtune.data import Batch, DataError, collate_documents, collate_preference, share_prefixes
+from torchtune.data import Batch, BatchLoader, DataError, collate_documents, collate_preference, share_prefixes
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
-from torchtune.rlhf import SharingError, can_share_prefixes
+from torchtune.rlhf import SharingError, can_share_prefixes, share_pairs
 from torchtune.rlhf.loss import DPOLoss, IPOLoss, RewardLoss, document_log_probs
+from torchtune.training import ParallelDims
 
 SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "intermediate_dim": 16}
 
@@ -137,3 +139,13 @@ def test_models_that_cannot_share_do_not() -> None:
     )
     with pytest.raises(ValueError, match="Documents share a prefix, but layer 1"):
         replaced(**Batch.model_inputs(shared))
+
+
+def test_single_answers_share_nothing() -> None:
+    rows = [{"tokens": [*range(9), end], "labels": [1] * 10, "is_chosen": end > 1} for end in (1, 2)]
+    loaders = [BatchLoader(rows, batch_size=2, collate_fn=collate_preference, shuffle=False, seed=0) for _ in range(2)]
+    for loader, share in zip(loaders, (None, True), strict=True):
+        share_pairs(SimpleNamespace(loader=loader, loader_val=None, dims=ParallelDims()), make(), share)
+    assert loaders[0].peek()[0].documents.lengths == (10, 10)
+    with pytest.raises(DataError, match=r"^share_prefix: the batches have no pairs .*: set it to null"):
+        loaders[1].peek()
