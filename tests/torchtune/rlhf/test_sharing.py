@@ -11,8 +11,8 @@ from torch import nn
 from torchtune.data import Batch, BatchLoader, DataError, collate_documents, collate_preference, share_prefixes
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
-from torchtune.rlhf import SharingError, can_share_prefixes, share_pairs
-from torchtune.rlhf.loss import DPOLoss, IPOLoss, RewardLoss, document_log_probs
+from torchtune.rlhf import Rollout, SharingError, can_share_prefixes, rollout_batches, share_pairs
+from torchtune.rlhf.loss import DPOLoss, GRPOLoss, IPOLoss, RewardLoss, document_log_probs
 from torchtune.training import ParallelDims
 
 SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "intermediate_dim": 16}
@@ -149,3 +149,45 @@ def test_single_answers_share_nothing() -> None:
     assert loaders[0].peek()[0].documents.lengths == (10, 10)
     with pytest.raises(DataError, match=r"^share_prefix: the batches have no pairs .*: set it to null"):
         loaders[1].peek()
+
+
+def answers() -> tuple[list[Rollout], list[float]]:
+    """Two groups: answers of several lengths, two that begin alike with the same advantage, one of a single token."""
+    rng = random.Random(1)
+    rollouts = []
+    for prompt, group in ((40, [[1, 2, 3], [1, 2, 4, 5], [6], [7, 8]]), (9, [[3, 3], [2, 1, 1]])):
+        begin = [rng.randrange(40) for _ in range(prompt)]
+        for answer in group:
+            sampled = torch.tensor([-2.0 - rng.random() for _ in answer])
+            rollouts.append(Rollout(torch.tensor(begin + answer), prompt, sampled, True))
+    rollouts[1].log_probs[:2] = rollouts[0].log_probs[:2]
+    return rollouts, [0.5, 0.5, -1.0, 0.25, 1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    "loss", [GRPOLoss(kl_coeff=0.1), GRPOLoss(ratio="sequence", normalize="sequences")], ids=["k3", "sequences"]
+)
+def test_groups_learn_what_answers_alone_do(loss: GRPOLoss) -> None:
+    model, (rollouts, advantages) = make(), answers()
+    how = {"dims": ParallelDims(), "blank": [1], "count_documents": loss.normalize != "tokens"}
+    found = []
+    for share, limit in ((False, 1), (True, 64)):
+        batches, terms, labels = rollout_batches(
+            rollouts, advantages, tokens_per_batch=limit, share_prefix=share, **how
+        )
+        model.zero_grad()
+        total = 0.0
+        for batch in batches:
+            scores = loss.score(model(**batch.model_inputs(), output="hidden"), batch, model.output)
+            reference = 1.1 * scores.detach() if loss.needs_reference else None
+            value = loss.sum_and_metrics(batch, scores, reference)[0] / terms
+            value.backward()
+            total += value.item()
+        found.append((batches, total, terms, labels, [parameter.grad for parameter in model.parameters()]))
+    (alone, *of_alone, expected), (together, *of_together, gradients) = found
+    # The room for tokens is that of computed ones.
+    assert ([len(alone), len(together)], together[0].documents.lengths) == ([6, 1], (39, 3, 4, 1, 2, 8, 2, 3))
+    assert of_together == pytest.approx(of_alone, rel=1e-6)
+    scale = max(grad.abs().max() for grad in expected).item()
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6 * scale, rtol=1e-5)
