@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from tests.recipes.runs import Run, load_recipe, start, write_config
 from torchtune.config import ConfigError, load_and_check
@@ -14,8 +16,16 @@ from torchtune.training.supervise._best_validation import BestValidation, Valida
 
 NAME = "lora_finetune_single_device"
 PATIENCE = 3
-# Far too high a rate: the validation loss falls at first, then rises and falls.
-SETTINGS = {"dataset_val": "${dataset}", "run_val_every_n_steps": 1, "optimizer__lr": 0.3, "lr_scheduler": None}
+SETTINGS = {
+    "dataset_val": "${dataset}",
+    "run_val_every_n_steps": 1,
+    "lr_scheduler": {"_component_": "tests.recipes.test_best_validation.there_and_back"},
+}
+
+
+def there_and_back(optimizer: torch.optim.Optimizer, last_epoch: int = -1, **_: int) -> LambdaLR:
+    """The loss falls for five steps. Then the rate is below zero and the loss rises, on every machine."""
+    return LambdaLR(optimizer, lambda step: 1.0 if step < 5 else -1.0, last_epoch)
 
 
 def validated(run: Run) -> dict[int, float]:

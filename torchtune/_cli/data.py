@@ -81,7 +81,7 @@ class Data(Subcommand):
 
     def _show_cmd(self, args: argparse.Namespace) -> None:
         path = Path(args.source).expanduser()
-        if path.suffix.lower() in _SUFFIXES:
+        if path.name.lower().removesuffix(".gz").endswith(_SUFFIXES):
             self._show_file(path, args)
             return
         for name in ("tokenizer", "validation"):
