@@ -278,7 +278,7 @@ class Batch(MutableMapping[str, Any]):
         document = numbers.repeat_interleave(boundaries.diff(), output_size=self.documents.num_tokens)
         sums = wide.new_zeros(count).index_add(0, document.chunk(size)[rank], wide.flatten())
         if self.documents.shared is not None:
-            sums = self.documents.shared.sums(sums)
+            sums = self.documents.shared.map(lambda tensor: tensor.to(sums.device)).sums(sums)
         return sums[: self.num_documents].to(values.dtype)
 
     def chosen_and_rejected(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

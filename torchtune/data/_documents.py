@@ -31,7 +31,8 @@ class SharedPrefixes:
         spans = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
         parts = [spans[i] if p < 0 else torch.cat([spans[p], spans[i]]) for i, p in enumerate(prefixes)]
         cu_keys = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
-        whole = [i for i in range(len(spans)) if i not in set(prefixes)]
+        shared = set(prefixes)
+        whole = [i for i in range(len(spans)) if i not in shared]
         return cls(torch.cat(parts), cu_keys, torch.tensor(whole), torch.tensor([prefixes[i] for i in whole]))
 
     def sums(self, values: Tensor) -> Tensor:
