@@ -274,6 +274,11 @@ class Description:
         return tuple(i for i in range(self.num_layers) if i not in self.mixer_layers)
 
     @property
+    def mixer_norm_layers(self) -> tuple[int, ...]:
+        """Layers with a mixer that has a norm."""
+        return self.mixer_layers if getattr(self.mixer, "has_norm", True) else ()
+
+    @property
     def shared_expert_layers(self) -> tuple[int, ...]:
         """Layers with a shared expert."""
         return self.expert_layers if self.shared_expert_dim else ()

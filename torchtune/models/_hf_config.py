@@ -191,11 +191,11 @@ class HFFormat:
 
     def _read_windows(self, fields: Fields, num_layers: int, unrotated: Collection[int]) -> dict[str, Any]:
         """``window`` and ``window_layers`` of a description."""
-        window, kinds = fields.take("sliding_window", None), fields.list_of("layer_types", num_layers, str)
+        window, kinds = fields.take("sliding_window", None), fields.layer_kinds(num_layers)
         late, switch = fields.take("max_window_layers", _LATE), fields.take("use_sliding_window", False)
         window = window or None
         if kinds is not None:
-            kinds = ["full_attention" if kind in (self.mixer_kind, "attention") else kind for kind in kinds]
+            kinds = ["full_attention" if kind == self.mixer_kind else kind for kind in kinds]
             if len(kinds) < num_layers:
                 raise fields.refusal("layer_types", kinds)
             for index, kind in enumerate(kinds[:num_layers]):

@@ -31,15 +31,15 @@ _ENDS = (
     ("norm.scale", "model.norm.weight", "norm.weight", "output_norm.weight", None),
     ("output.weight", "lm_head.weight", "output.weight", "output.weight", "untied"),
 )
-# Fused projections: Hugging Face's module, ours, rows of each, attribute for the bias.
+# Fused projections: Hugging Face's module, ours, rows of each, attributes for weight and bias.
 _FUSED = {
     "qkv": (
         "self_attn.qkv_proj",
         ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
         ("q_dim", "kv_dim", "kv_dim"),
-        "q_bias",
+        ("attn_layers", "q_bias"),
     ),
-    "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim", "intermediate_dim"), "mlp_bias"),
+    "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim",) * 2, ("mlp_layers", "mlp_bias")),
 }
 # Projections that not every layer with attention has.
 _WHERE = {"attn.k_proj": "key_layers", "attn.v_proj": "value_layers"}
@@ -92,12 +92,12 @@ def hf_names(
             for ours, theirs in norms.items()
         ]
     for name in fused:
-        external, ours, sizes, bias = _FUSED[name]
+        external, ours, sizes, (where, bias) = _FUSED[name]
         parts = tuple(f"layers.{{layer}}.{part}.weight" for part in ours)
         biases = tuple(part.replace(".weight", ".bias") for part in parts)
         rows = [row for row in rows if row.tune not in parts and row.tune not in biases]
-        rows.append(Row(f"{_LAYER[_HF]}{external}.weight", parts, Split(sizes)))
-        rows.append(Row(f"{_LAYER[_HF]}{external}.bias", biases, Split(sizes), when=bias))
+        rows.append(Row(f"{_LAYER[_HF]}{external}.weight", parts, Split(sizes), when=where))
+        rows.append(Row(f"{_LAYER[_HF]}{external}.bias", biases, Split(sizes), when=(where, bias)))
     return WeightMap(
         tuple(rows),
         tied=(Tied("lm_head.weight", "tok_embeddings.weight"),),
@@ -167,10 +167,10 @@ def mixers(weight_map: WeightMap, names: Names) -> WeightMap:
         weight_map: Hugging Face map of all other weights.
         names: their name within a layer and ours within ``attn``, of every parameter of the mixer.
     """
-    rows = [
-        Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.attn.{ours}", *op, when="mixer_layers")
-        for theirs, ours, *op in names
-    ]
+    rows = []
+    for theirs, ours, *op in names:
+        when = "mixer_norm_layers" if ours.startswith("norm.") else "mixer_layers"
+        rows.append(Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.attn.{ours}", *op, when=when))
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 

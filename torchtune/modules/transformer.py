@@ -399,7 +399,7 @@ class TransformerDecoder(nn.Module):
             )
         if mask is not None and input_pos is None and documents is None and self._has_states():
             raise ValueError(
-                "A mask does not say where the state of linear attention and of convolutions starts anew: give "
+                "A mask does not say where the state of linear attention, Mamba and convolutions starts anew: give "
                 "documents, or input_pos with the position of each token in its document, beside it."
             )
         if self.caches_are_enabled():

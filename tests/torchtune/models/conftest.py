@@ -69,6 +69,21 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "initializer_range": 0.1,
 }
+_GRANITE4 = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.2,
+    "shared_intermediate_size": 56,
+    "num_local_experts": 0,
+}
+_MAMBA = {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "initializer_range": 0.1,
+}
 _SHARED_EXPERT = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
@@ -172,17 +187,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite4": (
         "GraniteMoeHybrid",
-        {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-            "attention_multiplier": 0.2,
-            "shared_intermediate_size": 56,
-            "num_local_experts": 0,
-            "layer_types": ["full_attention"] * 3,
-            "position_embedding_type": "rope",
-            "mamba_n_heads": 1,
-        },
+        {**_GRANITE4, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "mamba_n_heads": 1},
+    ),
+    "granite4_h": (
+        "GraniteMoeHybrid",
+        {**_GRANITE4, **_MAMBA, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
     "hunyuan": (
@@ -336,11 +345,21 @@ _EXPERT = ("gate_proj", "up_proj", "down_proj")
 OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2", "lfm2_moe", "Lfm2Moe")
 
 
+def _of_granite4(name: str) -> str:
+    for ours, theirs in (
+        (".experts.gate_up_proj", ".input_linear.weight"),
+        (".experts.down_proj", ".output_linear.weight"),
+        (".router.weight", ".router.layer.weight"),
+    ):
+        name = name.replace(f"block_sparse_moe{ours}", f"block_sparse_moe{theirs}")
+    return name
+
+
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], *, mixtral: bool = False) -> dict[str, torch.Tensor]:
     """Tensors of a model of transformers under the names of its files, which hold experts one by one."""
     gate, up, down, block = ("w1", "w3", "w2", "block_sparse_moe") if mixtral else (*_EXPERT, "mlp")
     found = {}
-    tensors = list(tensors)
+    tensors = [(_of_granite4(name), tensor) for name, tensor in tensors]
     names = {name for name, _ in tensors}
     for key, tensor in tensors:
         name = key.replace(".mlp.", f".{block}.")
@@ -376,7 +395,7 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
                 parameter.normal_(1.0, 0.3)
             elif parameter_name.endswith("A_log"):
                 parameter.uniform_(-4, 0)  # states that last
-            elif parameter_name.endswith(("bias", "sinks")):
+            elif parameter_name.endswith(("bias", "sinks", ".D")):
                 parameter.normal_()
             elif parameter_name.endswith("scale"):
                 parameter.normal_(1.0, 0.3)

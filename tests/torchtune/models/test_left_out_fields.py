@@ -116,8 +116,18 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4": (
         "GraniteMoeHybrid",
         {"embedding_multiplier": 2.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.2}
-        | {"shared_intermediate_size": 24, "num_local_experts": 0, "layer_types": ["full_attention"] * 5}
-        | {"position_embedding_type": "rope", "rope_parameters": _PLAIN, "mamba_n_heads": 1},
+        | {"shared_intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 3}
+        | {"layer_types": [["mamba", "attention"][i in (0, 3)] for i in range(5)]}
+        | {
+            "position_embedding_type": "rope",
+            "rope_parameters": _PLAIN,
+            "mamba_n_heads": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 3,
+            "mamba_d_head": 6,
+        }
+        | {"time_step_limit": (0.01, 5.0)},
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "rope_parameters": _LLAMA3}),
     "hunyuan": (
