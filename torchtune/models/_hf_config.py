@@ -11,7 +11,7 @@ from torchtune.models._hf_fields import Fields, architecture_of
 from torchtune.models._hf_rope import read_rope, write_kinds, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 # Field of a description -> field of config.json, for error messages.
 _THEIR_NAMES = {
     "num_heads": "num_attention_heads",
@@ -30,7 +30,7 @@ _THEIR_NAMES = {
     "layer_embed_dim": "hidden_size_per_layer_input",
     "layer_embed_vocab": "vocab_size_per_layer_input",
 }
-_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class HFFormat:
         read_more: reads what the attributes above cannot express: ``read_more(fields) -> values of a description``. It
             reads fields with ``fields.take(name, default)``; a field that is never read raises an error.
         write_more: the inverse: ``write_more(description) -> fields``.
+        prepare: rewrites the fields of a file before they are read.
         defaults: (field, value) pairs that ``transformers`` assumes if the file lacks the field. Copy the defaults of
             its configuration class that differ from those in :meth:`read`.
     """
@@ -88,6 +89,7 @@ class HFFormat:
     own: tuple[tuple[str, str, Any], ...] = ()
     read_more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     write_more: Callable[[Description], dict[str, Any]] = lambda description: {}
+    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     defaults: tuple[tuple[str, Any], ...] = ()
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Description:
@@ -100,7 +102,9 @@ class HFFormat:
         Raises:
             ModelError: a field is missing or has a value that a description cannot express. The message names it.
         """
-        said = {name: value for name, value in config.items() if value is not None or name not in _NEVER_NULL}
+        said = {
+            name: value for name, value in self.prepare(config).items() if value is not None or name not in _NEVER_NULL
+        }
         fields = Fields({**dict(self.defaults), **said}, self.architecture, set(ignore_fields))
         heads = fields.take("num_attention_heads")
         attention_flag, mlp_flag = self.bias_fields

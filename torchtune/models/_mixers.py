@@ -111,6 +111,7 @@ class Mamba2Mixer:
         dt_min: smallest step size.
         dt_max: largest step size.
         scales: factors of the parts of the input's projection.
+        out_scale: factor of the output.
     """
 
     num_heads: int
@@ -122,6 +123,7 @@ class Mamba2Mixer:
     dt_min: float = 0.0
     dt_max: float = math.inf
     scales: tuple[float, ...] = (1.0,) * 5
+    out_scale: float = 1.0
     names: ClassVar[Names] = (
         ("mamba.in_proj.weight", "in_proj.weight"),
         ("mamba.conv1d.weight", "conv.weight"),

@@ -193,6 +193,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         {**_GRANITE4, **_MAMBA, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
     ),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **{key: value for key, value in _MAMBA.items() if key != "layer_types"},
+            "mamba_d_ssm": 36,
+            "embedding_multiplier": 5.6,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 0.5,  # a power of two: exported within another factor, bit by bit
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 2.0,
+            "ssm_out_multiplier": 0.8,
+            "ssm_multipliers": [0.7, 0.5, 1.2, 1.1, 0.6],
+            "mlp_multipliers": [0.9, 0.6],
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 6,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 20,
+            "routed_scaling_factor": 1.5,
+            "n_group": 3,
+            "topk_group": 2,
+            "initializer_range": 0.1,
+        },
+    ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
     "hunyuan": (
         "HunYuanDenseV1",
@@ -360,11 +395,16 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], *, mixtral: bool = Fals
     gate, up, down, block = ("w1", "w3", "w2", "block_sparse_moe") if mixtral else (*_EXPERT, "mlp")
     found = {}
     tensors = [(_of_granite4(name), tensor) for name, tensor in tensors]
+    if any(".mixer." in name for name, _ in tensors):  # of Nemotron
+        tensors = [(name.replace("model.", "backbone."), tensor) for name, tensor in tensors]
     names = {name for name, _ in tensors}
     for key, tensor in tensors:
         name = key.replace(".mlp.", f".{block}.")
         path, _, leaf = name.rpartition(".")
         is_mlp = ".mlp." in key or ".feed_forward." in key
+        if ".mixer.experts." in key:
+            found |= {f"{path}.{expert}.{leaf}.weight": matrix for expert, matrix in enumerate(tensor)}
+            continue
         if f"{path}.gate_up_proj_bias" in names or not is_mlp:  # gpt-oss's and Gemma's files hold them together
             found[key] = tensor
         elif leaf == "gate_up_proj" and tensor.dim() == 3:

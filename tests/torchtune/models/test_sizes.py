@@ -38,6 +38,7 @@ SIZES = [
     ("granite", "granite3_1_2b", 2_533_531_648, None),
     ("granite", "granite3_1_8b", 8_170_848_256, None),
     ("granite4", "granite4_micro", 3_402_836_480, None),
+    ("nemotron_h", "nemotron3_nano_30b_a3b", 31_577_940_288, None),
     ("granite4", "granite4_h_micro", 3_191_396_096, None),
     ("granite4", "granite4_h_tiny", 6_939_037_248, None),
     ("granite4", "granite4_h_small", 32_207_337_984, None),

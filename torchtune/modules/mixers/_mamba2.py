@@ -32,6 +32,7 @@ class Mamba2(RecurrentMixer):
         dt_min: smallest step size.
         dt_max: largest step size.
         scales: factors of z, x, b, c and dt.
+        out_scale: factor of the output.
 
     Raises:
         ValueError: ``num_heads`` is no multiple of ``num_groups``.
@@ -51,12 +52,13 @@ class Mamba2(RecurrentMixer):
         dt_min: float = 0.0,
         dt_max: float = math.inf,
         scales: tuple[float, ...] = (1.0,) * 5,
+        out_scale: float = 1.0,
     ) -> None:
         super().__init__()
         if num_heads % num_groups:
             raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_groups ({num_groups}).")
         self.num_heads, self.head_dim, self.num_groups, self.state_dim = num_heads, head_dim, num_groups, state_dim
-        self.dt_limits, self.scales = (dt_min, dt_max), scales
+        self.dt_limits, self.scales, self.out_scale = (dt_min, dt_max), scales, out_scale
         inner, of_groups = num_heads * head_dim, num_groups * state_dim
         self.widths = (inner, of_groups, of_groups)
         self.in_proj = nn.Linear(embed_dim, inner + sum(self.widths) + num_heads, bias=False)
@@ -95,7 +97,8 @@ class Mamba2(RecurrentMixer):
             cache.state[rows] = state
         out = torch.addcmul(out, x, self.skip[:, None]).flatten(-2)
         gate = gate if of_gate == 1.0 else gate * of_gate
-        return self.output_proj(swiglu(gate, out) if self.norm is None else self.norm(out, gate))
+        out = self.output_proj(swiglu(gate, out) if self.norm is None else self.norm(out, gate))
+        return out if self.out_scale == 1.0 else out * self.out_scale
 
     @property
     def state_elements(self) -> int:
