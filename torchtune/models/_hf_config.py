@@ -57,7 +57,7 @@ class HFFormat:
         ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head rotate), ``"dim"``
             (``rotary_dim`` counts them), ``"window"`` (a separate base in sliding-window layers), ``"kinds"`` (the
             same, in ``rope_parameters`` only), ``"sections"`` (of the channels, for images), ``"alpha"`` (a stretched
-            base), ``"growth"`` (queries grow with their position).
+            base), ``"growth"`` (queries grow with their position). ``"none"``: the architecture has no positions.
         activation: name of the activation field, and its default.
         eps_field: name of the field of the norms' eps.
         fixed: (field, value) pairs of a description that the file does not state.
@@ -82,7 +82,7 @@ class HFFormat:
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
     rotates_windows_only: bool = False
-    ropes: tuple[Literal["partial", "dim", "window", "kinds", "sections", "alpha", "growth"], ...] = ()
+    ropes: tuple[Literal["partial", "dim", "window", "kinds", "sections", "alpha", "growth", "none"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -230,6 +230,8 @@ class HFFormat:
         return {"window": window, "window_layers": layers} if window is not None and layers else {}
 
     def _write_rope(self, d: Description) -> dict[str, Any]:
+        if "none" in self.ropes:
+            return {}
         if "kinds" in self.ropes:
             return {"rope_parameters": write_kinds(d.rope_base, d.rope_scaling, d.rope_window_base)}
         config = {"rope_theta": d.rope_base, "rope_scaling": write_scaling(d.rope_scaling)}

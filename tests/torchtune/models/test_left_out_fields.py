@@ -286,13 +286,14 @@ def _runs(config: Any) -> bool:
     Nor has it positions for a kind of layer that Gemma 4's ``rope_parameters`` lacks, and it does not stretch a base
     for heads without a stated size.
     """
-    if "alpha" in config.rope_parameters and config.head_dim is None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "alpha" in parameters and config.head_dim is None:
         return False
     kinds = set(getattr(config, "layer_types", None) or ())
-    if "attention_k_eq_v" in config.to_dict() and kinds - config.rope_parameters.keys():
+    if "attention_k_eq_v" in config.to_dict() and kinds - parameters.keys():
         return False
     windowed = "sliding_attention" in kinds
-    ropes = [rope for rope in config.rope_parameters.values() if isinstance(rope, dict)]
+    ropes = [rope for rope in parameters.values() if isinstance(rope, dict)]
     return not (windowed and config.sliding_window is None) and all(
         rope.get("rope_theta") is not None for rope in ropes
     )

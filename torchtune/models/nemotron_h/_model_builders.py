@@ -117,6 +117,7 @@ FORMAT = HFFormat(
     "nemotron_h",
     "half",
     activation=("mlp_hidden_act", "relu2"),
+    ropes=("none",),
     eps_field="layer_norm_epsilon",
     fixed=(("mlp_gated", False), ("norm_rounds_last", True)),
     read_more=_read,
