@@ -113,7 +113,7 @@ class Checker:
             extra = ", ".join(hand.positional[len(signature.order) :])
             self.document.add(path, f"{name} takes no argument for the {extra} that the recipe hands over")
         for keyword in hand.keywords:
-            if keyword not in signature.named and not signature.open:
+            if keyword not in signature.named and not signature.open and not signature.swallows:
                 self.document.add(path, f"{name} takes no argument '{keyword}', which the recipe hands over")
         for key, argument in signature.named.items():
             if argument.required and key not in taken and key not in given:

@@ -24,12 +24,17 @@ class Argument:
 
 @dataclass
 class Accepts:
-    """What a callable accepts: ``order`` are those that positional arguments fill, ``open`` takes any name."""
+    """What a callable accepts: ``order`` are those that positional arguments fill, ``open`` takes any name.
+
+    ``swallows`` tells that ``**kwargs`` is there, which may be ignored: a name in the YAML must do something, one that
+    the recipe hands over need not.
+    """
 
     named: dict[str, Argument] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     variadic: bool = False
     open: bool = False
+    swallows: bool = False
 
 
 _DEPTH = 8  # of **kwargs handed from call to call
@@ -52,7 +57,7 @@ def accepts(target: Callable[..., Any], depth: int = 0) -> Accepts:
         if parameter.kind is parameter.VAR_POSITIONAL:
             found.variadic = True
         elif parameter.kind is parameter.VAR_KEYWORD:
-            catch_all = name
+            catch_all, found.swallows = name, True
         else:
             if parameter.kind is not parameter.POSITIONAL_ONLY:
                 found.named[name] = Argument(_annotation(parameter, source), parameter.default is parameter.empty)
@@ -106,7 +111,7 @@ def remaining(
     for name in set(named) & optional:
         named[name] = Argument(named[name].annotation)
     order = [name for name in inner.order[positional:] if name not in taken]
-    return Accepts(named, order, inner.variadic, inner.open)
+    return Accepts(named, order, inner.variadic, inner.open, inner.swallows)
 
 
 def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
