@@ -131,12 +131,12 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     for layer in decoder.layers:
         flows = flows or any(parameter.requires_grad for parameter in layer.parameters())
         by_token += sum(elements * _passes(matrix, flows) for matrix, elements in _matrices(layer, shapes))
-        attention = getattr(layer, "attn", None)
-        if isinstance(attention, RecurrentMixer):
-            by_token += 6 * attention.state_elements * (3 if flows else 1)
-        elif attention is not None:
-            width = decoder.num_heads * getattr(attention, "head_dim", decoder.head_dim)
-            by_pair[getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
+        for attention in (getattr(layer, "attn", None), getattr(layer, "mixer", None)):
+            if isinstance(attention, RecurrentMixer):
+                by_token += 6 * attention.state_elements * (3 if flows else 1)
+            elif attention is not None:
+                width = decoder.num_heads * getattr(attention, "head_dim", decoder.head_dim)
+                by_pair[getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
     by_label = sum(matrix.numel() * _passes(matrix, flows) for matrix in _output_matrices(decoder))
     if not labels_only:
         by_token, by_label = by_token + by_label, 0.0
