@@ -16,7 +16,7 @@ from torchtune.modules.common_utils import _attention_modules
 from torchtune.modules.transformer import TransformerDecoder
 
 # Steps of decoding from which on it pays to move weights into another layout and back.
-_WORTH_PACKING = 48
+_WORTH_PACKING = 32
 Prompts = Sequence[Tensor | Sequence[int]]
 
 
