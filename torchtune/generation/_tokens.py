@@ -11,7 +11,7 @@ from torchtune.generation._batch import Batch, Request
 from torchtune.generation._errors import GenerationError
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation import evaluating
-from torchtune.generation._ranks import Ranks
+from torchtune.generation._model_ranks import ModelRanks
 from torchtune.modules.common_utils import _attention_modules
 from torchtune.modules.transformer import TransformerDecoder
 
@@ -175,7 +175,7 @@ def stream_tokens(
         over = is_over is not None and is_over(index, token)
         return over or token in stop
 
-    ranks = Ranks(model)
+    ranks = ModelRanks(model)
     with ranks, evaluating(model), fast_linears(model, pack=False), _without_caches(model):
         batch = Batch(model, requests, rows, ranks, device, use_cache)
         while True:
