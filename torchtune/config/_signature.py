@@ -40,10 +40,10 @@ class Accepts:
 
 _DEPTH = 8  # of **kwargs handed from call to call
 # What almost every config gives ``datasets.load_dataset``; that package takes a second to load.
-_LOAD_DATASET = {
-    "data_dir": Argument(str | None),
-    "data_files": Argument(str | Sequence[str] | Mapping[str, str | Sequence[str]] | None),
-    "name": Argument(str | None),
+_FILES = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
+_LOAD_DATASET = {name: Argument(str | None) for name in ("data_dir", "name")}
+_LOAD_DATASET |= {
+    "data_files": Argument(_FILES),
     "split": Argument(str | list[str] | None),
     "streaming": Argument(bool),
 }
@@ -51,11 +51,8 @@ _LOAD_DATASET = {
 
 def accepts(target: Callable[..., Any], given: Iterable[str] | None = None) -> Accepts:
     """Read the signature of a class, function, method or partial; no further than for the names that are ``given``."""
-    if given is not None:
-        found = _accepts(target, is_partial=True)
-        if not found.partial or found.named.keys() >= {str(name) for name in given}:
-            return found
-    return _accepts(target)
+    found = _accepts(target, is_partial=given is not None)
+    return found if not found.partial or found.named.keys() >= set(given or ()) else _accepts(target)
 
 
 def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = False) -> Accepts:
@@ -153,8 +150,7 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int, is_partial:
     scope = _Scope(function, owner, subject, imports)
     for call in uses.calls:
         if is_partial and ast.unparse(call.func) == "datasets.load_dataset":
-            found.named = _LOAD_DATASET | found.named
-            found.partial = True
+            found.named, found.partial = _LOAD_DATASET | found.named, True
             continue
         try:
             callee, skipped = scope.callee(call)
