@@ -140,11 +140,10 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int, is_partial:
     function = inspect.unwrap(function)
     try:
         uses, imports = _read_source(function, catch_all)
+        found.open |= uses.unknown
     except (OSError, TypeError, SyntaxError, IndexError):
         found.open = True
-        return
-    if uses.unknown:
-        found.open = True
+    if found.open:
         return
     subject = target if inspect.isclass(target) else getattr(target, "__self__", None)
     scope = _Scope(function, owner, subject, imports)
