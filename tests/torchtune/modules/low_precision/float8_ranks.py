@@ -24,7 +24,7 @@ SIZES = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "
 
 
 def train(dims: ParallelDims, gathers_float8: bool, **options: Any) -> dict[str, Any]:
-    """Losses in training and in evaluation, final weights, and bytes gathered in the first step."""
+    """Losses in training and in evaluation, final weights, and the bytes that the first training step moves."""
     with torch.device("meta"):
         model = llama3_2(**SIZES, intermediate_dim=48)
     apply_conversions(model, [Float8Training(enable_fsdp_float8_all_gather=gathers_float8)])
@@ -42,13 +42,13 @@ def train(dims: ParallelDims, gathers_float8: bool, **options: Any) -> dict[str,
             parameter.copy_(values)
     training.set_activation_checkpointing(model, {TransformerSelfAttentionLayer})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, gathered, tokens = [], 0, torch.randint(0, 64, (3, 21), generator=rng)
+    losses, moved, tokens = [], {}, torch.randint(0, 64, (3, 21), generator=rng)
     with Traffic() as traffic:
         for _ in range(STEPS):
             loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
             loss.backward()
             losses.append(loss.item())
-            gathered = gathered or traffic.moved.get("_allgather_base_", 0)
+            moved = moved or dict(traffic.moved)
             for parameter in model.parameters() if dims.mesh is None else ():
                 parameter.grad *= RANKS  # ranks have the same rows, and gradients are sums
             optimizer.step()
@@ -57,7 +57,7 @@ def train(dims: ParallelDims, gathers_float8: bool, **options: Any) -> dict[str,
                 losses.append(float(model(tokens).square().mean()))
     reshard(model)
     weights = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
-    return {"losses": losses, "weights": torch.cat([w.flatten() for w in weights]).tolist(), "gathered": gathered}
+    return {"losses": losses, "weights": torch.cat([w.flatten() for w in weights]).tolist(), "moved": moved}
 
 
 def main(folder: Path) -> None:
