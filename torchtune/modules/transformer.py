@@ -124,15 +124,13 @@ class TransformerSelfAttentionLayer(nn.Module):
 
     def _attend(self, x: Tensor, **arguments: Any) -> Tensor | tuple[Tensor, Keys]:
         """``x`` and what attention adds, and the mixer beside it."""
-        if self.mixer is None:  # nothing keeps the norm's output beyond its use
-            attended, mixed = self.attn(self.sa_norm(x), **arguments), None
-        else:
-            normed = self.sa_norm(x)
-            attended, mixed = self.attn(normed, **arguments), self.mixer(normed, input_pos=arguments["input_pos"])
+        normed = self.sa_norm(x)
+        attended = self.attn(normed, **arguments)
         attended, keys = attended if arguments.get("returns_keys") else (attended, None)
+        mixed = None if self.mixer is None else self.mixer(normed, input_pos=arguments["input_pos"])
+        del normed
         h = self.sa_scale(attended) + x
-        if mixed is not None:
-            h = h + mixed
+        h = h if mixed is None else h + mixed
         return h if keys is None else (h, keys)
 
 
