@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtune.modules import _torchao
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, nearest_module_names
@@ -116,6 +115,8 @@ class Float8Training(Conversion):
 @torch.no_grad()
 def _set_scales(layers: list[nn.Module]) -> None:
     """Let FSDP round the shards of these layers by scales that are those of the whole weights."""
+    from torch.distributed.tensor import DTensor  # slow to import
+
     by_group: dict[Any, list[tuple[nn.Module, torch.Tensor]]] = {}
     for layer in layers:
         if isinstance(layer.weight, DTensor):  # else it is gathered already, and has not changed since
