@@ -39,6 +39,14 @@ class Description:
 
     Raises:
         ModelError: sizes that do not fit together.
+
+    Example:
+        >>> description = torchtune.models.Description(
+        ...     vocab_size=50, num_layers=2, embed_dim=32, intermediate_dim=64, max_seq_len=99, num_heads=4,
+        ...     num_kv_heads=2
+        ... )
+        >>> description.head_dim
+        8
     """
 
     # Sizes
