@@ -446,7 +446,7 @@ class TransformerDecoder(nn.Module):
         for index, layer in enumerate(self.layers):
             attn = getattr(layer, "attn", None)
             if not isinstance(attn, MultiHeadAttention):
-                return f"layer {index} has {type(attn or layer).__name__} in the place of attention to single positions"
+                return f"layer {index} has {type(attn or layer).__name__}, which goes on from no other document"
             if not getattr(attn.attention, "shares_prefixes", False):
                 return f"layer {index} computes attention with a function of its own"
             if getattr(layer, "mask_mod", None) is not None:
