@@ -93,7 +93,7 @@ class Checker:
             self.fields(path, node, target.Config, accepted=("_component_",))
             self._handed(path, name, remaining(accepts(target), 1), hand, set())
         elif callable(target):
-            signature = accepts(target)
+            signature = accepts(target, {*node, *(hand.keywords if hand else ())} - {"_component_"})
             self._learn(path, list(signature.named))
             taken = self._handed(path, name, signature, hand, set(node))
             self._arguments(path, node, signature, hand, taken)

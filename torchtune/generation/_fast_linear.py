@@ -66,33 +66,32 @@ class _Packed:
     @torch.no_grad()
     def __init__(self, layers: Sequence[nn.Linear | LoRALinear]) -> None:
         weights = [layer.weight.detach() for layer in layers]
-        adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
         self._layers = layers
-        self._widths = [len(weight) for weight in weights]
-        self._rank = sum(layer.rank for layer in adapted)
-        rows = weights + [layer.lora_a.weight.detach() for layer in adapted]
+        self._adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
+        self._ranks = [layer.rank for layer in self._adapted]
+        self._sizes = [len(weight) for weight in weights] + [sum(self._ranks)]
+        rows = weights + [layer.lora_a.weight.detach() for layer in self._adapted]
         self._weight = _reordered(torch.cat(rows) if len(rows) > 1 else rows[0])
-        self._up = _reordered(self._scaled_up(weights[0])) if adapted else None
+        self._up = self._scaled_up(weights[0])
         self._bias = None
         if any(layer.bias is not None for layer in layers):
-            biases = [
-                weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()
-                for layer, weight in zip(layers, weights, strict=True)
-            ]
-            self._bias = torch.cat([*biases, weights[0].new_zeros(self._rank)])
+            self._bias = weights[0].new_zeros(sum(self._sizes))
+            for layer, part in zip(layers, self._bias.split(self._sizes), strict=False):
+                part.copy_(0 if layer.bias is None else layer.bias)
         for layer in layers:
             layer.weight.data = layer.weight.new_empty(0)
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
     def _scaled_up(self, like: Tensor) -> Tensor:
-        """Block-diagonal ``[all outputs, all ranks]``."""
-        up, row, column = like.new_zeros(sum(self._widths), self._rank), 0, 0
-        for layer, width in zip(self._layers, self._widths, strict=True):
+        """The scaled B matrices, block-diagonal ``[all ranks, all outputs]``."""
+        *widths, rank = self._sizes
+        up, row, column = like.new_zeros(rank, sum(widths)), 0, 0
+        for layer, width in zip(self._layers, widths, strict=True):
             if isinstance(layer, LoRALinear):
-                up[row : row + width, column : column + layer.rank] = layer.lora_b.weight * layer.scaling
-                column += layer.rank
-            row += width
+                up[row : row + layer.rank, column : column + width] = layer.lora_b.weight.t() * layer.scaling
+                row += layer.rank
+            column += width
         return up
 
     def output(self, index: int, x: Tensor) -> Tensor:
@@ -106,14 +105,14 @@ class _Packed:
 
     def _all(self, x: Tensor) -> list[Tensor | None]:
         y = _product(x, self._weight, self._bias)
-        if self._up is None:
-            return list(y.split(self._widths, -1))
-        base, low = y.split([y.shape[-1] - self._rank, self._rank], -1)
-        outputs = list(base.split(self._widths, -1))
-        enabled = [isinstance(layer, LoRALinear) and not layer.disabled for layer in self._layers]
-        if any(enabled):
-            sums = torch.ops.mkldnn._linear_pointwise.binary(low, base, self._up, None, "add").split(self._widths, -1)
-            outputs = [both if is_on else one for one, both, is_on in zip(outputs, sums, enabled, strict=True)]
+        *outputs, low = y.split(self._sizes, -1)
+        if self._adapted:
+            for layer, part in zip(self._adapted, low.split(self._ranks, -1), strict=True):
+                if layer.disabled:
+                    part.zero_()
+            y = y.view(-1, y.shape[-1])
+            width = self._up.shape[1]
+            y[:, :width].addmm_(y[:, width:], self._up)
         return outputs
 
     @torch.inference_mode(False)
@@ -121,8 +120,8 @@ class _Packed:
     def restore(self) -> None:
         """Give the layers their weights back."""
         rows = self._weight.to_dense()
-        alone = len(rows) == self._widths[0]
-        for layer, weight in zip(self._layers, rows.split([*self._widths, self._rank]), strict=False):
+        alone = len(rows) == self._sizes[0]
+        for layer, weight in zip(self._layers, rows.split(self._sizes), strict=False):
             layer.weight.data = weight if alone else weight.clone()
 
 

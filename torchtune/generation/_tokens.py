@@ -16,7 +16,7 @@ from torchtune.modules.common_utils import _attention_modules
 from torchtune.modules.transformer import TransformerDecoder
 
 # Steps of decoding from which on it pays to move weights into another layout and back.
-_WORTH_PACKING = 48
+_WORTH_PACKING = 32
 Prompts = Sequence[Tensor | Sequence[int]]
 
 
@@ -28,6 +28,12 @@ class TokenStep:
         rows: indices of the sequences, int64 ``[m]``: sample j of prompt i is ``i * num_samples + j``.
         tokens: int64 ``[m]``.
         log_probs: float32 ``[m]``.
+
+    Example:
+        >>> rows, tokens = torch.tensor([0, 2]), torch.tensor([7, 9])
+        >>> step = torchtune.generation.TokenStep(rows, tokens, torch.tensor([-0.1, -0.2]))
+        >>> dict(zip(step.rows.tolist(), step.tokens.tolist()))
+        {0: 7, 2: 9}
     """
 
     rows: Tensor
@@ -185,9 +191,9 @@ def stream_tokens(
                     uniform = torch.rand(len(running), generator=rng, device=device)
                 else:
                     uniform = draws[[row.index for row in running], [row.count for row in running]]
-                drawn, log_probs = _draw(logits, temperature, top_k, uniform)
+                drawn, probabilities = _draw(logits, temperature, top_k, uniform)
                 drawn = ranks.agree(drawn)
-                log_probs = log_probs.gather(-1, drawn)[:, 0]
+                log_probs = probabilities.gather(-1, drawn)[:, 0].log()
                 indices = torch.tensor([row.index for row in running], device=device)
                 batch.append(running, drawn, ends)
                 yield TokenStep(indices, drawn[:, 0], log_probs)
@@ -196,24 +202,24 @@ def stream_tokens(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens ``[m, 1]`` and all log-probabilities ``[m, v]`` of logits ``[m, v]``, by one number ``[m]`` a row."""
+    """Tokens ``[m, 1]`` and all probabilities ``[m, v]`` of logits ``[m, v]``, by one number ``[m]`` a row."""
+    probabilities = (logits if temperature in (0.0, 1.0) else logits / temperature).softmax(-1)
     if temperature == 0.0:
-        return logits.argmax(-1, keepdim=True), logits.log_softmax(-1)
-    logits = logits / temperature
-    kept = logits
+        return logits.argmax(-1, keepdim=True), probabilities
+    kept = probabilities
     if top_k:
         lowest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        kept = logits.masked_fill(logits < lowest, float("-inf"))
-    return _invert(kept, uniform), logits.log_softmax(-1)
+        kept = probabilities.masked_fill(logits < lowest, 0.0)
+    return _invert(kept, uniform), probabilities
 
 
-def _invert(logits: Tensor, draws: Tensor) -> Tensor:
-    """The tokens ``[m, 1]`` at which the cumulated probabilities of logits ``[m, v]`` pass ``draws`` ``[m]``."""
-    cumulated = logits.softmax(-1).cumsum(-1)
+def _invert(weights: Tensor, draws: Tensor) -> Tensor:
+    """The tokens ``[m, 1]`` at which the cumulated ``weights`` ``[m, v]`` pass the share ``draws`` ``[m]`` of all."""
+    cumulated = weights.cumsum(-1)
     total = cumulated[:, -1:]
     wanted = (draws[:, None] * total).to(cumulated.dtype)
     wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))  # never a token of probability 0
-    return torch.searchsorted(cumulated, wanted, right=True).clamp(max=logits.shape[-1] - 1)
+    return torch.searchsorted(cumulated, wanted, right=True).clamp(max=weights.shape[-1] - 1)
 
 
 def _device(model: TransformerDecoder, prompts: Prompts) -> torch.device:

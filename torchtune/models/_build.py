@@ -209,7 +209,8 @@ def _mixture(d: Description) -> MoE:
         top_groups=d.router_top_groups,
         norm_eps=d.norm_eps if d.router_norm else None,
     )
-    sizes = {"dim": d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
+    latent = d.expert_latent_dim
+    sizes = {"dim": latent or d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
     if d.expert_limit is not None:
         return MoE(experts=ClampedExperts(**sizes, limit=d.expert_limit), router=router)
     kind = GroupedExperts if d.mlp_gated else UngatedExperts
@@ -224,6 +225,9 @@ def _mixture(d: Description) -> MoE:
         shared_expert=_feed_forward(d, d.shared_expert_dim),
         shared_gate=gate,
         norms={name: _norm(d, d.embed_dim) for name in names} or None,
+        latent=(nn.Linear(d.embed_dim, latent, bias=False), nn.Linear(latent, d.embed_dim, bias=False))
+        if latent
+        else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +112,8 @@ class TransformerSelfAttentionLayer(nn.Module):
         h = x
         if self.attn is not None:
             sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
-            normed = self.sa_norm(x)
-            attended = self.attn(normed, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
-            attended, keys = attended if returns_keys else (attended, None)
-            h = self.sa_scale(attended) + x
-        if self.mixer is not None:
-            h = h + self.mixer(normed, input_pos=input_pos)
+            h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
+            h, keys = h if returns_keys else (h, None)
         if self.mlp is not None:
             h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
         if self.layer_embed is not None:
@@ -125,6 +121,17 @@ class TransformerSelfAttentionLayer(nn.Module):
         if self.layer_scale is not None:
             h = self.layer_scale(h)
         return (h, keys) if returns_keys else h
+
+    def _attend(self, x: Tensor, **arguments: Any) -> Tensor | tuple[Tensor, Keys]:
+        """``x`` and what attention adds, and the mixer beside it."""
+        normed = self.sa_norm(x)
+        attended = self.attn(normed, **arguments)
+        attended, keys = attended if arguments.get("returns_keys") else (attended, None)
+        mixed = None if self.mixer is None else self.mixer(normed, input_pos=arguments["input_pos"])
+        del normed
+        h = self.sa_scale(attended) + x
+        h = h if mixed is None else h + mixed
+        return h if keys is None else (h, keys)
 
 
 class Multiplier(nn.Module):
@@ -335,7 +342,8 @@ class TransformerDecoder(nn.Module):
             those hidden states and then this tensor.
 
         Raises:
-            ValueError: a sequence exceeds ``max_seq_len``, a KV cache is used without mask and positions or is outgrown
+            ValueError: a sequence exceeds ``max_seq_len``, documents share a prefix and cannot
+                (:meth:`prefix_obstacle`), a KV cache is used without mask and positions or is outgrown
                 (:meth:`outgrows_caches`), a mask comes without positions to layers that have a state, both tokens and
                 embeddings are given, or ``output`` has another value.
         """
@@ -408,6 +416,8 @@ class TransformerDecoder(nn.Module):
         return None if documents is None else Boundaries.of(documents, block_masks=windows)
 
     def _check(self, h: Tensor, mask: _MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
+        if documents is not None and documents.shared is not None and (reason := self.prefix_obstacle()):
+            raise ValueError(f"Documents share a prefix, but {reason}: give each document its own.")
         longest = h.shape[1] if documents is None else documents.max_length
         if longest > self.max_seq_len:
             raise ValueError(
@@ -430,6 +440,22 @@ class TransformerDecoder(nn.Module):
                     "The text grows beyond a length at which the angles of all its positions change: call "
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
                 )
+
+    def prefix_obstacle(self) -> str | None:
+        """Why documents cannot share a prefix in this model (:class:`torchtune.data.Documents`); None: they can."""
+        for index, layer in enumerate(self.layers):
+            attn = getattr(layer, "attn", None)
+            if not isinstance(attn, MultiHeadAttention):
+                return f"layer {index} has {type(attn or layer).__name__} in the place of attention to single positions"
+            if not getattr(attn.attention, "shares_prefixes", False):
+                return f"layer {index} computes attention with a function of its own"
+            if getattr(layer, "mask_mod", None) is not None:
+                return f"layer {index} changes masks"
+            if attn.attn_dropout:
+                return "attention has dropout (attn_dropout), which draws anew for every document"
+            if getattr(attn.pos_embeddings, "by_reach", False):
+                return "the angles of all positions depend on the length of the document (LongRoPE, dynamic RoPE)"
+        return None
 
     def _has_states(self) -> bool:
         return any(isinstance(module, RecurrentMixer) for layer in self.layers for module in layer.children())

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtune.modules import _torchao
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, nearest_module_names
@@ -40,6 +39,10 @@ class Float8Training(Conversion):
         ConversionError: an unknown recipe, or one that has no scale for a tensor with
             ``enable_fsdp_float8_all_gather``.
         UserError: torchao is not installed.
+
+    Example:
+        >>> torchtune.modules.low_precision.Float8Training("rowwise").phase.name
+        'FLOAT8_TRAINING'
     """
 
     phase: ClassVar[Phase] = Phase.FLOAT8_TRAINING
@@ -118,6 +121,8 @@ class Float8Training(Conversion):
 @torch.no_grad()
 def _set_scales(layers: list[nn.Module]) -> None:
     """Let FSDP round the shards of these layers by scales that are those of the whole weights."""
+    from torch.distributed.tensor import DTensor  # slow to import
+
     by_group: dict[Any, list[tuple[nn.Module, torch.Tensor]]] = {}
     for layer in layers:
         if isinstance(layer.weight, DTensor):  # else it is gathered already, and has not changed since

@@ -86,10 +86,14 @@ class FlopCount:
     label: float
     pair: Mapping[int | None, float]
 
-    def attention(self, lengths: Iterable[int]) -> float:
-        """Operations of attention in documents of these lengths."""
+    def attention(self, lengths: Iterable[int], before: Iterable[int] | None = None) -> float:
+        """Operations of attention in documents of these lengths, which go on from ``before`` other positions."""
         lengths = list(lengths)
-        return sum(each * sum(_pairs(length, window) for length in lengths) for window, each in self.pair.items())
+        spans = list(zip([0] * len(lengths) if before is None else before, lengths, strict=True))
+        return sum(
+            each * sum(_pairs(start + length, window) - _pairs(start, window) for start, length in spans)
+            for window, each in self.pair.items()
+        )
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -165,10 +169,10 @@ def _matrices(
             yield parameter, math.prod(shapes[parameter]) * shares.get(parameter, 1.0)
 
 
-def document_lengths(batch: Any) -> list[int]:
-    """Lengths of the documents of a batch; without them every row is one."""
+def document_spans(batch: Any) -> list[tuple[int, int]]:
+    """(length, positions that it goes on from) of the documents of a batch; without them every row is one."""
     documents = batch.get("documents")
     if documents is not None:
-        return list(documents.lengths)
+        return list(zip(documents.lengths, documents.before, strict=True))
     rows, length = batch["tokens"].shape
-    return [length] * rows
+    return [(length, 0)] * rows
