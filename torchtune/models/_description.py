@@ -21,6 +21,9 @@ _LARGEST = {
     "num_heads": 2**14,
     "head_dim": 2**14,
     "full_head_dim": 2**14,
+    "kv_latent_dim": 2**16,
+    "q_latent_dim": 2**16,
+    "value_dim": 2**14,
     "layer_embed_dim": 2**16,
     "layer_embed_vocab": 2**28,
     "shared_kv_intermediate_dim": 2**22,
@@ -69,6 +72,11 @@ class Description:
     shared_kv_layers: int = 0  # the last layers have no keys: they use those of the last one before them of their kind
     attn_sinks: bool = False  # attention sinks: a learned logit per head in the softmax's denominator
     attn_gate: bool = False  # q_proj also returns a gate per head, and its sigmoid scales the head's output
+
+    # Latent attention (MLA): keys and values of all heads are projections of one latent for each position
+    kv_latent_dim: int = 0  # width of that latent; 0: ordinary attention
+    q_latent_dim: int = 0  # queries are projections of a latent of this width; 0: of the input
+    value_dim: int = 0  # size of a value; the last rope_dim channels of a key rotate and are common to all heads
 
     # Layers without attention
     mixer: Mixer | None = None  # replaces attention in mixer_layers
@@ -150,6 +158,7 @@ class Description:
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
         self._check_positions()
+        self._check_latents()
         self._check_experts()
         self._check_layer_kinds()
         if self.mixer is not None and (problem := self.mixer.problem()):
@@ -180,6 +189,21 @@ class Description:
         if self.attn_dropout and (self.window or self.attn_softcap or self.attn_sinks):
             raise ModelError("attn_dropout must be 0 in a model with an attention window, soft cap or sinks.")
 
+    def _check_latents(self) -> None:
+        if bool(self.kv_latent_dim) != bool(self.value_dim) or (self.q_latent_dim and not self.kv_latent_dim):
+            raise ModelError(
+                f"kv_latent_dim (got {self.kv_latent_dim}) and value_dim ({self.value_dim}) go together, and "
+                f"q_latent_dim ({self.q_latent_dim}) needs them."
+            )
+        if self.kv_latent_dim and self.num_kv_heads != self.num_heads:
+            raise ModelError(
+                f"kv_latent_dim needs num_kv_heads = num_heads ({self.num_heads}), got {self.num_kv_heads}."
+            )
+        with_heads = ("window", "attn_softcap", "attn_sinks", "attn_gate", "v_norm", "shared_kv_layers", "has_qk_norm")
+        both = [name for name in with_heads if self.kv_latent_dim and getattr(self, name)]
+        if both:
+            raise ModelError(f"kv_latent_dim and {both[0]} do not go together.")
+
     def _check_experts(self) -> None:
         if bool(self.num_experts) != bool(self.expert_dim) or not 0 <= self.experts_per_token <= self.num_experts:
             raise ModelError(
@@ -196,7 +220,7 @@ class Description:
         groups, top = self.router_groups, self.router_top_groups
         if not 1 <= top <= groups or self.num_experts % groups or (groups > 1 and self.num_experts < 2 * groups):
             raise ModelError(
-                f"router_top_groups ({top}) of router_groups ({groups}) do not fit {self.num_experts} experts."
+                f"router_top_groups ({top}) of router_groups ({groups}) do not fit num_experts ({self.num_experts})."
             )
         if self.num_experts and not self.experts_per_token:
             raise ModelError(f"experts_per_token must be at least 1 with num_experts = {self.num_experts}.")
@@ -240,7 +264,8 @@ class Description:
     @property
     def key_layers(self) -> tuple[int, ...]:
         """Layers with a projection of keys."""
-        return tuple(i for i in self.attn_layers if i < self.num_layers - self.shared_kv_layers)
+        without = self.shared_kv_layers if not self.kv_latent_dim else self.num_layers
+        return tuple(i for i in self.attn_layers if i < self.num_layers - without)
 
     @property
     def value_layers(self) -> tuple[int, ...]:
@@ -272,6 +297,26 @@ class Description:
     def attn_layers(self) -> tuple[int, ...]:
         """Layers with attention."""
         return tuple(i for i in range(self.num_layers) if i not in self.mixer_layers)
+
+    @property
+    def latent_layers(self) -> tuple[int, ...]:
+        """Layers with latent attention."""
+        return self.attn_layers if self.kv_latent_dim else ()
+
+    @property
+    def query_bias_layers(self) -> tuple[int, ...]:
+        """Layers whose queries have a bias; with latent attention, ``q_bias`` is that of the latent of queries."""
+        return self.attn_layers if self.q_bias and not self.kv_latent_dim else ()
+
+    @property
+    def input_query_layers(self) -> tuple[int, ...]:
+        """Layers whose queries are projections of the input."""
+        return () if self.q_latent_dim else self.attn_layers
+
+    @property
+    def latent_query_layers(self) -> tuple[int, ...]:
+        """Layers whose queries are projections of a latent."""
+        return self.attn_layers if self.q_latent_dim else ()
 
     @property
     def shared_expert_layers(self) -> tuple[int, ...]:

@@ -22,6 +22,8 @@ _THEIR_NAMES = {
     "max_seq_len": "max_position_embeddings",
     "experts_per_token": "num_experts_per_tok",
     "expert_dim": "moe_intermediate_size",
+    "router_groups": "n_group",
+    "router_top_groups": "topk_group",
     "attn_dropout": "attention_dropout",
     "window": "sliding_window",
     "full_head_dim": "global_head_dim",

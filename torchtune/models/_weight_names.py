@@ -42,7 +42,7 @@ _FUSED = {
     "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim", "intermediate_dim"), "mlp_bias"),
 }
 # Projections that not every layer with attention has.
-_WHERE = {"attn.k_proj": "key_layers", "attn.v_proj": "value_layers"}
+_WHERE = {"attn.q_proj": "input_query_layers", "attn.k_proj": "key_layers", "attn.v_proj": "value_layers"}
 _HF, _META, _GGUF = 1, 2, 3
 _LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{layer}."}
 
@@ -55,7 +55,8 @@ def _rows(column: int, qk: Op) -> tuple[Row, ...]:
         external, ours = _LAYER[column] + row[column], "layers.{layer}." + row[0]
         when = "mlp_layers" if row[0].startswith("mlp.") else _WHERE.get(row[0], "attn_layers")
         rows.append(Row(f"{external}.weight", f"{ours}.weight", op, when))
-        rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=(when, row[4])))
+        when = "query_bias_layers" if row[4] == "q_bias" else (when, row[4])
+        rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=when))
     for row in _NORMS:
         where = "key_layers" if row[0] == "attn.k_norm" else "attn_layers"
         op, when = (qk, (where, row[4])) if row[4] == "has_qk_norm" else (Identity(), row[4])
@@ -109,7 +110,7 @@ def hf_names(
     )
 
 
-def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) -> WeightMap:
+def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bias: str | None = None) -> WeightMap:
     """Add mixtures of experts to a weight map; the checkpoint has one tensor per expert and matrix.
 
     Args:
@@ -118,9 +119,12 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) ->
         gate: their name of an expert's ``gate_proj``.
         up: their name of an expert's ``up_proj``.
         down: their name of an expert's ``down_proj``.
+        bias: their name, in the mixture, of what routers add to scores for the selection.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.", "layers.{layer}.mlp."
     rows = [Row(f"{theirs}gate.weight", f"{ours}router.gate.weight", when="expert_layers")]
+    if bias is not None:
+        rows.append(Row(f"{theirs}{bias}", f"{ours}router.selection_bias", when="expert_layers"))
     for name, matrix in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
         external = f"{theirs}experts.{{expert}}.{matrix}.weight"
         rows.append(Row(external, f"{ours}experts.{name}", Stack(transpose=True), "expert_layers"))
@@ -170,6 +174,25 @@ def mixers(weight_map: WeightMap, names: Names) -> WeightMap:
     rows = [
         Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.attn.{ours}", *op, when="mixer_layers")
         for theirs, ours, *op in names
+    ]
+    return replace(weight_map, rows=(*weight_map.rows, *rows))
+
+
+def latent_attention(weight_map: WeightMap) -> WeightMap:
+    """Add latent attention to a weight map, with DeepSeek's names."""
+    theirs, ours = f"{_LAYER[_HF]}self_attn.", "layers.{layer}.attn."
+    rows = [
+        Row(f"{theirs}{external}", f"{ours}{name}", when=when)
+        for external, name, when in (
+            ("q_a_proj.weight", "q_down_proj.weight", "latent_query_layers"),
+            ("q_a_proj.bias", "q_down_proj.bias", ("latent_query_layers", "q_bias")),
+            ("q_a_layernorm.weight", "q_down_norm.scale", "latent_query_layers"),
+            ("q_b_proj.weight", "q_proj.weight", "latent_query_layers"),
+            ("kv_a_proj_with_mqa.weight", "kv_down_proj.weight", "latent_layers"),
+            ("kv_a_proj_with_mqa.bias", "kv_down_proj.bias", ("latent_layers", "k_bias")),
+            ("kv_a_layernorm.weight", "kv_down_norm.scale", "latent_layers"),
+            ("kv_b_proj.weight", "kv_proj.weight", "latent_layers"),
+        )
     ]
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 

@@ -16,8 +16,8 @@ from torchtune.modules.conversion import (
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
-    MIXER_INPUTS,
     MLP_MODULES,
+    STANDS_FOR,
     get_adapter_params,
     is_adapter_key,
     set_trainable_params,
@@ -46,7 +46,8 @@ class LoRA(Conversion):
         alpha: the update is scaled by alpha / rank.
         dropout: dropout on the adapters' input, in training.
         attn_modules: projections of attention, out of q_proj, k_proj, v_proj, output_proj; ``None`` means all four. In
-            layers without attention, each of the first three means the one projection of the input.
+            layers without attention, each of the first three means the one projection of the input; in latent
+            attention, k_proj and v_proj mean kv_down_proj and kv_proj, and q_proj also q_down_proj.
         apply_to_mlp: also adapt w1, w2, w3 of every MLP, or its experts.
         apply_to_output: also adapt the output projection; it must not be tied to the embedding.
         target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
@@ -120,8 +121,7 @@ class LoRA(Conversion):
             return {pattern: (pattern, f"*.{pattern}") for pattern in self.target_modules}
         targets = {}
         for asked in self.attn_modules:
-            names = (asked,) if asked == "output_proj" else (asked, *MIXER_INPUTS)
-            targets[asked] = tuple(f"{start}attn.{name}" for name in names for start in ("", "*."))
+            targets[asked] = tuple(f"{start}attn.{name}" for name in STANDS_FOR[asked] for start in ("", "*."))
         if self.apply_to_mlp:
             names = (*MLP_MODULES, "experts", *(f"shared_expert.{name}" for name in MLP_MODULES))
             targets["mlp.w1/w2/w3"] = tuple(f"{start}mlp.{name}" for name in names for start in ("", "*."))

@@ -131,7 +131,8 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
         if isinstance(attention, RecurrentMixer):
             by_token += 6 * attention.state_elements * (3 if flows else 1)
         elif attention is not None:
-            width = decoder.num_heads * getattr(attention, "head_dim", decoder.head_dim)
+            head = getattr(attention, "head_dim", decoder.head_dim)
+            width = decoder.num_heads * sum(getattr(attention, name, head) for name in ("key_dim", "value_dim")) / 2
             by_pair[getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
     by_label = sum(matrix.numel() * _passes(matrix, flows) for matrix in _output_matrices(decoder))
     if not labels_only:

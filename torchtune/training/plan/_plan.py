@@ -37,6 +37,7 @@ import torch
 
 from torchtune.config._locate import locate
 from torchtune.modules.conversion import full_shapes
+from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.loss._linear_cross_entropy import LOGITS_BLOCK
 from torchtune.modules.loss.cross_entropy_loss import rows_of_a_chunk
 from torchtune.modules.mixers import RecurrentMixer
@@ -171,6 +172,9 @@ def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, in
 
 
 def _mixer_elements(mixer: torch.nn.Module, shapes: Mapping[torch.nn.Parameter, tuple[int, ...]]) -> int:
+    if isinstance(mixer, LatentAttention):  # latents, and keys and values of every head
+        down = [child for child in (mixer.q_down_proj, mixer.kv_down_proj) if child is not None]
+        return 2 * sum(shapes[child.weight][0] for child in down) + 6 * mixer.num_heads * mixer.head_dim
     if not isinstance(mixer, RecurrentMixer):
         return 2 * shapes[mixer.q_proj.weight][0] + (4 * shapes[mixer.k_proj.weight][0] if mixer.k_proj else 0)
     linears = {name: child for name, child in mixer.named_children() if name.endswith("_proj")}
