@@ -34,6 +34,13 @@ class Documents:
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(lengths, cu_seqlens.to(device) if device is not None else cu_seqlens)
 
+    def in_chunks(self, size: int) -> "Documents":
+        """Boundaries of the chunks of ``size`` positions that each document consists of; its last may be shorter."""
+        if self.max_length <= size:
+            return self
+        lengths = [min(size, length - start) for length in self.lengths for start in range(0, length, size)]
+        return Documents.from_lengths(lengths, self.cu_seqlens.device)
+
     @property
     def max_length(self) -> int:
         """Length of the longest document."""

@@ -164,7 +164,7 @@ def _latent_attention(d: Description, index: int, rope: nn.Module) -> LatentAtte
         max_seq_len=d.max_seq_len,
         attn_dropout=d.attn_dropout,
         scale=d.attn_scale or yarn * d.head_dim**-0.5,
-        growth=(d.query_growth, d.query_growth_span) if d.query_growth else None,
+        growth=_growth(d, index),
     )
 
 
@@ -197,8 +197,15 @@ def _attention(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -
         window=d.window if windowed else None,
         sinks=d.attn_sinks,
         gated=d.attn_gate,
-        growth=(d.query_growth, d.query_growth_span) if d.query_growth else None,
+        growth=_growth(d, index),
+        chunk=d.chunk if index in d.chunk_layers else None,
+        qk_norm_eps=d.norm_eps if d.qk_unit_norm and index not in d.unrotated_layers else None,
     )
+
+
+def _growth(d: Description, index: int) -> tuple[float, int, int] | None:
+    grows = d.query_growth and (not d.query_growth_layers or index in d.query_growth_layers)
+    return (d.query_growth, d.query_growth_span, d.query_growth_first) if grows else None
 
 
 def _feed_forward(d: Description, width: int) -> FeedForward:
@@ -230,7 +237,7 @@ def _mixture(d: Description) -> MoE:
         return MoE(experts=ClampedExperts(**sizes, limit=d.expert_limit), router=router)
     experts = GroupedExperts(**sizes, activation=_ACTIVATIONS[d.activation]())
     if not d.shared_expert_dim:
-        return MoE(experts=experts, router=router)
+        return MoE(experts=experts, router=router, scales_input=d.router_scales_input)
     gate = nn.Linear(d.embed_dim, 1, bias=False) if d.shared_expert_gate else None
     names = ("input", "output", "shared_input", "shared_output") if d.expert_norms else ()
     return MoE(
@@ -238,6 +245,7 @@ def _mixture(d: Description) -> MoE:
         router=router,
         shared_expert=_feed_forward(d, d.shared_expert_dim),
         shared_gate=gate,
+        scales_input=d.router_scales_input,
         norms={name: _norm(d, d.embed_dim) for name in names} or None,
     )
 

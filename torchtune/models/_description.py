@@ -60,11 +60,14 @@ class Description:
     v_bias: bool = False
     attn_output_bias: bool = False
     qk_norm: Literal["none", "before_rope", "after_rope"] = "none"  # RMSNorm over each head of queries and keys
+    qk_unit_norm: bool = False  # RMSNorm, without weight, over each head of queries and keys after rope, where it is
     qk_norm_whole: bool = False  # that norm (before rope) spans all heads at once
     attn_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attn_softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     window: int | None = None  # sliding window: positions that a query sees, its own included
     window_layers: tuple[int, ...] = ()  # layers with sliding-window attention
+    chunk: int | None = None  # attention stays within chunks of so many positions of a document ...
+    chunk_layers: tuple[int, ...] = ()  # ... in these layers
     full_head_dim: int = 0  # of layers without a window; 0: head_dim
     full_num_kv_heads: int = 0  # of layers without a window; 0: num_kv_heads
     full_keys_as_values: bool = False  # layers without a window have no v_proj: values are the projected keys
@@ -93,6 +96,8 @@ class Description:
     unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions (NoPE)
     query_growth: float = 0.0  # queries are scaled by 1 + query_growth * ln(1 + position // query_growth_span)
     query_growth_span: int = 0
+    query_growth_first: int = 0  # number of the first position, in that formula
+    query_growth_layers: tuple[int, ...] = ()  # layers in which they are; (): all
 
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
@@ -117,6 +122,7 @@ class Description:
     shared_expert_gate: bool = False  # the sigmoid of a projection of the token scales the shared expert's output
     expert_norms: bool = False  # experts and shared expert have norms of their own, before and after, for mlp_norm
     router_norm: bool = False  # the router sees tokens of length 1, scaled by channel, and scales each expert's weight
+    router_scales_input: bool = False  # routing weights multiply an expert's input, not its output
     router_balance: float = 0.0  # coefficient of the load-balancing loss, if training enables it
 
     # Norms
@@ -182,12 +188,14 @@ class Description:
             raise ModelError(
                 f"window (got {self.window}) and window_layers (got {len(self.window_layers)} layers) go together."
             )
+        if bool(self.chunk) != bool(self.chunk_layers) or set(self.chunk_layers) & set(self.window_layers):
+            raise ModelError(f"chunk (got {self.chunk}) and chunk_layers go together, in layers without a window.")
         if self.query_growth and self.query_growth_span < 1:
             raise ModelError(
                 f"query_growth ({self.query_growth}) needs query_growth_span, got {self.query_growth_span}."
             )
-        if self.attn_dropout and (self.window or self.attn_softcap or self.attn_sinks):
-            raise ModelError("attn_dropout must be 0 in a model with an attention window, soft cap or sinks.")
+        if self.attn_dropout and (self.window or self.chunk or self.attn_softcap or self.attn_sinks):
+            raise ModelError("attn_dropout must be 0 in a model with an attention window, chunks, soft cap or sinks.")
 
     def _check_latents(self) -> None:
         if bool(self.kv_latent_dim) != bool(self.value_dim) or (self.q_latent_dim and not self.kv_latent_dim):
@@ -199,7 +207,8 @@ class Description:
             raise ModelError(
                 f"kv_latent_dim needs num_kv_heads = num_heads ({self.num_heads}), got {self.num_kv_heads}."
             )
-        with_heads = ("window", "attn_softcap", "attn_sinks", "attn_gate", "v_norm", "shared_kv_layers", "has_qk_norm")
+        with_heads = ("window", "chunk", "attn_softcap", "attn_sinks", "attn_gate", "v_norm", "shared_kv_layers")
+        with_heads = (*with_heads, "has_qk_norm", "qk_unit_norm")
         both = [name for name in with_heads if self.kv_latent_dim and getattr(self, name)]
         if both:
             raise ModelError(f"kv_latent_dim and {both[0]} do not go together.")

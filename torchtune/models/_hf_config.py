@@ -50,7 +50,7 @@ class HFFormat:
         has_mlp_bias: whether a flag for biases of the feed-forward exists.
         bias_fields: names of the two flags, of attention and of the feed-forward; they may be the same.
         qk_norm: as in a description.
-        mixer_kind: entry of ``layer_types`` of layers without attention, which ``read_more`` reads.
+        mixer_kind: entry of ``layer_types`` of layers without attention, or in chunks, which ``read_more`` reads.
         windows: whether ``sliding_window`` alone enables sliding windows, ``use_sliding_window`` must be true as well,
             or the architecture has none.
         window_layers: which layers have a sliding window if ``layer_types`` is absent: all (there is no such field),

@@ -131,18 +131,19 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bi
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 
-def with_fused_experts(weight_map: WeightMap, block: str) -> WeightMap:
+def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = True) -> WeightMap:
     """The map of checkpoints that hold the experts of a layer in two tensors, from one that names them one by one.
 
     Args:
         weight_map: Hugging Face map.
         block: their name of the mixture in a layer, the parent of ``experts``.
+        transpose: whether their matrices are ``[out, in]``, else ``[in, out]`` as ours.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
     rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
     both = (f"{ours}gate_proj", f"{ours}up_proj")
-    rows.append(Row(f"{theirs}gate_up_proj", both, FusedExperts(2), "expert_layers"))
-    rows.append(Row(f"{theirs}down_proj", f"{ours}down_proj", FusedExperts(), "expert_layers"))
+    rows.append(Row(f"{theirs}gate_up_proj", both, FusedExperts(2, transpose), "expert_layers"))
+    rows.append(Row(f"{theirs}down_proj", f"{ours}down_proj", FusedExperts(1, transpose), "expert_layers"))
     return replace(weight_map, rows=tuple(rows))
 
 

@@ -75,7 +75,7 @@ class LatentAttention(MultiHeadAttention):
         max_seq_len: int = 4096,
         attn_dropout: float = 0.0,
         scale: float | None = None,
-        growth: tuple[float, int] | None = None,
+        growth: tuple[float, int, int] | None = None,
     ) -> None:
         if (q_down_proj is None) != (q_down_norm is None):
             raise ValueError("q_down_proj and q_down_norm must be given together.")

@@ -262,6 +262,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_mtp_layers": 0,
         },
     ),
+    "llama4": (
+        "Llama4",
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 7,
+            "floor_scale": 9,
+            "rope_parameters": _LLAMA3_ROPE,
+        },
+    ),
     "deepseek_v3": ("DeepseekV3", {**_LATENTS, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}),
     "deepseek_v3_direct": (  # queries without a latent, values wider than keys, no groups
         "DeepseekV3",
@@ -361,7 +376,7 @@ def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tens
 
 _EXPERT = ("gate_proj", "up_proj", "down_proj")
 # Whose files hold the experts of a layer together.
-_FUSED = ("mistral4", "Mistral4")
+_FUSED = ("mistral4", "Mistral4", "llama4", "Llama4")
 # Whose files call the matrices of experts as Mixtral's do.
 _OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2", "lfm2_moe", "Lfm2Moe")
 

@@ -170,6 +170,13 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"norm_topk_prob": False, "routed_scaling_factor": 1.5, "first_k_dense_replace": 2, "use_qk_norm": True}
         | {"head_dim": 12, "attention_bias": True},
     ),
+    "llama4": (
+        "Llama4",
+        {**_EXPERTS, "num_local_experts": 5, "head_dim": 12, "intermediate_size_mlp": 56, "moe_layers": [0, 2, 3]}
+        | {"no_rope_layers": [1, 0, 1, 0, 1], "attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.4}
+        | {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"] + ["full_attention"] * 2}
+        | {"rope_parameters": _LLAMA3, "attention_bias": True},
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {**_LATENTS, "n_group": 2, "topk_group": 1, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2}},

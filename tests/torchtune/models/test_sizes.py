@@ -111,6 +111,8 @@ SIZES = [
     ("qwen3_next", "qwen3_next_80b_a3b", 79_674_391_296, None),
     ("glm4_moe", "glm4_5_air", 106_852_251_264, None),
     ("glm4_moe", "glm4_5", 352_797_829_024, None),
+    ("llama4", "llama4_scout_17b_16e", 107_769_861_120, None),
+    ("llama4", "llama4_maverick_17b_128e", 400_711_848_960, None),
     ("glm4_moe_lite", "glm4_7_flash", 29_943_393_920, None),
     ("deepseek_v3", "deepseek_v3", 671_026_419_200, None),
     ("deepseek_v3", "moonlight_16b_a3b", 15_960_110_208, None),

@@ -174,6 +174,7 @@ class MoE(nn.Module):
         shared_gate: projection ``d -> 1``; its sigmoid scales the output of ``shared_expert``.
         norms: norms of the inputs and outputs of ``experts`` and of ``shared_expert``, by name: ``input``, ``output``,
             ``shared_input``, ``shared_output``. The router sees tokens before them.
+        scales_input: scores multiply the inputs of experts, not their outputs.
 
     Example:
         >>> from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
@@ -193,8 +194,10 @@ class MoE(nn.Module):
         shared_expert: nn.Module | None = None,
         shared_gate: nn.Module | None = None,
         norms: Mapping[str, nn.Module] | None = None,
+        scales_input: bool = False,
     ) -> None:
         super().__init__()
+        self.scales_input = scales_input
         self.experts = experts
         self.router = router
         self.shared_expert = shared_expert
@@ -211,9 +214,11 @@ class MoE(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         normed = tokens if self.norms is None else self.norms["input"](tokens)
         rows = permute_rows(normed, order, inverse, copies)
+        if self.scales_input:
+            rows = rows * scores.flatten()[order].unsqueeze(-1).to(rows.dtype)
         rows = self.experts(rows, counts) if self.exchange is None else self.exchange(self.experts, rows, counts)
         by_token = permute_rows(rows, inverse, order).unflatten(0, (-1, copies))
-        out = (by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
+        out = (by_token if self.scales_input else by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
         if self.norms is not None:
             shared = self.shared_expert(self.norms["shared_input"](tokens))
             out = self.norms["output"](out) + self.norms["shared_output"](shared)

@@ -17,7 +17,7 @@ that the hardware does. Norms, rotations, activations, the softmax and the optim
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,16 +80,21 @@ class FlopCount:
         token: for every token, without attention.
         label: for every token that carries a label.
         pair: for every pair of a query and a key that it sees, by the window of the layers (None: no window).
+        chunked: for every such pair in layers that attend within chunks, by their size.
     """
 
     token: float
     label: float
     pair: Mapping[int | None, float]
+    chunked: Mapping[int, float] = field(default_factory=dict)
 
     def attention(self, lengths: Iterable[int]) -> float:
         """Operations of attention in documents of these lengths."""
         lengths = list(lengths)
-        return sum(each * sum(_pairs(length, window) for length in lengths) for window, each in self.pair.items())
+        found = sum(each * sum(_pairs(length, window) for length in lengths) for window, each in self.pair.items())
+        for size, each in self.chunked.items():
+            found += each * sum(length // size * _pairs(size, None) + _pairs(length % size, None) for length in lengths)
+        return found
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -119,7 +124,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     if labels_only is None:
         labels_only = getattr(decoder, "skip_output_layer", False)
     flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
-    by_token, by_pair = 0.0, Counter()
+    by_token, by_pair, by_chunk = 0.0, Counter(), Counter()
     shapes = full_shapes(model)
     if getattr(decoder, "layer_embeddings", None) is not None:
         matrix = decoder.layer_embeddings.projection.weight
@@ -133,11 +138,13 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
         elif attention is not None:
             head = getattr(attention, "head_dim", decoder.head_dim)
             width = decoder.num_heads * sum(getattr(attention, name, head) for name in ("key_dim", "value_dim")) / 2
-            by_pair[getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
+            chunk = getattr(attention, "chunk", None)
+            of, size = (by_chunk, chunk) if chunk else (by_pair, getattr(attention, "window", None))
+            of[size] += 2 * width * (6 if flows else 2)
     by_label = sum(matrix.numel() * _passes(matrix, flows) for matrix in _output_matrices(decoder))
     if not labels_only:
         by_token, by_label = by_token + by_label, 0.0
-    return FlopCount(by_token, by_label, dict(by_pair))
+    return FlopCount(by_token, by_label, dict(by_pair), dict(by_chunk))
 
 
 def _passes(matrix: "torch.Tensor", flows: bool) -> int:

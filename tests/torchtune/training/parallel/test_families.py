@@ -52,6 +52,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 _LATENTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}
 WITH_EXPERTS = {
     "DeepseekV3": {**_LATENTS, "first_k_dense_replace": 0},
+    "Llama4": {"num_local_experts": 2},
     "Glm4MoeLite": {**_LATENTS, "mlp_layer_types": ["sparse"]},
     "Mistral4": _LATENTS,
     "Glm4Moe": {"n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 0},
