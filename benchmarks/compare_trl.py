@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ CASES = [(method, "bf16", layout) for method in ("lora", "qlora", "full", "full8
 CASES += [("lora", "fp32", "rows"), ("full", "fp32", "rows")]
 CASES += [("lora", "bf16", "pairs"), ("full", "bf16", "pairs"), ("lora", "fp32", "pairs")]
 CASES += [("full", "bf16", "scores"), ("full", "fp32", "scores")]
-CASES += [("lora", "bf16", "rollouts"), ("lora", "fp32", "rollouts")]
+CASES += [("lora", dtype, layout) for layout in ("rollouts", "updates") for dtype in ("bf16", "fp32")]
 LR = {"lora": 1e-4, "qlora": 1e-4, "full": 2e-5, "full8": 2e-5}
 
 
@@ -150,8 +151,6 @@ class Meter:
 
 def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: list, steps: int) -> dict[str, Any]:
     """The loop of our recipes, with its components."""
-    from functools import partial
-
     import torch
     from torchao.optim import AdamW8bit
 
@@ -305,7 +304,9 @@ def child(arguments: argparse.Namespace) -> None:
     examples = json.loads((Path(arguments.work) / "examples.json").read_text())
     method, dtype, layout = arguments.case.split(",")
     if layout in compare_trl_answers.LAYOUTS:
-        runs = {"ours": compare_trl_answers.run_ours, "trl": compare_trl_answers.run_trl}
+        answers = compare_trl_answers
+        answers.PROMPT = arguments.prompt
+        runs = {"ours": answers.run_ours, "apart": partial(answers.run_ours, share=False), "trl": answers.run_trl}
     else:
         runs = {"ours": run_ours, "trl": run_trl}
     run = runs[arguments.side]
@@ -317,7 +318,7 @@ def measure(side: str, case: tuple[str, ...], arguments: argparse.Namespace, wor
     """One run in a process of its own."""
     command = [sys.executable, __file__, "--side", side, "--case", ",".join(case), "--work", str(work)]
     command += ["--checkpoint", str(arguments.checkpoint), "--steps", str(arguments.steps)]
-    command += ["--threads", str(arguments.threads)]
+    command += ["--threads", str(arguments.threads), "--prompt", str(arguments.prompt)]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(arguments.threads),
@@ -344,7 +345,8 @@ def report(case: tuple[str, ...], ours: list[dict], trl: list[dict]) -> None:
         return statistics.median(run[name] for run in runs)
 
     pairs = zip(ours[0]["losses"], trl[0]["losses"], strict=False)
-    apart = max(abs(a - b) for a, b in pairs) if case[-1] in ("rows", "pairs", "scores") else float("nan")
+    comparable = case[-1] in ("rows", "pairs", "scores", "updates")
+    apart = max(abs(a - b) for a, b in pairs) if comparable else float("nan")
     columns = [f"{' '.join(case):<18} {ratio('rate'):>7.2f}x {median(ours, 'rate'):>8.0f} {median(trl, 'rate'):>8.0f}"]
     for name in ("peak", "above"):
         columns.append(f"{ratio(name):>8.2f}x {median(ours, name):>7.0f} {median(trl, name):>7.0f}")
@@ -358,6 +360,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="pairs of runs per case")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--against", default="trl", choices=["trl", "apart"], help="what is compared with")
+    parser.add_argument("--prompt", type=float, default=0.5, help="share of a prompt in pairs and updates")
     parser.add_argument("--only", help="cases to run, for example lora-bf16-rows,full-fp32-rows")
     for hidden in ("--side", "--case", "--work"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -371,14 +375,14 @@ def main() -> None:
         arguments.checkpoint = arguments.checkpoint or make_checkpoint(work / "checkpoint")
         examples = make_examples(16 * arguments.steps, Path(arguments.checkpoint))
         (work / "examples.json").write_text(json.dumps(examples))
-        sides = f"{'ours':>7} {'TRL':>7}"
+        sides = f"{'ours':>7} {arguments.against:>7}"
         print(f"{'case':<18} {'speed':>8}  {sides}  {'peak':>8} {sides} {'- import':>9} {sides} max|dloss|")
         print(f"{'':<18} {'':>8} {'label tokens/CPU-s':>17} {'':>9} {'MiB':>15} {'':>9} {'MiB':>15}")
         for case in wanted:
             ours, trl = [], []
             for _ in range(arguments.rounds):
                 ours.append(measure("ours", case, arguments, work))
-                trl.append(measure("trl", case, arguments, work))
+                trl.append(measure(arguments.against, case, arguments, work))
             report(case, ours, trl)
 
 

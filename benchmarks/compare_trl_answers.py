@@ -1,8 +1,8 @@
 """Preferences, reward models and GRPO for compare_trl.py, which says what is compared and how.
 
 "pairs" are steps of DPO on four pairs, with the reference computed in each; "scores" the same pairs for a reward model;
-"rollouts" a step of GRPO: eight answers of 128 tokens to one prompt are sampled, scored and trained on. Answers are
-what counts as labelled tokens.
+"rollouts" a step of GRPO: eight answers of 128 tokens to one prompt are sampled, scored and trained on; "updates" is
+such a step on answers that are given, of which TRL has no part. Answers are what counts as labelled tokens.
 """
 
 import tempfile
@@ -11,15 +11,16 @@ from typing import Any
 
 from compare_trl import LR, Meter, resident
 
-LAYOUTS = ("pairs", "scores", "rollouts")
+LAYOUTS = ("pairs", "scores", "rollouts", "updates")
 BATCH, SAMPLES, NEW = 4, 8, 128
+PROMPT = 0.5  # share of the prompt in a prompt and answer
 Pair = tuple[list[int], list[int], list[int]]
 
 
 def make_pairs(examples: list) -> list[Pair]:
-    """Prompt, chosen and rejected answer: the halves of an example, and the second half of the one after it."""
+    """Prompt, chosen and rejected answer: the parts of an example, and the second part of the one after it."""
     return [
-        (one[: len(one) // 2], one[len(one) // 2 :], other[len(other) // 2 :])
+        (one[: int(len(one) * PROMPT)], one[int(len(one) * PROMPT) :], other[int(len(other) * PROMPT) :])
         for one, other in zip(*[iter(example["input_ids"] for example in examples)] * 2, strict=False)
     ]
 
@@ -34,12 +35,14 @@ def score_of(tokens: list[int]) -> float:
     return (sum(tokens) % 1000) / 1000
 
 
-def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: list, steps: int) -> dict[str, Any]:
+def run_ours(
+    method: str, dtype: str, layout: str, checkpoint: Path, examples: list, steps: int, share: bool = True
+) -> dict[str, Any]:
     """The loop of our recipes, with its components."""
     import torch
 
     from torchtune import rlhf, training
-    from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_preference
+    from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, collate_preference, share_prefixes
     from torchtune.models import from_hf_config
     from torchtune.modules.classifier import classifier_model
     from torchtune.modules.conversion import apply_conversions
@@ -60,7 +63,8 @@ def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: l
     if layout == "scores":
         fill_head(model.output.weight)
 
-    loss_fn = {"pairs": DPOLoss, "scores": lambda: RewardLoss(center_coefficient=0.0), "rollouts": GRPOLoss}[layout]()
+    losses_of = {"pairs": DPOLoss, "scores": lambda: RewardLoss(center_coefficient=0.0)}
+    loss_fn = losses_of.get(layout, GRPOLoss)()
     setup_loss(loss_fn, model)
     reference = rlhf.Reference(loss_fn, model, dims)
     optimizer = training.setup_optimizer(
@@ -75,23 +79,36 @@ def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: l
 
     def rollouts() -> Any:
         sampler = rlhf.LocalSampler(model, None, max_new_tokens=NEW, stop_tokens=[-1])
-        for number, tokens in enumerate(make_prompts(examples)):
+        prompts = make_prompts(examples) if layout == "rollouts" else [[5] * int(NEW * PROMPT / (1 - PROMPT))] * steps
+        for number, tokens in enumerate(prompts):
             meter.start()
-            found = sampler([tokens], SAMPLES, [number])
+            if layout == "rollouts":
+                found = sampler([tokens], SAMPLES, [number])
+            else:
+                answers = torch.randint(20, 20_000, (SAMPLES, NEW), generator=torch.Generator().manual_seed(number))
+                whole = [torch.cat([torch.tensor(tokens), answer]) for answer in answers]
+                found = [rlhf.Rollout(one, len(tokens), None, True) for one in whole]
             rewards = torch.tensor([[score_of(one.answer) for one in found]], dtype=torch.float64)
             prompts = [rlhf.Prompt(tokens, {}, number)]
             scored = rlhf.ScoredRollouts(prompts, found, [""] * SAMPLES, rewards, {})
             yield scored.batches(rlhf.GroupAdvantages()(rewards, dims), loss_fn, dims, tokens_per_batch=8192)
 
+    def collate(rows: list[dict[str, list[int]]]) -> Batch:
+        batch = collate_preference(rows)
+        return share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True) if share else batch
+
     def pairs() -> Any:
         data = [document(p, c, "chosen") | document(p, r, "rejected") for p, c, r in make_pairs(examples)]
-        for batches in BatchLoader(data, batch_size=BATCH, collate_fn=collate_preference, shuffle=False, seed=0):
+        for batches in BatchLoader(data, batch_size=BATCH, collate_fn=collate, shuffle=False, seed=0):
             meter.start()
-            yield batches, sum(batch.num_terms for batch in batches), sum(batch.num_labels for batch in batches)
+            yield batches, sum(batch.num_terms for batch in batches), sum(map(num_answers, batches))
+
+    def num_answers(batch: Batch) -> int:
+        return int(batch.per_document["label_counts"].sum())
 
     meter, losses, labelled = Meter(), [], 0
     model.train()
-    for batches, num_terms, num_labels in {"rollouts": rollouts}.get(layout, pairs)():
+    for batches, num_terms, num_labels in (pairs if layout in losses_of else rollouts)():
         total = 0.0
         for batch in batches:
             log_probs, _ = reference(batch)

@@ -64,6 +64,8 @@ class Settings:
     ref_checkpointer: Annotated[Component | None, HandedOver()] = None
     # Folder of the reference's log-probs, computed once before training; null computes them in every step.
     reference_cache: str | None = None
+    # Compute what answers to a prompt have in common at their beginning once; null does so if the model can.
+    share_prefix: bool | None = None
     # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
     optimizer_in_bwd: bool = False
 
@@ -228,6 +230,7 @@ class FullDPORecipeDistributed:
         model = self.load_model(cfg)
         self.checkpointer.check_contents(model)
         training.fit_vocabulary(model, self.tokenizer)
+        rlhf.share_pairs(self, model, cfg.share_prefix)
         load = partial(self.load_model, cfg)
         self.reference = rlhf.setup_reference(self, model, load, cfg.ref_checkpointer, cfg.reference_cache)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)

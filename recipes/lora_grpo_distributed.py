@@ -77,6 +77,8 @@ class Settings:
     drop_unfinished: bool = False
     # Checkpoint of the reference model; null takes the model as the run starts with it.
     ref_checkpointer: Annotated[Component | None, HandedOver()] = None
+    # Compute what answers to a prompt have in common at their beginning once; null does so if the model can.
+    share_prefix: bool | None = None
     # Steps between two tables of answers in the log; null shows none.
     show_samples_every_n_steps: Annotated[int | None, Range(min=1)] = 10
 
@@ -293,9 +295,9 @@ class LoRAGRPORecipeDistributed:
         self.rewards = rlhf.RewardSum([config.instantiate(reward) for reward in cfg.rewards])
         self.advantages = rlhf.make_advantages(config.instantiate(cfg.advantages))
         loss = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler)
-        self.reference = rlhf.setup_reference(
-            self, model, partial(self.load_model, cfg), cfg.ref_checkpointer, loss=loss
-        )
+        load = partial(self.load_model, cfg)
+        self.reference = rlhf.setup_reference(self, model, load, cfg.ref_checkpointer, loss=loss)
+        self.shares_prefix = rlhf.can_share_prefixes(model, cfg.share_prefix)
         self.record = rlhf.RolloutRecord(cfg.output_dir, self.tokenizer, self.dims, cfg.show_samples_every_n_steps)
 
     # twin of rollouts
@@ -313,9 +315,8 @@ class LoRAGRPORecipeDistributed:
         advantages = self.advantages(scored.rewards, self.dims)
         self.guard.note(scored.figures())
         limits = {"tokens_per_batch": self.cfg.tokens_per_batch, "drop_unfinished": self.cfg.drop_unfinished}
-        batches, num_terms, num_labels = scored.batches(
-            advantages, self.loss_fn, self.dims, **limits, device=self.device
-        )
+        limits |= {"share_prefix": self.shares_prefix, "device": self.device}
+        batches, num_terms, num_labels = scored.batches(advantages, self.loss_fn, self.dims, **limits)
         self.record.write(self.global_step + 1, scored, advantages, num_terms)
         num_tokens = sum(batch.num_tokens for batch in batches)
         return [(batches, num_terms)] * self.cfg.num_iterations, num_tokens, num_labels

@@ -310,7 +310,7 @@ class PPOFullFinetuneRecipeSingleDevice:
         cfg = self.cfg
         scored = self.sample(prompts, num_samples=1)
         models = (self.reference, self.model["value"], cfg.temperature, cfg.forward_batch_size)
-        tokens = rlhf.evaluate_answers(scored.rollouts, *models)
+        tokens = rlhf.evaluate_rollouts(scored.rollouts, *models)
         rewards = {"kl_coeff": cfg.kl_coeff, "whiten_rewards": cfg.whiten_rewards}
         found = rlhf.ppo_advantages(tokens, scored, **rewards, gamma=cfg.gamma, lmbda=cfg.lmbda)
         self.guard.note(scored.figures() | found.figures)

@@ -4,7 +4,9 @@
 has the closed form of a dry run for them, marked with "~".
 """
 
+import dataclasses
 import hashlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import yaml
 from recipe_table import recipes_in
+from torch import nn
 
 from torchtune._cli._target import recipe_named_by
 from torchtune.config import load_and_check
@@ -22,7 +25,7 @@ from torchtune.training.plan._plan import MemoryEstimate, build_on_meta, memory_
 from torchtune.training.simulate._cluster import simulated_cluster
 from torchtune.training.simulate._depths import extrapolate, peak_of_all, two_depths
 from torchtune.training.simulate._report import peak_bytes
-from torchtune.training.simulate._simulate import simulate
+from torchtune.training.simulate._simulate import row_length, simulate
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes" / "configs"
@@ -30,9 +33,8 @@ KEPT = ROOT / "docs" / "tables" / "memory_per_gpu.yaml"
 # The sizes for which it is a question, a small config that a test simulates again, and numbers of GPUs.
 SIZES = ("8B", "32B", "70B", "72B")
 SAMPLE = "smol/135M_full"
-# Families that are simulated first, and configs that a process simulates.
-FIRST = ("smol", "llama3_1", "qwen3", "llama3_3", "qwen2_5", "llama3", "olmo3", "llama2")
-AT_ONCE = 4
+# Settings that say where things are, or which values tensors have: a simulation has none.
+ELSEWHERE = ("model", "tokenizer", "dataset", "checkpointer", "checkpoint_dir", "output_dir", "metric_logger", "seed")
 COUNTS = (1, 2, 4, 8, 16)
 PER_MACHINE = 8
 GIB = 2**30
@@ -70,12 +72,38 @@ def results(found: dict[str, dict[str, Any]], name: str) -> dict[int, str]:
     return entry["needs"] if entry is not None and entry["of"] == fingerprint(name) else {}
 
 
-def cell(name: str, processes: int) -> str:
-    """GiB on a GPU, and in host memory if parameters, gradients and optimizer states are kept there."""
+def cell(name: str, processes: int, known: dict[str, str] | None = None) -> str:
+    """GiB on a GPU, and in host memory if parameters, gradients and optimizer states are kept there.
+
+    Args:
+        name: of the config.
+        processes: of the run.
+        known: cells for so many processes by what they depend on, and this one from now on.
+    """
     path = CONFIGS / f"{name}.yaml"
     main = recipe_named_by(path).load_main()
     settings = load_and_check(path, [], main)
-    depths = two_depths(build_on_meta(RecipeSettings.of(settings))[0])
+    model = build_on_meta(RecipeSettings.of(settings))[0]
+    known = {} if known is None else known
+    depends_on = _depends_on(settings, model)
+    if depends_on not in known:
+        known[depends_on] = _cell(main, settings, model, processes)
+    return known[depends_on]
+
+
+def _depends_on(settings: Any, model: nn.Module) -> str:
+    """What a cell depends on: settings, tokens of a row, and the shapes of a model."""
+    given = {
+        item.name: getattr(settings, item.name) for item in dataclasses.fields(settings) if item.name not in ELSEWHERE
+    }
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    shapes = [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in tensors]
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    return repr((given, row_length(RecipeSettings.of(settings)), shapes, modules))
+
+
+def _cell(main: Any, settings: Any, model: nn.Module, processes: int) -> str:
+    depths = two_depths(model)
     try:
         runs = [
             simulate(main, settings, processes, per_machine=PER_MACHINE, layers=layers, micro_batches=2)
@@ -111,27 +139,25 @@ def update(*, anew: bool = False) -> None:
     before = {} if anew else kept()
     found = {name: before[name] for name in chosen() if results(before, name)}
     wanted = missing(found)
-    names = sorted(dict.fromkeys(name for name, _ in wanted), key=_rarity)
-    for start in range(0, len(names), AT_ONCE):
-        for count in COUNTS:
-            batch = [name for name in names[start : start + AT_ONCE] if (name, count) in wanted]
-            for name, text in _simulated(batch, count):
-                entry = found.setdefault(name, {"of": fingerprint(name), "needs": {}})
-                entry["needs"] = dict(sorted({**entry["needs"], count: text}.items()))
-                print(f"{name} on {count}: {text}", flush=True)
-                write(found)
+    for count, _, names in _alike(wanted):
+        for name, text in _simulated(names, count):
+            entry = found.setdefault(name, {"of": fingerprint(name), "needs": {}})
+            entry["needs"] = dict(sorted({**entry["needs"], count: text}.items()))
+            print(f"{name} on {count}: {text}", flush=True)
+            write(found)
     write(found)
 
 
-def _rarity(name: str) -> int:
-    family = name.partition("/")[0]
-    return FIRST.index(family) if family in FIRST else len(FIRST)
+def _alike(wanted: list[tuple[str, int]]) -> list[tuple[int, str, list[str]]]:
+    """(GPUs, size and method, configs): many of these need the same, and one process simulates them."""
+    groups: dict[tuple[int, str], list[str]] = {}
+    for name, count in wanted:
+        groups.setdefault((count, name.partition("/")[2]), []).append(name)
+    return [(*group, names) for group, names in groups.items()]
 
 
 def _simulated(names: list[str], processes: int) -> Iterator[tuple[str, str]]:
     """(config, cell) of configs, in a process of their own: DTensor remembers groups of another cluster's size."""
-    if not names:
-        return
     command = [sys.executable, __file__, str(processes), *names]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
@@ -174,6 +200,7 @@ def table() -> str:
 
 if __name__ == "__main__":
     processes = int(sys.argv[1])
+    known: dict[str, str] = {}
     with simulated_cluster(processes, PER_MACHINE):
         for name in sys.argv[2:]:
-            print(name, cell(name, processes), flush=True)
+            print(name, cell(name, processes, known), flush=True)

@@ -7,15 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from tests.recipes.runs import Run, load_recipe, start, write_config
+from torchtune._cli import tune
 from torchtune.config import ConfigError, load_and_check
 from torchtune.training.supervise._best_validation import BestValidation, ValidationMetricError
 
 NAME = "lora_finetune_single_device"
 PATIENCE = 3
-# Far too high a rate: the validation loss falls at first, then rises and falls.
-SETTINGS = {"dataset_val": "${dataset}", "run_val_every_n_steps": 1, "optimizer__lr": 0.3, "lr_scheduler": None}
+SETTINGS = {
+    "dataset_val": "${dataset}",
+    "run_val_every_n_steps": 1,
+    "lr_scheduler": {"_component_": "tests.recipes.test_best_validation.there_and_back"},
+}
+
+
+def there_and_back(optimizer: torch.optim.Optimizer, last_epoch: int = -1, **_: int) -> LambdaLR:
+    """The loss falls for five steps. Then the rate is below zero and the loss rises, on every machine."""
+    return LambdaLR(optimizer, lambda step: 1.0 if step < 5 else -1.0, last_epoch)
 
 
 def validated(run: Run) -> dict[int, float]:
@@ -26,7 +37,9 @@ def folders(output_dir: Path) -> set[str]:
     return {path.name for path in output_dir.iterdir() if path.is_dir() and path.name != "logs"}
 
 
-def test_the_best_is_kept_and_the_run_ends_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_best_is_kept_and_the_run_ends_early(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = start(NAME, tmp_path, **SETTINGS, keep_best="val_loss", checkpointer__keep_last_n_checkpoints=1)
     values = validated(run)
     best_at = {step: min(range(1, step + 1), key=values.__getitem__) for step in values}
@@ -47,6 +60,13 @@ def test_the_best_is_kept_and_the_run_ends_early(tmp_path: Path, caplog: pytest.
         "value": values[best],
     }
 
+    # The best is what tune eval takes of a run, and what it measures is what validation did.
+    results = tmp_path / "dataset_val.results.json"
+    command = ["eval", str(whole.output_dir), "--device", "cpu", "--dtype", "fp32", "--output", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["tune", *command])
+    tune.main()
+    assert json.loads(results.read_text())["models"][0]["perplexity"]["loss"] == pytest.approx(values[best], rel=1e-5)
+
     # Stopped in between, and saved at the bests and the end alone: the rest is the same, the best survives pruning.
     resumed = tmp_path / "resumed"
     for name in (f"step_{best}", f"step_{best + 1}"):
@@ -65,6 +85,8 @@ def test_the_best_is_kept_and_the_run_ends_early(tmp_path: Path, caplog: pytest.
     reason = f"3 validations in a row were not better than the best (val_loss {values[best]:.4f} at step {best})."
     assert f"stopped early: {reason}" in caplog.text
     assert f"  best        {resumed / f'step_{best}'}, val_loss {values[best]:.4f} at step {best}\n" in caplog.text
+    asked = f"  ask it      tune chat --model {tmp_path / 'checkpoint'} --adapter {resumed / f'step_{best}'}"
+    assert asked in caplog.text, "the best is asked, not the last"
 
 
 @pytest.mark.parametrize(

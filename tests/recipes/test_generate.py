@@ -124,7 +124,7 @@ def test_answers_to_a_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "is empty"),
-        ('"a"\nb', "line 2: it is not JSON"),
+        ('"a"\nb', "line 2: no JSON"),
         ('{"text": "a"}', "line 1: the object needs either prompt or messages, it has text"),
         ("[]", "line 1: nothing is to be answered"),
         ('[{"role": "assistant", "content": "a"}]', "end with a turn of the user"),

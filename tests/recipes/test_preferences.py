@@ -76,6 +76,21 @@ def test_accumulation_changes_nothing(tmp_path: Path) -> None:
             torch.testing.assert_close(part.trained[name], value, atol=1e-5, rtol=0)
 
 
+def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path: Path) -> None:
+    """With adapters, micro-batches and recomputed activations; the plain loop above has answers one by one."""
+    settings = {**SGD, "batch_size": 3, "gradient_accumulation_steps": 2, "enable_activation_checkpointing": True}
+    shared, apart = (start(LORA, tmp_path, **settings, share_prefix=share) for share in (None, False))
+    assert shared.losses == pytest.approx(apart.losses, abs=1e-6)
+    for figure in ("rewards/margins", "log_probs/chosen", "log_probs/chosen_per_token", "grad_norm"):
+        assert of_terms(shared, figure) == pytest.approx(of_terms(apart, figure), rel=1e-5, abs=1e-5), figure
+    for name, value in apart.trained.items():
+        torch.testing.assert_close(shared.trained[name], value, atol=1e-5, rtol=0)
+    ((first, _), (plain, _)) = (next(iter(run.recipe.loader)) for run in (shared, apart))
+    assert plain.documents.max_length == first.documents.max_length
+    assert (first.documents.num_prefixes, plain.documents.num_prefixes) == (3, 0)
+    assert first.num_tokens < 0.8 * plain.num_tokens
+
+
 @pytest.mark.parametrize("name", PREFERENCE)
 def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(name: str, tmp_path: Path) -> None:
     settings = {"batch_size": 3, "epochs": 2, "dataset_val": "${dataset}", "run_val_every_n_steps": 4}

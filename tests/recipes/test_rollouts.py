@@ -56,6 +56,18 @@ def test_rewards_rise_and_everything_is_written_down(tmp_path: Path) -> None:
     assert max(figure(run, "policy/sampler_difference")) < 1e-4
 
 
+def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path: Path) -> None:
+    settings = {**SGD, "batch_size": 2, "tokens_per_batch": 150, "num_iterations": 2, "max_steps_per_epoch": 2}
+    shared, apart = (start(LORA, tmp_path, **settings, rewards=WORDS, share_prefix=share) for share in (None, False))
+    assert rollouts(shared) == rollouts(apart)
+    assert shared.losses == pytest.approx(apart.losses, abs=1e-6)
+    assert figure(shared, "grad_norm") == pytest.approx(figure(apart, "grad_norm"), rel=1e-4)
+    for name, value in apart.trained.items():
+        torch.testing.assert_close(shared.trained[name], value, atol=1e-5, rtol=0)
+    assert shared.recipe.shares_prefix
+    assert max(figure(shared, "policy/sampler_difference")) < 1e-4
+
+
 @pytest.mark.parametrize("name", [FULL, LORA])
 def test_a_resumed_run_samples_the_same_answers_and_ends_in_the_same_weights(name: str, tmp_path: Path) -> None:
     settings = {"save_every_n_steps": 2, "max_steps_per_epoch": 5, "num_iterations": 2, "batch_size": 3}

@@ -93,7 +93,7 @@ def test_a_run_that_trains_nothing_is_warned_of(name: str, tmp_path: Path, caplo
 def test_only_the_last_save_of_adapters_alone_is_an_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, said, output = run(LORA, tmp_path, caplog, save_adapter_weights_only=True, max_steps_per_epoch=2)
     assert f"result      {output}/epoch_0, an adapter in PEFT's layout for {tmp_path / 'checkpoint'}" in said
-    assert "ask it" not in said
+    assert f"ask it      tune chat --model {tmp_path / 'checkpoint'} --adapter {output}/epoch_0" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

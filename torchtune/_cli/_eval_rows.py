@@ -8,6 +8,7 @@ from typing import Any
 
 import torchtune
 from torchtune import evaluation
+from torchtune._cli._eval_run import validation_data
 from torchtune._cli.data import dataset_node
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._facts import format_of, read_rows
@@ -20,14 +21,18 @@ def eval_rows(args: argparse.Namespace) -> None:
     Raises:
         UserError: see :mod:`torchtune.evaluation`; as far as possible before a model is loaded.
     """
-    data, rows, scores = args.data.expanduser(), [], evaluation.make_scores(args.score)
+    if args.data is None:
+        data, (node, length) = Path("dataset_val"), validation_data(args.model)
+    else:
+        data, length = args.data.expanduser(), None
+        node = _perplexity_node(data, args) if args.perplexity else None
+    rows, scores = [], evaluation.make_scores(args.score)
     if scores:
         columns = {"prompt": args.prompt, "answer": args.answer, "system": args.system}
         rows = evaluation.read_eval_rows(data, **columns, limit=args.limit)
         evaluation.check_scores(scores, rows, data)
-    node = _perplexity_node(data, args) if args.perplexity else None
     models = [(args.against, None)] if args.against else []
-    found = [_evaluate(*each, args, data, rows, scores, node) for each in [*models, (args.model, args.adapter)]]
+    found = [_evaluate(*each, args, data, rows, scores, node, length) for each in [*models, (args.model, args.adapter)]]
     path = args.output / f"{data.stem}.results.json"
     args.output.mkdir(parents=True, exist_ok=True)
     results = {"data": str(data), "rows": len(rows), "models": [_result(each, args) for each in found]}
@@ -52,12 +57,20 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _evaluate(
-    folder: str, adapter: str | None, args: argparse.Namespace, data: Path, rows: Any, scores: Any, node: Any
+    folder: str,
+    adapter: str | None,
+    args: argparse.Namespace,
+    data: Path,
+    rows: Any,
+    scores: Any,
+    node: Any,
+    length: int | None,
 ) -> dict[str, Any]:
     """What came of a model, which is let go of afterwards."""
     model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
     found: dict[str, Any] = {"model": folder, "adapter": adapter, "perplexity": None, "answers": None}
     if node is not None:
+        tokenizer.max_seq_len = length or tokenizer.max_seq_len
         found["perplexity"] = evaluation.perplexity(model, instantiate_dataset(node, tokenizer))
     if scores:
         found["answers"] = evaluation.evaluate_answers(

@@ -77,11 +77,11 @@ class Data(Subcommand):
             raise UserError(f"--workers {args.workers}: at least one process is needed.")
         from torchtune._cli._data_prepare import prepare_config
 
-        prepare_config(_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
+        prepare_config(read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
 
     def _show_cmd(self, args: argparse.Namespace) -> None:
         path = Path(args.source).expanduser()
-        if path.suffix.lower() in _SUFFIXES:
+        if path.name.lower().removesuffix(".gz").endswith(_SUFFIXES):
             self._show_file(path, args)
             return
         for name in ("tokenizer", "validation"):
@@ -90,7 +90,7 @@ class Data(Subcommand):
         from torchtune._cli._data_show import show_config
         from torchtune.datasets._facts import SAMPLE
 
-        show_config(_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
+        show_config(read_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
 
     def _show_file(self, path: Path, args: argparse.Namespace) -> None:
         from torchtune.datasets._facts import SAMPLE, report, scan, shared_rows
@@ -139,7 +139,7 @@ def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> di
     return node
 
 
-def _settings(name: str, overrides: list[str]) -> Any:
+def read_settings(name: str, overrides: list[str]) -> Any:
     """The checked settings of a config, for the recipe that it names."""
     from torchtune._cli._target import recipe_named_by, resolve_config
     from torchtune.config import load_and_check

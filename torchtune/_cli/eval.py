@@ -28,7 +28,10 @@ class Eval(Subcommand):
                   math             its last expression equals the right one (extra math)
                   package.function a function (rows, texts) -> list of numbers, or of None where there is no score
 
+                Without --data and --tasks it measures the perplexity of the run's dataset_val.
+
                 examples:
+                  $ tune eval /tmp/run
                   $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --score json --against /tmp/SmolLM2-135M-Instruct
                   $ tune eval /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/step_100 --data held_out.jsonl --score exact
                   $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --perplexity
@@ -40,7 +43,7 @@ class Eval(Subcommand):
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        add("model", help="folder of the checkpoint, or its repository on the hub")
+        add("model", help="folder of a checkpoint or of a run (its best, or last), or a repository on the hub")
         add("--data", type=Path, help="rows with the right answers: .jsonl, .json, .csv, .parquet …")
         add("--score", action="append", default=[], metavar="NAME", help="how to score answers, see below; repeatable")
         add("--perplexity", action="store_true", help="measure the perplexity of the right answers, or of texts")
@@ -68,23 +71,27 @@ class Eval(Subcommand):
             if value is not None and not value >= smallest:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {smallest}.")
         self._check_what_is_measured(args)
+        from torchtune._cli._eval_run import checkpoint_of
+
+        args.model = checkpoint_of(args.model)
         if args.tasks:
             from torchtune._cli._eval_tasks import eval_tasks
 
             eval_tasks(args)
-        if args.data:
+        if args.data or not args.tasks:
             from torchtune._cli._eval_rows import eval_rows
 
             eval_rows(args)
 
     @staticmethod
     def _check_what_is_measured(args: argparse.Namespace) -> None:
-        if args.data is None and (args.score or args.perplexity):
+        if args.data is None and (args.score or (args.perplexity and args.tasks)):
             raise UserError("--score and --perplexity need rows: give them in --data.")
+        names = ["prompt", "answer", "system", *([] if args.tasks else ["limit"])]
+        if args.data is None and (given := [name for name in names if getattr(args, name) is not None]):
+            raise UserError(f"--{given[0]} is of rows: give them in --data.")
         if args.data is not None and not args.score and not args.perplexity:
             raise UserError("nothing is to be measured: add --score exact (or another, see --help), or --perplexity.")
-        if args.data is None and not args.tasks:
-            raise UserError("nothing is to be measured: give rows in --data, or --tasks.")
         if not args.tasks and (args.include_path or args.chat_template):
             raise UserError(
                 "--include-path and --chat-template go with --tasks: rows are always asked in the template."

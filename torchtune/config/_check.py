@@ -93,7 +93,7 @@ class Checker:
             self.fields(path, node, target.Config, accepted=("_component_",))
             self._handed(path, name, remaining(accepts(target), 1), hand, set())
         elif callable(target):
-            signature = accepts(target)
+            signature = accepts(target, {*node, *(hand.keywords if hand else ())} - {"_component_"})
             self._learn(path, list(signature.named))
             taken = self._handed(path, name, signature, hand, set(node))
             self._arguments(path, node, signature, hand, taken)
@@ -113,7 +113,7 @@ class Checker:
             extra = ", ".join(hand.positional[len(signature.order) :])
             self.document.add(path, f"{name} takes no argument for the {extra} that the recipe hands over")
         for keyword in hand.keywords:
-            if keyword not in signature.named and not signature.open:
+            if keyword not in signature.named and not signature.open and not signature.swallows:
                 self.document.add(path, f"{name} takes no argument '{keyword}', which the recipe hands over")
         for key, argument in signature.named.items():
             if argument.required and key not in taken and key not in given:

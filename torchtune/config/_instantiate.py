@@ -85,7 +85,7 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
 def _argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:
     inner = value.values() if type(value) is dict else value if type(value) is list else ()
     if is_component(value) or any(map(is_component, inner)):
-        argument = accepts(component).named.get(key)
+        argument = accepts(component, [key]).named.get(key)
         if argument is not None and takes_component(argument.annotation):
             return value
     return _build(value, caller_globals)

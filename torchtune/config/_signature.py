@@ -6,7 +6,7 @@ import importlib
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -24,21 +24,40 @@ class Argument:
 
 @dataclass
 class Accepts:
-    """What a callable accepts: ``order`` are those that positional arguments fill, ``open`` takes any name."""
+    """What a callable accepts: ``order`` are those that positional arguments fill, ``open`` takes any name.
+
+    ``swallows`` tells that ``**kwargs`` is there, which may be ignored: a name in the YAML must do something, one that
+    the recipe hands over need not. ``partial`` tells that a package which takes long to load was not asked.
+    """
 
     named: dict[str, Argument] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     variadic: bool = False
     open: bool = False
+    swallows: bool = False
+    partial: bool = False
 
 
 _DEPTH = 8  # of **kwargs handed from call to call
+# What almost every config gives ``datasets.load_dataset``; that package takes a second to load.
+_FILES = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
+_LOAD_DATASET = {name: Argument(str | None) for name in ("data_dir", "name")}
+_LOAD_DATASET |= {
+    "data_files": Argument(_FILES),
+    "split": Argument(str | list[str] | None),
+    "streaming": Argument(bool),
+}
 
 
-def accepts(target: Callable[..., Any], depth: int = 0) -> Accepts:
-    """Read the signature of a class, function, method or partial."""
+def accepts(target: Callable[..., Any], given: Iterable[str] | None = None) -> Accepts:
+    """Read the signature of a class, function, method or partial; no further than for the names that are ``given``."""
+    found = _accepts(target, is_partial=given is not None)
+    return found if not found.partial or found.named.keys() >= set(given or ()) else _accepts(target)
+
+
+def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = False) -> Accepts:
     if isinstance(target, functools.partial):
-        inner = accepts(target.func, depth)
+        inner = _accepts(target.func, depth, is_partial)
         return remaining(inner, len(target.args), optional=set(target.keywords))
     try:
         signature = inspect.signature(target)
@@ -52,14 +71,14 @@ def accepts(target: Callable[..., Any], depth: int = 0) -> Accepts:
         if parameter.kind is parameter.VAR_POSITIONAL:
             found.variadic = True
         elif parameter.kind is parameter.VAR_KEYWORD:
-            catch_all = name
+            catch_all, found.swallows = name, True
         else:
             if parameter.kind is not parameter.POSITIONAL_ONLY:
                 found.named[name] = Argument(_annotation(parameter, source), parameter.default is parameter.empty)
             if parameter.kind is not parameter.KEYWORD_ONLY:
                 found.order.append(name)
     if catch_all is not None:
-        _follow(target, catch_all, found, depth)
+        _follow(target, catch_all, found, depth, is_partial)
     return found
 
 
@@ -106,10 +125,10 @@ def remaining(
     for name in set(named) & optional:
         named[name] = Argument(named[name].annotation)
     order = [name for name in inner.order[positional:] if name not in taken]
-    return Accepts(named, order, inner.variadic, inner.open)
+    return Accepts(named, order, inner.variadic, inner.open, inner.swallows, inner.partial)
 
 
-def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
+def _follow(target: Any, catch_all: str, found: Accepts, depth: int, is_partial: bool) -> None:
     """Add to ``found`` what ``**catch_all`` of ``target`` may hold."""
     if depth >= _DEPTH:
         found.open = True
@@ -121,24 +140,27 @@ def _follow(target: Any, catch_all: str, found: Accepts, depth: int) -> None:
     function = inspect.unwrap(function)
     try:
         uses, imports = _read_source(function, catch_all)
+        found.open |= uses.unknown
     except (OSError, TypeError, SyntaxError, IndexError):
         found.open = True
-        return
-    if uses.unknown:
-        found.open = True
+    if found.open:
         return
     subject = target if inspect.isclass(target) else getattr(target, "__self__", None)
     scope = _Scope(function, owner, subject, imports)
     for call in uses.calls:
+        if is_partial and ast.unparse(call.func) == "datasets.load_dataset":
+            found.named, found.partial = _LOAD_DATASET | found.named, True
+            continue
         try:
             callee, skipped = scope.callee(call)
         except (LookupError, AttributeError, InstantiationError, ValueError):
             found.open = True
             continue
         passed = [a for a in call.args[skipped:] if not isinstance(a, ast.Starred)]
-        inner = accepts(callee, depth + 1)
+        inner = _accepts(callee, depth + 1, is_partial)
         inner = remaining(inner, len(passed), {keyword.arg for keyword in call.keywords if keyword.arg})
         found.open |= inner.open
+        found.partial |= inner.partial
         if any(isinstance(a, ast.Starred) for a in call.args):
             found.order += [name for name in inner.order if name not in found.order]
         alone = len(uses.calls) == 1 and not uses.names

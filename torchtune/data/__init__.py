@@ -36,6 +36,7 @@ from torchtune.data._prompt_templates import (
     QuestionAnswerTemplate,
     SummarizeTemplate,
 )
+from torchtune.data._sharing import share_prefixes
 from torchtune.data._to_messages import AlpacaToMessages, ChosenRejectedToMessages, InputOutputToMessages
 from torchtune.data._truncate import truncate
 
@@ -73,6 +74,7 @@ __all__ = [
     "padded_collate_packed",
     "padded_collate_sft",
     "padded_collate_tiled_images_and_mask",
+    "share_prefixes",
     "truncate",
     "validate_messages",
 ]

@@ -32,7 +32,7 @@ class Batch(MutableMapping[str, Any]):
             index, -100.
         input_pos: int64 ``[b, s]`` or ``[1, s]``, position of each token in its document.
         documents: boundaries of the documents in the flattened ``b * s`` positions. They stay whole when a batch is
-            split.
+            split. A shared prefix counts among the documents that go on from it, not as one.
         per_token: tensors ``[b, s, ...]`` by name, for example advantages or old log-probs.
         per_document: tensors ``[n, ...]`` by name, for example rewards; ``n`` is :attr:`num_documents`.
         inputs: other keyword arguments of the model's forward, for example ``mask`` or ``encoder_input``.
@@ -130,10 +130,10 @@ class Batch(MutableMapping[str, Any]):
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, without those that are padding."""
+        """Number of documents, without those that are padding or a prefix that others share."""
         if self.documents is None:
             return self.tokens.shape[0]
-        return len(self.documents.lengths) - self.num_padding_documents
+        return len(self.documents.lengths) - self.documents.num_prefixes - self.num_padding_documents
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward: tokens, positions, documents and :attr:`inputs`."""
@@ -179,7 +179,8 @@ class Batch(MutableMapping[str, Any]):
             return batch
         documents = batch.documents
         if documents is not None:
-            documents = Documents.from_lengths([*documents.lengths, missing])
+            prefixes = [*documents.prefixes, -1] if documents.prefixes else ()
+            documents = Documents.from_lengths([*documents.lengths, missing], prefixes=prefixes)
         return replace(
             batch,
             tokens=_pad(batch.tokens, missing),
@@ -248,7 +249,7 @@ class Batch(MutableMapping[str, Any]):
         )
 
     def sum_per_document(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of per-token values in every document, on their device and without waiting for it.
+        """Sum of per-token values in every document, with what it shares, on their device and without waiting for it.
 
         Args:
             values: ``[b, s]``, for example log-probs; bools are counted. After :meth:`split` they are this rank's
@@ -276,6 +277,8 @@ class Batch(MutableMapping[str, Any]):
         numbers = torch.arange(count, device=values.device)
         document = numbers.repeat_interleave(boundaries.diff(), output_size=self.documents.num_tokens)
         sums = wide.new_zeros(count).index_add(0, document.chunk(size)[rank], wide.flatten())
+        if self.documents.shared is not None:
+            sums = self.documents.shared.map(lambda tensor: tensor.to(sums.device)).sums(sums)
         return sums[: self.num_documents].to(values.dtype)
 
     def chosen_and_rejected(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,16 @@ class BadRows:
 
     Args:
         source: what the rows are from.
+        rows: all of them; those that know their lines say so.
         drop: rows are left out, however many; None where a dataset has no such switch.
         switch: the setting that leaves them out.
     """
 
-    def __init__(self, source: str, *, drop: bool | None = None, switch: str = "drop_bad_rows=True") -> None:
+    def __init__(
+        self, source: str, *, rows: Any = None, drop: bool | None = None, switch: str = "drop_bad_rows=True"
+    ) -> None:
         self.source = source
+        self._place: Callable[[int], str] | None = getattr(rows, "place", None)
         self._drop, self._switch = drop, switch
         self._rows: dict[str, list[int]] = {}
 
@@ -56,9 +60,11 @@ class BadRows:
         if not self._rows or self._drop:
             return
         end = " (looked no further)" if more else ""
+        first = min(min(rows) for rows in self._rows.values())
+        where = "" if self._place is None else f" (row {first} is {self._place(first)})"
         how = "filter_fn" if self._drop is None else self._switch
         raise DataError(
-            f"{self.source} has rows that cannot be trained on, counted from 0: {self.reasons}{end}; "
+            f"{self.source} has rows that cannot be trained on, counted from 0: {self.reasons}{where}{end}; "
             f"correct them or leave them out with {how}."
         )
 

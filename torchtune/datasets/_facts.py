@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.utils import UserError
+from torchtune.utils._json_lines import has_json_lines, json_line, numbered_lines, open_lines, text_line
 
 SAMPLE = 2000  # rows that are looked into, unless all are asked for
-_LINES = (".jsonl", ".ndjson")
 _BAR = 32
 _CALLS = ("tool_calls", "function_call", "tools")
 _TURNS = {"openai": ("role", "content"), "sharegpt": ("from", "value")}
@@ -116,47 +116,25 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of the lines that are not empty."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.isspace():
-                yield number, line
-
-
-def _decoded(line: bytes) -> Any:
-    """The JSON value of a line. Raises ``ValueError`` with the reason where it is none."""
-    try:
-        return json.loads(line.decode("utf-8-sig").rstrip())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON, {error.msg} at column {error.colno}") from error
-
-
 def _others(path: Path) -> Iterator[tuple[int, Any]]:
     """(number, row) of a file that is not JSON lines."""
-    suffix = path.suffix.lower()
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     if suffix == ".json":
-        try:
-            rows = json.loads(path.read_text("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: byte {error.start + 1} is not UTF-8: save the file as UTF-8.") from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {error.lineno}: no JSON, {error.msg} at column {error.colno}.") from error
+        with open_lines(path) as file:
+            try:
+                rows = json_line(file.read())
+            except UserError as error:
+                raise UserError(f"{path}: {error}; correct the file.") from error
         if not isinstance(rows, list):
             raise UserError(f"{path}: it holds one {type(rows).__name__}, not a list of rows.")
         yield from enumerate(rows, 1)
     elif suffix in (".csv", ".tsv"):
         csv.field_size_limit(1 << 30)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            try:
-                yield from enumerate(csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ","), 1)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}: byte {error.start + 1} is not UTF-8: save the file as UTF-8.") from error
+        yield from enumerate(csv.DictReader(_texts(path), delimiter="\t" if suffix == ".tsv" else ","), 1)
     elif suffix == ".txt":
-        for number, line in _lines(path):
-            yield number, {"text": line.decode("utf-8", "replace").rstrip("\n")}
+        for number, text in enumerate(_texts(path), 1):
+            if not text.isspace():
+                yield number, {"text": text.rstrip("\n")}
     elif suffix == ".parquet":
         from torchtune.datasets._parquet import parquet_rows
 
@@ -165,11 +143,14 @@ def _others(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserError(f"{path}: a file of this kind is not shown: use .jsonl, .json, .csv, .tsv, .parquet or .txt.")
 
 
-def _is_lines(path: Path) -> bool:
-    if path.suffix.lower() in _LINES:
-        return True
-    with path.open("rb") as file:
-        return path.suffix.lower() == ".json" and not file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[")
+def _texts(path: Path) -> Iterator[str]:
+    """The lines of a text file."""
+    with open_lines(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield text_line(line) + "\n"
+            except UserError as error:
+                raise UserError(f"{path}, line {number}: {error}.") from error
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -178,14 +159,14 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         UserError: the file is of another kind, or broken, in the line that the message names.
     """
-    if not _is_lines(path):
+    if not has_json_lines(path):
         yield from _others(path)
         return
-    for number, line in _lines(path):
+    for number, line in numbered_lines(path):
         try:
-            yield number, _decoded(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {error}.") from error
+            yield number, json_line(line)
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}; correct the line.") from error
 
 
 def scan(path: Path, *, everything: bool) -> FileFacts:
@@ -201,16 +182,16 @@ def scan(path: Path, *, everything: bool) -> FileFacts:
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty.")
     facts = FileFacts(str(path))
-    is_lines = _is_lines(path)
-    for number, row in _lines(path) if is_lines else _others(path):
+    is_lines = has_json_lines(path)
+    for number, row in numbered_lines(path) if is_lines else _others(path):
         facts.rows += 1
         key = hash(row.rstrip() if is_lines else json.dumps(row, sort_keys=True, default=str))
         if facts.hashes.setdefault(key, number) != number:
             facts.copies.append((number, facts.hashes[key]))
         if everything or facts.rows <= SAMPLE:
             try:
-                _look(facts, number, _decoded(row) if is_lines else row)
-            except ValueError as error:
+                _look(facts, number, json_line(row) if is_lines else row)
+            except UserError as error:
                 facts.problems.append((number, str(error)))
     if not facts.rows:
         raise UserError(f"{path}: there are no rows in it.")

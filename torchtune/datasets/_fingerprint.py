@@ -217,6 +217,7 @@ def _library() -> str:
     for room in _ROOMS:
         for path in sorted((root / room).rglob("*.py")):
             digest.update(path.read_bytes())
+    digest.update((root / "utils" / "_json_lines.py").read_bytes())
     for package in _PACKAGES:
         try:
             digest.update(f"{package} {importlib.metadata.version(package)}".encode())

@@ -49,16 +49,9 @@ class KTODataset(PreferenceDataset):
     """Answers that are labelled good or bad, tokenized when the dataset is made; see :class:`PreferenceDataset`."""
 
     _sides: ClassVar[tuple[str, ...]] = ("answers",)
-    _good = ""
-
-    def _note(self, samples: Mapping[str, Any]) -> None:
-        self._good += "01"[samples["answers"]["is_chosen"]]
-
-    def _notes(self) -> dict[str, Any]:
-        return {"good": self._good}
 
     def _read(self, info: Mapping[str, Any]) -> None:
-        self._is_good = np.frombuffer(info["good"].encode(), dtype=np.uint8) == ord("1")
+        self._is_good = np.array(info["notes"], bool)
         for kind, there in (("good", self._is_good.any()), ("bad", not self._is_good.all())):
             if len(self._is_good) and not there:
                 raise DataError(f"{self.source} has no answer that is labelled {kind}: both kinds are needed.")
@@ -70,7 +63,7 @@ class KTODataset(PreferenceDataset):
                 f"message_transform gives no '{min(missing)}' among {', '.join(map(repr, row)) or 'nothing'}"
             )
         sample = tokenize_answer(row["messages"], tokenizer, limit, "the answer")
-        return {"answers": {**sample, "is_chosen": row["is_chosen"]}}
+        return {"answers": {**sample, "note": bool(row["is_chosen"])}}
 
     def __len__(self) -> int:
         return len(self.stores["answers"])

@@ -2,7 +2,6 @@
 
 import difflib
 import glob
-import json
 import logging
 import socket
 import threading
@@ -17,8 +16,10 @@ from urllib.parse import urlsplit
 
 from torchtune.data import DataError
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import first_lines, limited, look
-from torchtune.utils import get_logger
+from torchtune.datasets._lines import LineRows, line_files
+from torchtune.datasets._preview import limited, look
+from torchtune.utils import UserError, get_logger
+from torchtune.utils._json_lines import json_line, numbered_lines
 
 # Suffix of a file -> loader of the datasets package.
 LOADERS = {
@@ -144,22 +145,33 @@ def _plain(data_files: Any) -> Any:
     return [_plain(name) for name in data_files]
 
 
+def plain_files(kwargs: Mapping[str, Any]) -> list[str] | None:
+    """The local files of a whole split, for readers of our own, which know no other settings; else None."""
+    files, split = kwargs.get("data_files"), kwargs.get("split")
+    if isinstance(files, Mapping):
+        files = files.get(split)
+    elif split not in ("train", None) or (split is None and not kwargs.get("streaming")):
+        return None
+    others = kwargs.keys() - {"split", "data_files", "streaming"}
+    if files is None or any(kwargs[name] is not None for name in others) or any(map(_is_remote, _files(files))):
+        return None
+    return _files(files)
+
+
 def _broken_line(names: Sequence[str]) -> str | None:
-    """Where the first line that is no JSON lies, for files that have one JSON value per line."""
+    """Where the first line that is no JSON lies, for files of JSON lines that the datasets package has refused."""
     for name in names:
         path = Path(name).expanduser()
-        if not path.is_file() or _suffix(name) not in (".jsonl", ".ndjson", ".json") or path.suffix in _COMPRESSED:
+        if not path.is_file() or LOADERS.get(_suffix(name)) != "json":
             continue
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1 and line.lstrip().startswith("[") and _suffix(name) == ".json":
-                    break
-                if not line.strip():
-                    continue
-                try:
-                    json.loads(line)
-                except json.JSONDecodeError as error:
-                    return f"{name}, line {number}: {error.msg} at column {error.colno}"
+        first = next(numbered_lines(path), (1, b""))[1].lstrip()
+        if _suffix(name) == ".json" and first.startswith(b"["):
+            continue
+        for number, line in numbered_lines(path):
+            try:
+                json_line(line)
+            except UserError as error:
+                return f"{name}, line {number}: {error}; correct the line"
     return None
 
 
@@ -326,19 +338,20 @@ def load_rows(
     Raises:
         DataError: it cannot be found, reached or read, has no such split, or has no rows.
     """
-    import datasets
-
     where, kwargs = resolve_source(source, load_dataset_kwargs)
     names = _files(kwargs["data_files"]) if where in LOADERS.values() else []
     look(source, is_remote=any(map(_is_remote, names)) if names else not Path(where).is_dir())
     shown = ", ".join(names) or source
     split = kwargs.get("split")
     streaming = bool(kwargs.get("streaming"))
+    files = plain_files(kwargs) if where == "json" and not streaming and not filter_kwargs else None
+    if files is not None and (paths := line_files(files)) is not None:
+        return limited(_filtered(LineRows(paths), filter_fn, None, shown))
+    import datasets
+
     try:
         with warnings.catch_warnings(), _reported_once():
             warnings.simplefilter("ignore", ResourceWarning)
-            if filter_fn is None and not streaming and (first := first_lines(names, split)) is not None:
-                return first
             if _is_saved(where) and not streaming:
                 rows = _saved_rows(where, split)
             elif names or Path(where).is_dir():

@@ -1,13 +1,11 @@
 """Datasets of two answers, one of which is better."""
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from torchtune.data import ChosenRejectedToMessages, DataError, Message, Transform, as_messages
 from torchtune.data._common import as_sample
@@ -16,11 +14,12 @@ from torchtune.data._to_messages import check_column_map, resolve_masking, text_
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
-from torchtune.datasets._sft import NO_LABEL, say_what_is_cut
+from torchtune.datasets._sft import say_what_is_cut
 from torchtune.datasets._shared import prepare
 from torchtune.datasets._store import StoreWriter, has_label, shifted_labels
+from torchtune.datasets._tokenize import NO_LABEL, Tokenize, tokenize_rows
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
-from torchtune.utils import get_logger, log_rank_zero, sign_of_life
+from torchtune.utils import get_logger, log_rank_zero
 
 _SIDES = ("chosen", "rejected")
 
@@ -76,21 +75,13 @@ class PreferenceDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            bad, cut = BadRows(self.source, drop=drop_bad_rows or found.skips), 0
-            hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None
-            for index, row in enumerate(tqdm(found.rows(), desc="Tokenizing", unit=" rows", disable=hidden)):
-                sign_of_life()
-                try:
-                    samples = self._tokenize(as_sample(message_transform(row), "message_transform"), tokenizer, limit)
-                except DataError as error:
-                    bad.add(index, str(error))
-                    continue
-                for side, sample in samples.items():
-                    writers[side].append(sample["tokens"], sample["labels"])
-                cut += any(limit is not None and len(sample["tokens"]) >= limit for sample in samples.values())
-                self._note(samples)
-            bad.check()
-            return {"cut": cut, "dropped": bad.dropped, "reasons": bad.reasons, **self._notes()}
+            def samples(index: int, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+                return self._tokenize(as_sample(message_transform(row), "message_transform"), tokenizer, limit)
+
+            rows = found.rows()
+            bad = BadRows(self.source, rows=rows, drop=drop_bad_rows or found.skips)
+            info = tokenize_rows(rows, Tokenize(samples, self._sides, limit), bad, writers)
+            return {**info, "dropped": bad.dropped, "reasons": bad.reasons}
 
         self.stores, info = prepare(fingerprint, self._sides, self.source, build, found.prepared)
         self._read(info)
@@ -103,15 +94,8 @@ class PreferenceDataset(Dataset):
             raise DataError(f"{self.source}: no row is left that can be trained on.")
         say_what_is_cut(info, len(self), self.source, limit)
 
-    def _note(self, samples: Mapping[str, Any]) -> None:
-        """Keep what a row says besides its tokens."""
-
-    def _notes(self) -> dict[str, Any]:
-        """What was kept, as JSON."""
-        return {}
-
     def _read(self, info: Mapping[str, Any]) -> None:
-        """Take over what :meth:`_notes` gave."""
+        """Take over the ``notes`` of the rows."""
 
     @staticmethod
     def _tokenize(pair: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, list[int]]]:

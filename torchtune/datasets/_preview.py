@@ -1,17 +1,12 @@
 """A look at data before all of it is read: the seam through which a dry run sees datasets of any kind."""
 
-import glob
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torchtune.utils import UserError
-
-_SMALL = 1 << 23  # bytes that are loaded at once
 
 
 @dataclass
@@ -73,32 +68,6 @@ def look(source: str, *, is_remote: bool) -> None:
         raise NotRead(f"{source} is fetched from the hub when the run starts: its rows are not known yet")
     if found.limit == 0:
         raise NotRead(f"{source} is there")
-
-
-def first_lines(names: Sequence[str], split: Any) -> Any:
-    """Called by ``load_rows`` with the files of JSON lines that it reads: the first rows without loading all.
-
-    None where all have to be loaded: outside of a :func:`preview`, or for a part of a split.
-    """
-    found = _current.get()
-    suffixes = {Path(name).suffix.lower() for name in names}
-    if found is None or split != "train" or not names or not suffixes <= {".jsonl", ".ndjson"}:
-        return None
-    paths = [path for name in names for path in sorted(glob.glob(str(Path(name).expanduser()), recursive=True))]
-    if sum(os.path.getsize(path) for path in paths) < _SMALL:
-        return None
-    import datasets
-
-    stream = datasets.load_dataset("json", data_files=paths, split=split, streaming=True)
-    part = datasets.Dataset.from_list(list(stream.take(found.limit)), features=stream.features)
-    total = 0
-    for path in paths:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                total, last = total + block.count(b"\n"), block[-1:]
-            total += last != b"\n"
-    found.total, found.read = found.total + total, found.read + len(part)
-    return part
 
 
 def limited(rows: Any) -> Any:

@@ -12,8 +12,8 @@ from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._shared import prepare
 from torchtune.datasets._store import StoreWriter
+from torchtune.datasets._tokenize import Tokenize, tokenize_rows
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
-from torchtune.utils import sign_of_life
 
 
 class PromptDataset(Dataset):
@@ -50,7 +50,7 @@ class PromptDataset(Dataset):
         filter_fn: Callable[..., bool] | None = None,
         **load_dataset_kwargs: Any,
     ) -> None:
-        self._column, self._system = column, new_system_prompt
+        self._column, self._system, self._tokenizer = column, new_system_prompt, tokenizer
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         if found.skips:
             raise DataError("on_bad_row=skip is not possible for prompts: leave rows out with filter_fn.")
@@ -59,26 +59,24 @@ class PromptDataset(Dataset):
         fingerprint.add_part("dataset", [type(self), column, new_system_prompt])
         fingerprint.add_part("tokenizer", tokenizer)
         found.add_to(fingerprint)
-        limit = getattr(tokenizer, "max_seq_len", None)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            bad = BadRows(self.source)
-            for index, row in enumerate(found.rows()):
-                sign_of_life()
-                try:
-                    messages, _ = self._split(row)
-                    messages.append(Message(role="assistant", content=""))
-                    tokens = list(tokenizer({"messages": messages}, inference=True)["tokens"])
-                    if limit is not None and len(tokens) >= limit:
-                        raise DataError(f"the prompt is as long as max_seq_len={limit}, or longer")
-                    writers["prompts"].append(tokens, tokens)
-                except DataError as error:
-                    bad.add(index, str(error))
-            bad.check()
-            return {}
+            rows = found.rows()
+            return tokenize_rows(
+                rows, Tokenize(self._prompt, ["prompts"], None), BadRows(self.source, rows=rows), writers
+            )
 
         stores, _ = prepare(fingerprint, ["prompts"], self.source, build, found.prepared)
         self._store, self._rows = stores["prompts"], found.rows()
+
+    def _prompt(self, index: int, row: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
+        messages, _ = self._split(row)
+        messages.append(Message(role="assistant", content=""))
+        tokens = list(self._tokenizer({"messages": messages}, inference=True)["tokens"])
+        limit = getattr(self._tokenizer, "max_seq_len", None)
+        if limit is not None and len(tokens) >= limit:
+            raise DataError(f"the prompt is as long as max_seq_len={limit}, or longer")
+        return {"prompts": {"tokens": tokens, "labels": tokens}}
 
     def _split(self, row: Mapping[str, Any]) -> tuple[list[Message], str | None]:
         """The turns of the prompt, and the right answer, where it is the turn after them."""

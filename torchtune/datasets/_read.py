@@ -1,6 +1,5 @@
 """Rows of sources that are larger than memory, read from any position."""
 
-import glob
 import hashlib
 import json
 import os
@@ -11,8 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torchtune.data import DataError
-from torchtune.datasets._load import LOADERS, _files, _is_remote, load_rows, resolve_source
+from torchtune.datasets._lines import Line, line_files, matching, parsed, refuse_shrunk
+from torchtune.datasets._load import LOADERS, load_rows, plain_files, resolve_source
 from torchtune.datasets._preview import NotRead, is_preview
+from torchtune.utils._json_lines import is_gzip
 
 _EDGE = 1 << 20
 # Plain data: where a reader goes on.
@@ -22,8 +23,12 @@ Position = Any
 class Row(NamedTuple):
     """A row as it was read, and where from (``source``, and ``line`` or ``row``, counted from 1)."""
 
-    content: bytes | Mapping[str, Any]
+    content: Line | Mapping[str, Any]
     origin: dict[str, Any]
+
+    def columns(self) -> Mapping[str, Any]:
+        """Column -> value. Raises :class:`DataError`, with the reason alone, where the line is broken."""
+        return parsed(self.content, is_text=self.origin["source"].lower().endswith(".txt"))
 
     @property
     def place(self) -> str:
@@ -79,10 +84,7 @@ class _FileReader:
             try:
                 size = os.path.getsize(self.paths[file])
                 if size < self._sizes[file]:
-                    raise DataError(
-                        f"{self.paths[file]} has shrunk while the run reads it, from {self._sizes[file]:,} to {size:,} "
-                        "bytes: put the whole file back and resume, or start a new run."
-                    )
+                    refuse_shrunk(self.paths[file], self._sizes[file], size)
                 found, place, before = self._rows(file, place, before, count - len(rows))
             except OSError as error:
                 raise DataError(
@@ -113,7 +115,7 @@ class LineReader(_FileReader):
                 place += len(line)
                 number += 1
                 if line.strip() or path.lower().endswith(".txt"):
-                    rows.append(Row(line, {"source": path, "line": number}))
+                    rows.append(Row(Line(line), {"source": path, "line": number}))
         return rows, place if place < size else None, number
 
 
@@ -204,28 +206,15 @@ def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[Any, str]:
     if split is not None and ("[" in split or "+" in split):
         raise DataError(f"split='{split}' is a part, which a stream cannot find: name a whole split.")
     where, found = resolve_source(str(source), load_dataset_kwargs.copy())
-    files = found.get("data_files") if where in LOADERS.values() else None
     shown = str(load_dataset_kwargs.get("data_files") or source)
     if is_preview():
         raise NotRead(f"{shown} is streamed: its rows are not counted (streaming=False shows them)")
-    if isinstance(files, Mapping) and split in files:
-        files = files[split]
-    others = load.keywords.keys() - {"split", "data_files", "streaming"}
-    is_plain = all(load.keywords[name] is None for name in others)  # readers of our own know no other settings
-    if is_plain and files is not None and not isinstance(files, Mapping) and not any(map(_is_remote, _files(files))):
-        paths = [path for name in _files(files) for path in sorted(glob.glob(name, recursive=True)) or [name]]
-        if all(map(_has_lines, paths)):
+    if where in LOADERS.values() and (files := plain_files(found | {"streaming": True})) is not None:
+        if (paths := line_files(files, ".txt")) is not None:
             return LineReader(paths), shown
         if where == "parquet":
-            return ParquetReader(paths), shown
+            return ParquetReader(matching(files)), shown
+        for path in matching(files):
+            if not path.endswith(".gz") and is_gzip(Path(path)):
+                raise DataError(f"{path} is packed by gzip, which a stream reads in *.gz alone: rename or unpack it.")
     return HubReader(load(), shown), shown
-
-
-def _has_lines(path: str) -> bool:
-    suffix = Path(path).suffix.lower()
-    if suffix in (".jsonl", ".ndjson", ".txt"):
-        return True
-    if suffix != ".json":
-        return False
-    with open(path, "rb") as file:
-        return file.read(4096).lstrip()[:1] == b"{"

@@ -1,27 +1,22 @@
 """Supervised fine-tuning: rows -> messages -> tokens and labels."""
 
 import logging
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, Transform, as_messages, validate_messages
+from torchtune.data import DataError, Transform, as_messages, validate_messages
 from torchtune.data._common import as_sample
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
-from torchtune.datasets._parallel import in_parts
 from torchtune.datasets._shared import prepare
-from torchtune.datasets._store import StoreWriter, TokenStore, check_row, shifted_labels
-from torchtune.utils import get_logger, log_rank_zero, sign_of_life
-
-NO_LABEL = "no label is left"
+from torchtune.datasets._store import StoreWriter, TokenStore, shifted_labels
+from torchtune.datasets._tokenize import TransformRows, tokenize_rows
+from torchtune.utils import get_logger, log_rank_zero
 
 
 class SFTTransform(Transform):
@@ -66,106 +61,10 @@ class SFTTransform(Transform):
         return sample
 
 
-@dataclass
-class _Part:
-    """Transformed rows.
-
-    Args:
-        tokens: int32 [all tokens].
-        labels: int32 [all tokens].
-        lengths: int64 [rows].
-        cut: rows that are as long as may be.
-        bad: rows that cannot be trained on, and why.
-        on_reading: the first row has more than tokens: rows are to be transformed when they are read.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    lengths: np.ndarray
-    cut: int = 0
-    bad: list[tuple[int, str]] = field(default_factory=list)
-    on_reading: bool = False
-
-
-class _Tokenize:
-    """Transforms a part of the rows; see :func:`tokenize_rows`."""
-
-    def __init__(
-        self, transform: Callable[[Mapping[str, Any]], Mapping[str, Any]], limit: int | None, side: str
-    ) -> None:
-        self._transform, self._limit, self._side = transform, limit, side
-
-    def __call__(self, start: int, rows: Iterable[Any]) -> _Part:
-        tokens, labels = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-        part = _Part(*tokens, *labels, np.empty(0, np.int64))
-        for index, row in enumerate(rows, start):
-            sign_of_life()
-            try:
-                if not isinstance(row, Mapping):
-                    raise DataError(f"a row must be a mapping column -> value, not {type(row).__name__}")
-                sample = self._transform(row)
-                if index == 0 and sample.keys() - {"tokens", "labels", *row}:
-                    part.on_reading = True
-                    return part
-                ids, targets = check_row(sample["tokens"], sample["labels"])
-                is_full = self._limit is not None and len(ids) >= self._limit
-                part.cut += is_full
-                if not (targets != CROSS_ENTROPY_IGNORE_IDX).any():
-                    why = (
-                        "the prompt is too long" if self._side == "right" else "what is trained on comes before the cut"
-                    )
-                    raise DataError(NO_LABEL + (f" within max_seq_len={self._limit}, {why}" if is_full else ""))
-            except DataError as error:
-                part.bad.append((index, str(error)))
-                continue
-            tokens.append(ids)
-            labels.append(targets)
-        part.tokens, part.labels = np.concatenate(tokens), np.concatenate(labels)
-        part.lengths = np.array([len(ids) for ids in tokens[1:]], np.int64)
-        return part
-
-
-def tokenize_rows(
-    rows: Any,
-    transform: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    source: str,
-    writer: StoreWriter,
-    limit: int | None,
-    side: str = "right",
-    skips: bool = False,
-) -> dict[str, Any]:
-    """Transform every row, with a progress bar; many rows in several processes.
-
-    Args:
-        rows: mappings column -> value.
-        transform: a row -> ``tokens`` and ``labels``.
-        source: what the rows are from.
-        writer: takes the transformed rows.
-        limit: longest row; ``side`` is the end of longer ones that is cut.
-        side: see ``limit``.
-        skips: leave out rows that cannot be trained on.
-
-    Returns:
-        ``cut``: how many rows are as long as ``limit``; ``skipped``: (row, reason) of those that are left out; or
-        ``on_reading`` where the first row has more than tokens.
-
-    Raises:
-        DataError: some rows cannot be transformed or have no label; the message names up to ten.
-    """
-    bad, cut = BadRows(source, drop=skips, switch="on_bad_row=skip"), 0
-    hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: only on a terminal
-    with tqdm(total=len(rows), desc="Tokenizing", unit=" rows", disable=hidden) as bar:
-        for part in in_parts(rows, _Tokenize(transform, limit, side)):
-            sign_of_life()
-            if part.on_reading:
-                return {"on_reading": True}
-            for index, reason in part.bad:
-                bad.add(index, reason)
-            writer.extend(part.tokens, part.labels, part.lengths)
-            cut += part.cut
-            bar.update(len(part.lengths) + len(part.bad))
-    bad.check()
-    return {"cut": cut, "skipped": bad.left_out}
+def transform_rows(found: RowSource, work: TransformRows, writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+    """Write the tokens of the rows of a source; ``skipped``: (row, reason) of those that are left out."""
+    bad = BadRows(found.shown, rows=found.rows(), drop=found.skips, switch="on_bad_row=skip")
+    return {**tokenize_rows(found.rows(), work, bad, writers), "skipped": bad.left_out}
 
 
 def row_numbers(info: Mapping[str, Any], rows: int, source: str) -> np.ndarray:
@@ -242,7 +141,7 @@ class SFTDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            return tokenize_rows(found.rows(), self._transform, self.source, writers["rows"], limit, side, found.skips)
+            return transform_rows(found, TransformRows(self._transform, limit, side), writers)
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
         on_reading = bool(info.get("on_reading"))

@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -135,6 +136,14 @@ def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
             raise DataError(f"{name} must be a list of token ids, not {type(values).__name__}")
     if len(tokens) != len(labels):
         raise DataError(f"a row has {len(tokens)} tokens but {len(labels)} labels")
+    if type(tokens) is list and type(labels) is list:  # what almost every row is
+        try:
+            ids, targets = (np.frombuffer(array("i", values), np.int32) for values in (tokens, labels))
+        except (TypeError, OverflowError):
+            pass  # told below
+        else:
+            if not len(ids) or (ids.min() >= 0 and ((targets >= 0) == (targets != CROSS_ENTROPY_IGNORE_IDX)).all()):
+                return ids, targets
     try:
         ids, targets = np.asarray(tokens), np.asarray(labels)
     except ValueError as error:

@@ -1,6 +1,5 @@
 """Datasets that are read and tokenized while the run trains."""
 
-import json
 import logging
 import math
 from bisect import bisect_right
@@ -15,8 +14,8 @@ from torchtune.data._loader import random_of
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
 from torchtune.datasets._packed import Piece, best_fit, split_evenly
 from torchtune.datasets._read import Position, Row, open_reader
-from torchtune.datasets._sft import _Part, _Tokenize
 from torchtune.datasets._store import TokenStore
+from torchtune.datasets._tokenize import Part, Tokenized, TransformRows
 from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
 
 _KEPT = 3  # windows
@@ -36,7 +35,7 @@ class _Window:
 
     def __init__(self, start: _Start, rows: list[Row], after: Position) -> None:
         self.start, self.rows, self.after = start, rows, after
-        self.parts: list[_Part] = []
+        self.parts: list[Tokenized] = []
         self.places: list[int] = []  # rows that were not filtered
         self.done = 0
         self.store: TokenStore | None = None
@@ -111,7 +110,7 @@ class StreamedDataset(Dataset):
         if prepared is not None:
             raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
-        self._tokenize = _Tokenize(transform, limit, side)
+        self._tokenize = TransformRows(transform, limit, side)
         self._filter, self._rows = filter_fn, shuffle_buffer
         self._capacity, self._splits = pack_length, split_across_pack
         self._skips = on_bad_row == "skip"
@@ -226,13 +225,13 @@ class StreamedDataset(Dataset):
         if num_left_out() <= 10:
             log_once(get_logger(), f"{said}: it is left out{listed}.", logging.WARNING)
 
-    def _transformed(self, window: _Window, numbers: Sequence[int]) -> tuple[_Part, list[int]]:
+    def _transformed(self, window: _Window, numbers: Sequence[int]) -> tuple[Tokenized, list[int]]:
         """Rows of a window to tokens, and which of the rows these are."""
         sign_of_life()
         rows, kept, bad = [], [], {}
         for number in numbers:
             try:
-                row = _parsed(window.rows[number])
+                row = window.rows[number].columns()
             except DataError as error:
                 bad[number] = str(error)
                 continue
@@ -240,13 +239,13 @@ class StreamedDataset(Dataset):
                 rows.append(row)
                 kept.append(number)
         first = 0 if window.start.example == 0 else 1  # the first row of all says whether there is more than text
-        part = self._tokenize(first, rows)
+        part: Part = self._tokenize(first, rows)
         if part.on_reading:
             raise DataError(f"{self.source}: rows with more than text cannot be streamed: leave streaming out.")
         bad |= {kept[index - first]: reason for index, reason in part.bad}
         if bad:
             self._leave_out([(window.rows[number], reason) for number, reason in sorted(bad.items())])
-        return part, [number for number in kept if number not in bad]
+        return part.stores["rows"], [number for number in kept if number not in bad]
 
     def _finished(self, window: _Window) -> _Window:
         count = len(window.rows)
@@ -275,21 +274,3 @@ class StreamedDataset(Dataset):
             place = window.rows[window.places[int(lengths.argmax())]].place
             raise DataError(f"{place}: {lengths.max():,} tokens fit into no pack of {self._capacity:,}.")
         return [[(row, 0, int(lengths[row])) for row in pack] for pack in best_fit(lengths, self._capacity)]
-
-
-def _parsed(row: Row) -> Mapping[str, Any]:
-    """The columns of a row. Raises :class:`DataError` where it is broken."""
-    if not isinstance(row.content, bytes):
-        return row.content
-    try:
-        text = row.content.decode("utf-8")
-        if row.origin["source"].lower().endswith(".txt"):
-            return {"text": text.rstrip("\r\n")}
-        found = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise DataError(f"byte {error.start} is not UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{error.msg} at column {error.colno}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"the line is no mapping column -> value, but {type(found).__name__}")
-    return found

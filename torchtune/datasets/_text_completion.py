@@ -12,10 +12,11 @@ from torchtune.datasets._build import pack_length
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._packed import PackedDataset
-from torchtune.datasets._sft import row_numbers, say_what_is_cut, tokenize_rows
+from torchtune.datasets._sft import row_numbers, say_what_is_cut, transform_rows
 from torchtune.datasets._shared import prepare
 from torchtune.datasets._store import StoreWriter
 from torchtune.datasets._stream import StreamedDataset
+from torchtune.datasets._tokenize import TransformRows
 from torchtune.modules.transforms.tokenizers import BaseTokenizer
 
 
@@ -85,7 +86,7 @@ class TextCompletionDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
-            return tokenize_rows(found.rows(), transform, self.source, writers["rows"], limit, skips=found.skips)
+            return transform_rows(found, TransformRows(transform, limit), writers)
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
         self.store = stores["rows"]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from torchtune.data._documents import Documents
 from torchtune.generation._generation import last_hidden
-from torchtune.generation._ranks import Ranks
+from torchtune.generation._model_ranks import ModelRanks
 from torchtune.modules.common_utils import _attention_modules
 from torchtune.modules.kv_cache import KVCache, Place
 from torchtune.modules.transformer import TransformerDecoder
@@ -57,7 +57,7 @@ class Batch:
         model: TransformerDecoder,
         requests: Sequence[Request],
         size: int,
-        ranks: Ranks,
+        ranks: ModelRanks,
         device: torch.device,
         use_cache: bool,
     ) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from torchtune.data import DataError, Message, as_messages
 from torchtune.generation._errors import GenerationError
-from torchtune.utils import atomic_write
+from torchtune.utils import UserError, atomic_write
+from torchtune.utils._json_lines import json_line, numbered_lines
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,20 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
         ['Why?', 'Who wrote Faust?']
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GenerationError(f"prompts: {path} cannot be read ({error}): give a JSONL file in UTF-8.") from error
-    found = [_prompt(path, number, text, system) for number, text in enumerate(lines, start=1) if text.strip()]
+        found = [_prompt(path, number, line, system) for number, line in numbered_lines(Path(path))]
+    except OSError as error:
+        raise GenerationError(f"prompts: {path} cannot be read ({error.strerror}): give a JSONL file.") from error
     if not found:
         raise GenerationError(f"prompts: {path} is empty: write one prompt per line.")
     return found
 
 
-def _prompt(path: str | Path, number: int, text: str, system: str | None) -> Prompt:
+def _prompt(path: str | Path, number: int, line: bytes, system: str | None) -> Prompt:
     where = f"prompts: {path}, line {number}"
     try:
-        given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise GenerationError(f'{where}: it is not JSON ({error.msg}): write texts in quotes, "…".') from error
+        given = json_line(line)
+    except UserError as error:
+        raise GenerationError(f'{where}: {error}; correct the line, and write texts in quotes, "…".') from error
     content = given
     if isinstance(given, Mapping):
         keys = [key for key in ("prompt", "messages") if key in given]

@@ -11,12 +11,12 @@ from torchtune.generation._batch import Batch, Request
 from torchtune.generation._errors import GenerationError
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation import evaluating
-from torchtune.generation._ranks import Ranks
+from torchtune.generation._model_ranks import ModelRanks
 from torchtune.modules.common_utils import _attention_modules
 from torchtune.modules.transformer import TransformerDecoder
 
 # Steps of decoding from which on it pays to move weights into another layout and back.
-_WORTH_PACKING = 48
+_WORTH_PACKING = 32
 Prompts = Sequence[Tensor | Sequence[int]]
 
 
@@ -175,7 +175,7 @@ def stream_tokens(
         over = is_over is not None and is_over(index, token)
         return over or token in stop
 
-    ranks = Ranks(model)
+    ranks = ModelRanks(model)
     with ranks, evaluating(model), fast_linears(model, pack=False), _without_caches(model):
         batch = Batch(model, requests, rows, ranks, device, use_cache)
         while True:
@@ -185,9 +185,9 @@ def stream_tokens(
                     uniform = torch.rand(len(running), generator=rng, device=device)
                 else:
                     uniform = draws[[row.index for row in running], [row.count for row in running]]
-                drawn, log_probs = _draw(logits, temperature, top_k, uniform)
+                drawn, probabilities = _draw(logits, temperature, top_k, uniform)
                 drawn = ranks.agree(drawn)
-                log_probs = log_probs.gather(-1, drawn)[:, 0]
+                log_probs = probabilities.gather(-1, drawn)[:, 0].log()
                 indices = torch.tensor([row.index for row in running], device=device)
                 batch.append(running, drawn, ends)
                 yield TokenStep(indices, drawn[:, 0], log_probs)
@@ -196,24 +196,24 @@ def stream_tokens(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens ``[m, 1]`` and all log-probabilities ``[m, v]`` of logits ``[m, v]``, by one number ``[m]`` a row."""
+    """Tokens ``[m, 1]`` and all probabilities ``[m, v]`` of logits ``[m, v]``, by one number ``[m]`` a row."""
+    probabilities = (logits if temperature in (0.0, 1.0) else logits / temperature).softmax(-1)
     if temperature == 0.0:
-        return logits.argmax(-1, keepdim=True), logits.log_softmax(-1)
-    logits = logits / temperature
-    kept = logits
+        return logits.argmax(-1, keepdim=True), probabilities
+    kept = probabilities
     if top_k:
         lowest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        kept = logits.masked_fill(logits < lowest, float("-inf"))
-    return _invert(kept, uniform), logits.log_softmax(-1)
+        kept = probabilities.masked_fill(logits < lowest, 0.0)
+    return _invert(kept, uniform), probabilities
 
 
-def _invert(logits: Tensor, draws: Tensor) -> Tensor:
-    """The tokens ``[m, 1]`` at which the cumulated probabilities of logits ``[m, v]`` pass ``draws`` ``[m]``."""
-    cumulated = logits.softmax(-1).cumsum(-1)
+def _invert(weights: Tensor, draws: Tensor) -> Tensor:
+    """The tokens ``[m, 1]`` at which the cumulated ``weights`` ``[m, v]`` pass the share ``draws`` ``[m]`` of all."""
+    cumulated = weights.cumsum(-1)
     total = cumulated[:, -1:]
     wanted = (draws[:, None] * total).to(cumulated.dtype)
     wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))  # never a token of probability 0
-    return torch.searchsorted(cumulated, wanted, right=True).clamp(max=logits.shape[-1] - 1)
+    return torch.searchsorted(cumulated, wanted, right=True).clamp(max=weights.shape[-1] - 1)
 
 
 def _device(model: TransformerDecoder, prompts: Prompts) -> torch.device:

@@ -18,10 +18,10 @@ from torchtune.models._rope_scaling import (
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.classifier import ClassifierHead
-from torchtune.modules.feed_forward import FeedForward
+from torchtune.modules.feed_forward import FeedForward, SquaredReLU
 from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
-from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter, UngatedExperts
 from torchtune.modules.position_embeddings import (
     DynamicRotaryPositionalEmbeddings,
     LongRotaryPositionalEmbeddings,
@@ -38,6 +38,7 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     "gelu": nn.GELU,
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "relu2": SquaredReLU,
 }
 
 
@@ -117,24 +118,36 @@ def _qk_norm(d: Description, width: int, head_dim: int) -> RMSNorm | None:
     return _norm(d, width if d.qk_norm_whole else head_dim) if d.has_qk_norm else None
 
 
-def _added(d: Description) -> nn.Module | None:
+def _added(d: Description, scale: float) -> nn.Module | None:
     """Module applied to the outputs of attention and feed-forward before the residual addition."""
     if d.has_post_norm:
         return _norm(d, d.embed_dim)
-    return Multiplier(d.residual_scale) if d.residual_scale != 1.0 else None
+    scale *= d.residual_scale
+    return Multiplier(scale) if scale != 1.0 else None
 
 
 def _layer(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> TransformerSelfAttentionLayer:
+    mixer = d.mixer.build(d.embed_dim, d.norm_eps) if index in d.mixer_layers else None
+    attn = _attention(d, index, ropes) if index in d.attn_layers else None
     return TransformerSelfAttentionLayer(
-        d.mixer.build(d.embed_dim, d.norm_eps) if index in d.mixer_layers else _attention(d, index, ropes),
-        _mixture(d) if index in d.expert_layers else _feed_forward(d, _intermediate_dim(d, index)),
-        sa_norm=_norm(d, d.embed_dim) if d.has_pre_norm else None,
+        attn or mixer,
+        _mlp(d, index),
+        sa_norm=_norm(d, d.embed_dim) if index in d.sa_norm_layers else None,
         mlp_norm=_norm(d, d.embed_dim) if index in d.mlp_norm_layers else None,
-        sa_scale=_added(d),
-        mlp_scale=_added(d),
+        sa_scale=_added(d, d.attn_out_scale),
+        mlp_scale=_added(d, d.mlp_out_scale),
         layer_embed=_layer_embedding(d) if d.layer_embed_dim else None,
         layer_scale=OutputScale() if d.layer_scale else None,
+        mixer=mixer if attn is not None else None,
     )
+
+
+def _mlp(d: Description, index: int) -> FeedForward | MoE | None:
+    if index in d.mlpless_layers:
+        return None
+    if index in d.expert_layers:
+        return _mixture(d)
+    return _feed_forward(d, _intermediate_dim(d, index), d.mlp_gate_scale)
 
 
 def _intermediate_dim(d: Description, index: int) -> int:
@@ -192,7 +205,7 @@ def _attention(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -
         qk_norm_whole=d.qk_norm_whole,
         max_seq_len=d.max_seq_len,
         attn_dropout=d.attn_dropout,
-        scale=d.attn_scale,
+        scale=d.attn_scale if d.key_scale == 1.0 else (d.attn_scale or head_dim**-0.5) * d.key_scale,
         softcap=d.attn_softcap,
         window=d.window if windowed else None,
         sinks=d.attn_sinks,
@@ -208,12 +221,13 @@ def _growth(d: Description, index: int) -> tuple[float, int, int] | None:
     return (d.query_growth, d.query_growth_span, d.query_growth_first) if grows else None
 
 
-def _feed_forward(d: Description, width: int) -> FeedForward:
+def _feed_forward(d: Description, width: int, gate_scale: float = 1.0) -> FeedForward:
     return FeedForward(
         gate_proj=nn.Linear(d.embed_dim, width, bias=d.mlp_bias),
         down_proj=nn.Linear(width, d.embed_dim, bias=d.mlp_bias),
-        up_proj=nn.Linear(d.embed_dim, width, bias=d.mlp_bias),
+        up_proj=nn.Linear(d.embed_dim, width, bias=d.mlp_bias) if d.mlp_gated else None,
         activation=_ACTIVATIONS[d.activation](),
+        gate_scale=gate_scale,
     )
 
 
@@ -235,7 +249,8 @@ def _mixture(d: Description) -> MoE:
     sizes = {"dim": d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
     if d.expert_limit is not None:
         return MoE(experts=ClampedExperts(**sizes, limit=d.expert_limit), router=router)
-    experts = GroupedExperts(**sizes, activation=_ACTIVATIONS[d.activation]())
+    kind = GroupedExperts if d.mlp_gated else UngatedExperts
+    experts = kind(**sizes, activation=_ACTIVATIONS[d.activation]())
     if not d.shared_expert_dim:
         return MoE(experts=experts, router=router, scales_input=d.router_scales_input)
     gate = nn.Linear(d.embed_dim, 1, bias=False) if d.shared_expert_gate else None

@@ -81,9 +81,12 @@ class Description:
     q_latent_dim: int = 0  # queries are projections of a latent of this width; 0: of the input
     value_dim: int = 0  # size of a value; the last rope_dim channels of a key rotate and are common to all heads
 
-    # Layers without attention
+    # Layers without attention, or without a feed-forward
+    attnless_layers: tuple[int, ...] = ()  # a feed-forward alone
+    mlpless_layers: tuple[int, ...] = ()  # attention or a mixer alone
     mixer: Mixer | None = None  # replaces attention in mixer_layers
     mixer_layers: tuple[int, ...] = ()
+    mixer_beside_attn: bool = False  # mixer_layers have attention as well, of the same input; the outputs are added
 
     # Positions
     rope_base: float = 10_000.0
@@ -100,7 +103,8 @@ class Description:
     query_growth_layers: tuple[int, ...] = ()  # layers in which they are; (): all
 
     # Feed-forward
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
+    mlp_gated: bool = True  # w2(activation(w1(x)) * w3(x)), in experts too; else w2(activation(w1(x)))
     mlp_bias: bool = False
     shared_kv_intermediate_dim: int = 0  # in the shared_kv_layers; 0: intermediate_dim
 
@@ -139,6 +143,10 @@ class Description:
     # Constant factors
     embed_scale: float = 1.0  # of token embeddings, rounded to their dtype
     residual_scale: float = 1.0  # of the outputs of attention and feed-forward
+    key_scale: float = 1.0  # of the keys
+    attn_out_scale: float = 1.0  # of the output of attention
+    mlp_gate_scale: float = 1.0  # of the input of the activation in dense feed-forward layers
+    mlp_out_scale: float = 1.0  # of the output of the feed-forward
     hidden_scale: float = 1.0  # of the output projection's input
 
     # Output
@@ -169,10 +177,17 @@ class Description:
         self._check_layer_kinds()
         if self.mixer is not None and (problem := self.mixer.problem()):
             raise ModelError(f"mixer: {problem}.")
+        if set(self.attnless_layers) & {*self.mlpless_layers, *self.mixer_layers}:
+            raise ModelError(
+                "attnless_layers have no mixer, and a feed-forward: mlpless_layers and mixer_layers do not."
+            )
+        if self.norm_order != "pre" and (self.attnless_layers or self.mlpless_layers):
+            raise ModelError(f"attnless_layers and mlpless_layers need norm_order 'pre', got '{self.norm_order}'.")
         if bool(self.mixer) != bool(self.mixer_layers):
             raise ModelError(f"mixer and mixer_layers (got {list(self.mixer_layers)}) go together.")
-        if self.norm_order != "pre" and self.residual_scale != 1.0:
-            raise ModelError(f"residual_scale needs norm_order 'pre', got '{self.norm_order}'.")
+        for field in ("residual_scale", "attn_out_scale", "mlp_out_scale"):
+            if self.norm_order != "pre" and getattr(self, field) != 1.0:
+                raise ModelError(f"{field} needs norm_order 'pre', got '{self.norm_order}'.")
         if not 0.0 <= self.attn_dropout <= 1.0:
             raise ModelError(f"attn_dropout must lie in [0, 1], got {self.attn_dropout}.")
 
@@ -297,15 +312,26 @@ class Description:
         return self.expert_layers if self.router_norm else ()
 
     @property
+    def sa_norm_layers(self) -> tuple[int, ...]:
+        """Layers with a norm before attention or a mixer."""
+        return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in self.attnless_layers)
+
+    @property
     def mlp_norm_layers(self) -> tuple[int, ...]:
         """Layers with one norm before the whole feed-forward."""
-        without = set(self.expert_norm_layers)
+        without = {*self.expert_norm_layers, *self.mlpless_layers}
         return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in without)
 
     @property
     def attn_layers(self) -> tuple[int, ...]:
         """Layers with attention."""
-        return tuple(i for i in range(self.num_layers) if i not in self.mixer_layers)
+        without = {*self.attnless_layers, *(() if self.mixer_beside_attn else self.mixer_layers)}
+        return tuple(i for i in range(self.num_layers) if i not in without)
+
+    @property
+    def mixer_norm_layers(self) -> tuple[int, ...]:
+        """Layers with a mixer that has a norm."""
+        return self.mixer_layers if getattr(self.mixer, "has_norm", True) else ()
 
     @property
     def latent_layers(self) -> tuple[int, ...]:
@@ -340,13 +366,29 @@ class Description:
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """Layers with a mixture of experts."""
-        return tuple(i for i in range(self.num_layers if self.num_experts else 0) if i not in self.expertless_layers)
+        without = {*self.expertless_layers, *self.mlpless_layers}
+        return tuple(i for i in range(self.num_layers if self.num_experts else 0) if i not in without)
 
     @property
     def mlp_layers(self) -> tuple[int, ...]:
         """Layers with a dense feed-forward."""
-        expert_layers = set(self.expert_layers)
-        return tuple(i for i in range(self.num_layers) if i not in expert_layers)
+        without = {*self.expert_layers, *self.mlpless_layers}
+        return tuple(i for i in range(self.num_layers) if i not in without)
+
+    @property
+    def mlp_gate_layers(self) -> tuple[int, ...]:
+        """Layers with a dense, gated feed-forward."""
+        return self.mlp_layers if self.mlp_gated else ()
+
+    @property
+    def expert_gate_layers(self) -> tuple[int, ...]:
+        """Layers with a mixture of gated experts."""
+        return self.expert_layers if self.mlp_gated else ()
+
+    @property
+    def shared_expert_gate_layers(self) -> tuple[int, ...]:
+        """Layers with a shared expert whose feed-forward is gated."""
+        return self.shared_expert_layers if self.mlp_gated else ()
 
     @property
     def mlp_bias_layers(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torchtune.models._hf_fields import Fields, architecture_of
 from torchtune.models._hf_rope import read_rope, write_kinds, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 # Field of a description -> field of config.json, for error messages.
 _THEIR_NAMES = {
     "num_heads": "num_attention_heads",
@@ -32,7 +32,7 @@ _THEIR_NAMES = {
     "layer_embed_dim": "hidden_size_per_layer_input",
     "layer_embed_vocab": "vocab_size_per_layer_input",
 }
-_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class HFFormat:
         ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head rotate), ``"dim"``
             (``rotary_dim`` counts them), ``"window"`` (a separate base in sliding-window layers), ``"kinds"`` (the
             same, in ``rope_parameters`` only), ``"sections"`` (of the channels, for images), ``"alpha"`` (a stretched
-            base), ``"growth"`` (queries grow with their position).
+            base), ``"growth"`` (queries grow with their position). ``"none"``: the architecture has no positions.
         activation: name of the activation field, and its default.
         eps_field: name of the field of the norms' eps.
         fixed: (field, value) pairs of a description that the file does not state.
@@ -67,6 +67,7 @@ class HFFormat:
         read_more: reads what the attributes above cannot express: ``read_more(fields) -> values of a description``. It
             reads fields with ``fields.take(name, default)``; a field that is never read raises an error.
         write_more: the inverse: ``write_more(description) -> fields``.
+        prepare: rewrites the fields of a file before they are read.
         defaults: (field, value) pairs that ``transformers`` assumes if the file lacks the field. Copy the defaults of
             its configuration class that differ from those in :meth:`read`.
     """
@@ -83,13 +84,14 @@ class HFFormat:
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
     rotates_windows_only: bool = False
-    ropes: tuple[Literal["partial", "dim", "window", "kinds", "sections", "alpha", "growth"], ...] = ()
+    ropes: tuple[Literal["partial", "dim", "window", "kinds", "sections", "alpha", "growth", "none"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()
     own: tuple[tuple[str, str, Any], ...] = ()
     read_more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     write_more: Callable[[Description], dict[str, Any]] = lambda description: {}
+    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     defaults: tuple[tuple[str, Any], ...] = ()
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Description:
@@ -102,7 +104,9 @@ class HFFormat:
         Raises:
             ModelError: a field is missing or has a value that a description cannot express. The message names it.
         """
-        said = {name: value for name, value in config.items() if value is not None or name not in _NEVER_NULL}
+        said = {
+            name: value for name, value in self.prepare(config).items() if value is not None or name not in _NEVER_NULL
+        }
         fields = Fields({**dict(self.defaults), **said}, self.architecture, set(ignore_fields))
         heads = fields.take("num_attention_heads")
         attention_flag, mlp_flag = self.bias_fields
@@ -193,11 +197,11 @@ class HFFormat:
 
     def _read_windows(self, fields: Fields, num_layers: int, unrotated: Collection[int]) -> dict[str, Any]:
         """``window`` and ``window_layers`` of a description."""
-        window, kinds = fields.take("sliding_window", None), fields.list_of("layer_types", num_layers, str)
+        window, kinds = fields.take("sliding_window", None), fields.layer_kinds(num_layers)
         late, switch = fields.take("max_window_layers", _LATE), fields.take("use_sliding_window", False)
         window = window or None
         if kinds is not None:
-            kinds = ["full_attention" if kind in (self.mixer_kind, "attention") else kind for kind in kinds]
+            kinds = ["full_attention" if kind == self.mixer_kind else kind for kind in kinds]
             if len(kinds) < num_layers:
                 raise fields.refusal("layer_types", kinds)
             for index, kind in enumerate(kinds[:num_layers]):
@@ -228,6 +232,8 @@ class HFFormat:
         return {"window": window, "window_layers": layers} if window is not None and layers else {}
 
     def _write_rope(self, d: Description) -> dict[str, Any]:
+        if "none" in self.ropes:
+            return {}
         if "kinds" in self.ropes:
             return {"rope_parameters": write_kinds(d.rope_base, d.rope_scaling, d.rope_window_base)}
         config = {"rope_theta": d.rope_base, "rope_scaling": write_scaling(d.rope_scaling)}

@@ -30,22 +30,29 @@ _WHOLE = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"), _COUNT),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "num_labels"), _COUNT),
     **dict.fromkeys(("decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern"), _COUNT),
-    **dict.fromkeys(("max_window_layers", "shared_intermediate_size"), _LENGTH),
+    "max_window_layers": _LENGTH,
+    "shared_intermediate_size": 2**22,
     **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _LENGTH),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "top_k_experts"), _COUNT),
     **dict.fromkeys(("rotary_dim", "num_dense_layers", "conv_L_cache"), _COUNT),
+    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"), _COUNT),
+    "mamba_d_ssm": _LENGTH,
 }
 _NUMBERS = frozenset(
     """rms_norm_eps norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq
     router_aux_loss_coef swiglu_limit swiglu_alpha embedding_multiplier residual_multiplier logits_scaling
     attention_multiplier query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
-    routed_scaling_factor""".split()
+    routed_scaling_factor lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier
+    ssm_in_multiplier ssm_out_multiplier""".split()
 )
 _FLAGS = frozenset(
     """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias use_bias
-    attention_k_eq_v enable_moe_block use_double_wide_mlp use_expert_bias conv_bias tie_embedding""".split()
+    attention_k_eq_v enable_moe_block use_double_wide_mlp use_expert_bias conv_bias tie_embedding
+    mamba_conv_bias mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias""".split()
 )
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
+
+_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def is_number(value: Any) -> bool:
@@ -117,6 +124,11 @@ class Fields:
         fits = value is None or (isinstance(value, list) and all(isinstance(v, kind) for v in value))
         self._expect(fits, name, value, f"a list for {num_layers} layers")
         return value
+
+    def layer_kinds(self, num_layers: int) -> list[str] | None:
+        """``layer_types``, in the words of transformers 5; None if the field is absent."""
+        kinds = self.list_of("layer_types", num_layers, str)
+        return None if kinds is None else [_KINDS.get(kind, kind) for kind in kinds]
 
     def _expect(self, fits: bool, name: str, value: Any, wanted: str) -> None:
         if not fits:

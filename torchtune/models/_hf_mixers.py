@@ -1,10 +1,11 @@
-"""Reading and writing the linear attention of a Hugging Face ``config.json``."""
+"""Reading and writing the linear attention and the Mamba layers of a Hugging Face ``config.json``."""
 
+import math
 from typing import Any
 
-from torchtune.models._description import Description
-from torchtune.models._hf_fields import Fields
-from torchtune.models._mixers import DeltaNetMixer, Names
+from torchtune.models._description import Description, ModelError
+from torchtune.models._hf_fields import Fields, is_number, is_whole
+from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, Names
 from torchtune.models._weight_ops import HeadGroups
 
 _NUMBERS = (  # theirs, ours, what transformers assumes
@@ -13,6 +14,13 @@ _NUMBERS = (  # theirs, ours, what transformers assumes
     ("linear_key_head_dim", "key_dim", 128),
     ("linear_value_head_dim", "value_dim", 128),
     ("linear_conv_kernel_dim", "conv_taps", 4),
+)
+
+_MAMBA = (  # likewise
+    ("mamba_n_heads", "num_heads", 128),
+    ("mamba_n_groups", "num_groups", 1),
+    ("mamba_d_state", "state_dim", 256),
+    ("mamba_d_conv", "conv_taps", 4),
 )
 
 # Names of :class:`DeltaNetMixer` where checkpoints hold fused input projections, key head by key head.
@@ -40,7 +48,7 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
         fused: whether checkpoints of the architecture hold fused input projections.
     """
     num_layers = fields.take("num_hidden_layers")
-    kinds = fields.list_of("layer_types", num_layers, str)
+    kinds = fields.layer_kinds(num_layers)
     layers = linear_layers(num_layers, fields.take("full_attention_interval", 4))
     if kinds is not None:
         layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
@@ -57,3 +65,50 @@ def write_delta_net(d: Description) -> dict[str, Any]:
     kinds = ("full_attention", "linear_attention")
     config = {"layer_types": [kinds[layer in d.mixer_layers] for layer in range(d.num_layers)]}
     return config | ({theirs: getattr(d.mixer, ours) for theirs, ours, _ in _NUMBERS} if d.mixer else {})
+
+
+def read_mamba(fields: Fields, inner: int, **more: Any) -> Mamba2Mixer:
+    """The Mamba layers of Granite 4 or Falcon-H1.
+
+    Args:
+        fields: the file's fields.
+        inner: width of all heads.
+        more: further numbers of the mixer.
+    """
+    numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _MAMBA}
+    fields.take("mamba_chunk_size", None)  # of their arithmetic
+    for name, expected in (("mamba_conv_bias", True), ("mamba_proj_bias", False)):
+        if bool(fields.take(name, expected)) != expected:
+            raise fields.refusal(name, not expected)
+    size = fields.take("mamba_d_head", "auto")
+    if size == "auto":
+        size = inner // max(numbers["num_heads"], 1)
+    if not is_whole(size, 2**16):
+        raise fields.refusal("mamba_d_head", size)
+    if size * numbers["num_heads"] != inner:
+        raise ModelError(
+            f"config.json has mamba_n_heads = {numbers['num_heads']} heads of mamba_d_head = {size}, which together "
+            f"are not {inner} wide (mamba_d_ssm, or mamba_expand * hidden_size): download it again, or correct it."
+        )
+    low, high = _read_limits(fields)
+    return Mamba2Mixer(**numbers, head_dim=int(size), dt_min=low, dt_max=high, **more)
+
+
+def _read_limits(fields: Fields) -> tuple[float, float]:
+    limits = fields.take("time_step_limit", (0.0, math.inf))
+    values = [math.inf if limit == _INFINITE else limit for limit in limits] if isinstance(limits, list | tuple) else []
+    if len(values) != 2 or not all(is_number(value) or value == math.inf for value in values):
+        raise fields.refusal("time_step_limit", limits)
+    return float(values[0]), float(values[1])
+
+
+_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
+
+
+def write_mamba(mixer: Mamba2Mixer) -> dict[str, Any]:
+    """The inverse of :func:`read_mamba`."""
+    config = {theirs: getattr(mixer, ours) for theirs, ours, _ in _MAMBA} | {"mamba_d_head": mixer.head_dim}
+    limits = (mixer.dt_min, mixer.dt_max)
+    if limits != (0.0, math.inf):
+        config["time_step_limit"] = [_INFINITE if limit == math.inf else limit for limit in limits]
+    return config

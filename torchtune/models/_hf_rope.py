@@ -76,6 +76,10 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         ModelError: a description cannot express the settings.
     """
     found: dict[str, Any] = {}
+    if "none" in allowed:
+        for field in ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"):
+            fields.take(field, None)  # written by some, used by none
+        return found
     width = fields.take("head_dim", 0) or fields.take("hidden_size") // fields.take("num_attention_heads")
     turning = fields.take("rotary_dim", width) if "dim" in allowed else width
     base, partial = fields.take("rope_theta", 10_000.0), fields.take("partial_rotary_factor", turning / width)

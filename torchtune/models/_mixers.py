@@ -1,5 +1,6 @@
 """The numbers of mixers that replace attention in some layers, and the names of their weights."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -96,4 +97,57 @@ class ShortConvMixer:
         return ShortConv(embed_dim=embed_dim, conv_taps=self.conv_taps)
 
 
-Mixer = DeltaNetMixer | ShortConvMixer
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Mixer:
+    """Numbers of :class:`torchtune.modules.mixers.Mamba2`, which describes them.
+
+    Attributes:
+        num_heads: heads.
+        head_dim: size of a head.
+        num_groups: groups of heads; divides ``num_heads``.
+        state_dim: size of the state, beside ``head_dim``.
+        conv_taps: kernel size of the convolution.
+        has_norm: whether the gated output is normalised.
+        dt_min: smallest step size.
+        dt_max: largest step size.
+        scales: factors of the parts of the input's projection.
+        out_scale: factor of the output.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int = 1
+    state_dim: int = 128
+    conv_taps: int = 4
+    has_norm: bool = True
+    dt_min: float = 0.0
+    dt_max: float = math.inf
+    scales: tuple[float, ...] = (1.0,) * 5
+    out_scale: float = 1.0
+    names: ClassVar[Names] = (
+        ("mamba.in_proj.weight", "in_proj.weight"),
+        ("mamba.conv1d.weight", "conv.weight"),
+        ("mamba.conv1d.bias", "conv.bias"),
+        ("mamba.A_log", "a_log"),
+        ("mamba.dt_bias", "dt_bias"),
+        ("mamba.D", "skip"),
+        ("mamba.norm.weight", "norm.scale"),
+        ("mamba.out_proj.weight", "output_proj.weight"),
+    )
+
+    def problem(self) -> str | None:
+        """What is wrong with the numbers, in words of this library's fields."""
+        if min(self.num_heads, self.head_dim, self.num_groups, self.state_dim, self.conv_taps) < 1:
+            return f"the sizes of Mamba must be at least 1, got {self}"
+        if self.num_heads % self.num_groups:
+            return f"num_heads ({self.num_heads}) must be a multiple of num_groups ({self.num_groups})"
+        return None
+
+    def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
+        """The module of one layer."""
+        from torchtune.modules.mixers import Mamba2
+
+        return Mamba2(embed_dim=embed_dim, norm_eps=norm_eps, **vars(self))
+
+
+Mixer = DeltaNetMixer | ShortConvMixer | Mamba2Mixer

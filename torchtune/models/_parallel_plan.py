@@ -32,8 +32,8 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
         )
     if model.description is not None and model.description.mixer_layers:
         raise ParallelError(
-            "tensor_parallel_dim: a model with linear attention or convolutions cannot be split by tensor parallelism: "
-            "set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
+            "tensor_parallel_dim: a model with linear attention, Mamba or convolutions cannot be split by tensor "
+            "parallelism: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
         )
     if getattr(model, "layer_embeddings", None) is not None or getattr(model, "kv_sources", None):
         raise ParallelError(

@@ -34,6 +34,7 @@ class ModelSpec:
         untrained_modules: (start of a name within a layer, attribute of a description that lists layers): further
             weights of this kind.
         untrained_layers: end of a name by which layers after the model's last one are known to be such weights.
+        not_in_peft: ends of Hugging Face names of modules that ``peft`` refuses to adapt.
         model_types: names that ``model_type:`` in YAML may give for it.
         parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default that of
             :class:`~torchtune.modules.TransformerDecoder`.
@@ -52,6 +53,7 @@ class ModelSpec:
     untrained: tuple[str, ...] = ()
     untrained_modules: tuple[tuple[str, str], ...] = ()
     untrained_layers: str | None = None
+    not_in_peft: tuple[str, ...] = ()
 
     def untrained_names(self, names: Collection[str], description: Description) -> set[str]:
         """Select the names of a Hugging Face checkpoint that ``untrained`` and ``untrained_layers`` describe."""
@@ -79,6 +81,15 @@ class ModelSpec:
         """
         return replace(self, weight_maps={"hf": self.weight_map("hf").prefixed(prefixes)})
 
+    def refused_by_peft(self, paths: Collection[str], description: Description) -> list[str]:
+        """Select the paths of modules that ``not_in_peft`` describes."""
+        if not self.not_in_peft:
+            return []
+        names = self.weight_maps["hf"]
+        known = names.adapted_modules(description)
+        theirs = {path: names.external_module(path, description) for path in paths if path in known}
+        return [path for path, name in theirs.items() if name.endswith(self.not_in_peft)]
+
     def check_adapters(self, paths: Collection[str], description: Description) -> None:
         """Check before training that PEFT's format can express the adapters.
 
@@ -93,6 +104,8 @@ class ModelSpec:
         for path in paths:
             if path.endswith(".router.gate"):
                 raise ModelError(f"LoRA: '{path}' is a router, which peft cannot adapt: leave it out.")
+            if self.refused_by_peft([path], description):
+                raise ModelError(f"LoRA: '{path}': peft adapts no such module of {self.name} models: leave it out.")
             if path not in known and path.endswith(".experts"):
                 raise ModelError(
                     f"LoRA: '{path}': checkpoints of {self.name} hold all experts in one tensor, which takes no "

@@ -141,11 +141,13 @@ class WeightMap:
         rows: the table.
         tied: tensors that the format may repeat.
         ignore: templates of external names without weights (for example cached rotary frequencies).
+        modules: (start of external names, start of the names of transformers' modules, by which ``peft`` goes).
     """
 
     rows: tuple[Row, ...]
     tied: tuple[Tied, ...] = ()
     ignore: tuple[str, ...] = ()
+    modules: tuple[str, str] = ("", "")
 
     def prefixed(self, prefixes: Mapping[str, str]) -> "WeightMap":
         """The map of a composite checkpoint with this model as one part.
@@ -271,7 +273,7 @@ class WeightMap:
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
         if group is None or len(group.external) != 1 or len(group.tune) != 1:
             raise WeightMapError(f"The module '{tune_module}' is no single module in the other format.")
-        return group.external[0].removesuffix(".weight")
+        return rename_prefix(group.external[0].removesuffix(".weight"), dict([self.modules]))
 
     def peft(self) -> "WeightMap":
         """The map between our adapter names and PEFT's files, derived from the weight rows of this map.
@@ -280,7 +282,7 @@ class WeightMap:
         ``base_model.model.Y.lora_A.weight``, ``….lora_B.weight`` and ``….lora_magnitude_vector``. What reorders
         the rows of a weight reorders those of ``lora_b`` and of the magnitude. Use it with ``partial=True``.
         """
-        return _derive_peft(self)
+        return _derive_peft(self.prefixed(dict([self.modules])))
 
     def adapted_modules(self, description: Description) -> frozenset[str]:
         """Our names of the modules that have adapters in PEFT's format."""

@@ -20,7 +20,7 @@ _LINEARS = (
 )
 _NORMS = (
     # ours, Hugging Face, Meta, GGUF, when
-    ("sa_norm", "input_layernorm", "attention_norm", "attn_norm", "has_pre_norm"),
+    ("sa_norm", "input_layernorm", "attention_norm", "attn_norm", "sa_norm_layers"),
     ("mlp_norm", "post_attention_layernorm", "ffn_norm", "ffn_norm", "mlp_norm_layers"),
     ("attn.q_norm", "self_attn.q_norm", "attention.q_norm", "attn_q_norm", "has_qk_norm"),
     ("attn.k_norm", "self_attn.k_norm", "attention.k_norm", "attn_k_norm", "has_qk_norm"),
@@ -31,18 +31,23 @@ _ENDS = (
     ("norm.scale", "model.norm.weight", "norm.weight", "output_norm.weight", None),
     ("output.weight", "lm_head.weight", "output.weight", "output.weight", "untied"),
 )
-# Fused projections: Hugging Face's module, ours, rows of each, attribute for the bias.
+# Fused projections: Hugging Face's module, ours, rows of each, attributes for weight and bias.
 _FUSED = {
     "qkv": (
         "self_attn.qkv_proj",
         ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
         ("q_dim", "kv_dim", "kv_dim"),
-        "q_bias",
+        ("attn_layers", "q_bias"),
     ),
-    "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim", "intermediate_dim"), "mlp_bias"),
+    "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim",) * 2, ("mlp_layers", "mlp_bias")),
 }
-# Projections that not every layer with attention has.
-_WHERE = {"attn.q_proj": "input_query_layers", "attn.k_proj": "key_layers", "attn.v_proj": "value_layers"}
+# Projections that not every attention or feed-forward has.
+_WHERE = {
+    "attn.q_proj": "input_query_layers",
+    "attn.k_proj": "key_layers",
+    "attn.v_proj": "value_layers",
+    "mlp.w3": "mlp_gate_layers",
+}
 _HF, _META, _GGUF = 1, 2, 3
 _LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{layer}."}
 
@@ -53,7 +58,7 @@ def _rows(column: int, qk: Op) -> tuple[Row, ...]:
     for row in _LINEARS:
         op = qk if row[0] in ("attn.q_proj", "attn.k_proj") else Identity()
         external, ours = _LAYER[column] + row[column], "layers.{layer}." + row[0]
-        when = "mlp_layers" if row[0].startswith("mlp.") else _WHERE.get(row[0], "attn_layers")
+        when = _WHERE.get(row[0], "mlp_layers" if row[0].startswith("mlp.") else "attn_layers")
         rows.append(Row(f"{external}.weight", f"{ours}.weight", op, when))
         when = "query_bias_layers" if row[4] == "q_bias" else (when, row[4])
         rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=when))
@@ -93,12 +98,12 @@ def hf_names(
             for ours, theirs in norms.items()
         ]
     for name in fused:
-        external, ours, sizes, bias = _FUSED[name]
+        external, ours, sizes, (where, bias) = _FUSED[name]
         parts = tuple(f"layers.{{layer}}.{part}.weight" for part in ours)
         biases = tuple(part.replace(".weight", ".bias") for part in parts)
         rows = [row for row in rows if row.tune not in parts and row.tune not in biases]
-        rows.append(Row(f"{_LAYER[_HF]}{external}.weight", parts, Split(sizes)))
-        rows.append(Row(f"{_LAYER[_HF]}{external}.bias", biases, Split(sizes), when=bias))
+        rows.append(Row(f"{_LAYER[_HF]}{external}.weight", parts, Split(sizes), when=where))
+        rows.append(Row(f"{_LAYER[_HF]}{external}.bias", biases, Split(sizes), when=(where, bias)))
     return WeightMap(
         tuple(rows),
         tied=(Tied("lm_head.weight", "tok_embeddings.weight"),),
@@ -127,7 +132,8 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bi
         rows.append(Row(f"{theirs}{bias}", f"{ours}router.selection_bias", when="expert_layers"))
     for name, matrix in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
         external = f"{theirs}experts.{{expert}}.{matrix}.weight"
-        rows.append(Row(external, f"{ours}experts.{name}", Stack(transpose=True), "expert_layers"))
+        where = "expert_gate_layers" if name == "gate_proj" else "expert_layers"
+        rows.append(Row(external, f"{ours}experts.{name}", Stack(transpose=True), where))
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 
@@ -157,25 +163,30 @@ def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) ->
     """
     ours = "layers.{layer}.mlp."
     rows = [
-        Row(f"{_LAYER[_HF]}{block}.{theirs}.weight", f"{ours}shared_expert.{name}.weight", when="shared_expert_layers")
-        for name, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))
+        Row(f"{_LAYER[_HF]}{block}.{theirs}.weight", f"{ours}shared_expert.{name}.weight", when=where)
+        for name, theirs, where in (
+            ("w1", "gate_proj", "shared_expert_layers"),
+            ("w2", "down_proj", "shared_expert_layers"),
+            ("w3", "up_proj", "shared_expert_gate_layers"),
+        )
     ]
     if gate is not None:
         rows.append(Row(f"{_LAYER[_HF]}{gate}.weight", f"{ours}shared_gate.weight", when="shared_gate_layers"))
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 
-def mixers(weight_map: WeightMap, names: Names) -> WeightMap:
-    """Add the mixers that replace attention in some layers to a weight map.
+def mixers(weight_map: WeightMap, names: Names, place: str = "attn") -> WeightMap:
+    """Add the mixers that replace attention in some layers, or stand beside it, to a weight map.
 
     Args:
         weight_map: Hugging Face map of all other weights.
-        names: their name within a layer and ours within ``attn``, of every parameter of the mixer.
+        names: their name within a layer and ours within the mixer, of each of its parameters.
+        place: our name of the mixer: ``attn``, or ``mixer`` beside attention.
     """
-    rows = [
-        Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.attn.{ours}", *op, when="mixer_layers")
-        for theirs, ours, *op in names
-    ]
+    rows = []
+    for theirs, ours, *op in names:
+        when = "mixer_norm_layers" if ours.startswith("norm.") else "mixer_layers"
+        rows.append(Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.{place}.{ours}", *op, when=when))
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 
@@ -215,7 +226,7 @@ def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
 
 
 def _when_norm(ours: str) -> str:
-    return "mlp_norm_layers" if ours == "mlp_norm" else "has_pre_norm" if ours == "sa_norm" else "has_post_norm"
+    return "mlp_norm_layers" if ours == "mlp_norm" else "sa_norm_layers" if ours == "sa_norm" else "has_post_norm"
 
 
 # Hugging Face names of families with rope_layout "interleaved" (Llama, Mistral, SmolLM2) …

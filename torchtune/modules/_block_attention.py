@@ -28,12 +28,12 @@ def block_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Causal self-attention of each row.
+    """Causal attention of each row. Queries are the last s of t positions, keys are all of them.
 
     Args:
         q: queries ``[b, s, n, h]``.
-        k: keys ``[b, s, n_kv, h]``.
-        v: values ``[b, s, n_kv, h]``.
+        k: keys ``[b, t, n_kv, h]``.
+        v: values ``[b, t, n_kv, h]``.
         out: receives the result ``[b, s, n, h]``.
         window: sliding window in positions, the query's own included; 0: none. Keys outside of it are not computed.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: no soft cap.
@@ -111,12 +111,14 @@ def _blocks(
     ``[b * n_kv, n / n_kv * block, h]``, probabilities ``[b * n_kv, n / n_kv * block, visible]`` and the derivative of
     the soft cap. ``keys`` and results are float32."""
     group, s, h = queries.shape[2:]
+    before = keys.shape[1] - s  # positions that have keys and no queries
     future = _future(queries.device)
     scaled_keys = keys * h**-0.5
     for start in range(0, s, _BLOCK):
         block = slice(start, min(start + _BLOCK, s))
         size = block.stop - start
-        seen = slice(max(0, start - window + 1) if window else 0, block.stop)
+        own = start + before
+        seen = slice(max(0, own - window + 1) if window else 0, own + size)
         queries_now = _block_of(queries, block, torch.float32)
         scores, slope = torch.bmm(queries_now, scaled_keys[:, seen].transpose(1, 2)), None
         if softcap:
@@ -124,9 +126,9 @@ def _blocks(
             slope = 1 - bounded.square()
             scores = bounded * softcap
         by_position = scores.unflatten(1, (group, size))
-        by_position[..., start - seen.start :] += future[:size, :size]
+        by_position[..., own - seen.start :] += future[:size, :size]
         if window:
-            distance = torch.arange(start, block.stop, device=keys.device)[:, None]
+            distance = torch.arange(own, own + size, device=keys.device)[:, None]
             distance = distance - torch.arange(seen.start, seen.stop, device=keys.device)
             by_position.masked_fill_(distance >= window, float("-inf"))
         if sinks is None:

@@ -11,57 +11,68 @@ if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
 BLOCK = 128
 
 
-def document_block_mask(cu_seqlens: Tensor, num_tokens: int, window: int = 0) -> "BlockMask":
+def document_block_mask(
+    cu_seqlens: Tensor, num_tokens: int, window: int = 0, cu_keys: Tensor | None = None, num_keys: int | None = None
+) -> "BlockMask":
     """Make the ``BlockMask`` of causal attention within documents, without a ``t × t`` mask and without a host sync.
 
-    A block of queries sees a contiguous range of key blocks: from the block where its first document (or the window of
-    its first query) begins to its own block. Key blocks in the same document and inside all windows are full blocks.
+    A block of queries sees a contiguous range of key blocks: from the block where the keys of its first document (or
+    the window of its first query) begin to that of its last query. Key blocks in the same document and inside all
+    windows are full blocks.
 
     Args:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to ``num_tokens``.
         num_tokens: t, total number of positions.
         window: sliding window in positions, the query's own included; 0: none.
+        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, where documents have more of them than queries,
+            which are the last positions then; by default ``cu_seqlens``.
+        num_keys: k, total number of keys; by default t.
 
     Returns:
-        Mask for queries and keys ``[1, n, t, h]``.
+        Mask for queries ``[1, n, t, h]`` and keys ``[1, n_kv, k, h]``.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
+    cu_keys, num_keys = (cu_seqlens, num_tokens) if cu_keys is None else (cu_keys, num_keys)
     device = cu_seqlens.device
-    document = torch.bucketize(torch.arange(num_tokens, device=device), cu_seqlens[1:], right=True)
+    positions = torch.arange(num_tokens, device=device)
+    document = torch.bucketize(positions, cu_seqlens[1:], right=True)
+    document_of_key = torch.bucketize(torch.arange(num_keys, device=device), cu_keys[1:], right=True)
+    own_key = positions + (cu_keys - cu_seqlens)[1:].long()[document]  # the key of the query's own position
     starts = torch.arange(0, num_tokens, BLOCK, device=device)
     ends = (starts + BLOCK).clamp(max=num_tokens) - 1  # the last position of every block
-    begin = cu_seqlens[document[starts]].long()  # where the first document of the block begins
-    seen = begin if not window else torch.maximum(begin, starts - window + 1)
-    block = starts // BLOCK
-    first = seen // BLOCK
-    # Full blocks: after the document's beginning, inside the window of the last query, before the diagonal block.
-    whole_from = torch.where(document[starts] == document[ends], -(-begin // BLOCK), block)
+    begin = cu_keys[document[starts]].long()  # where the keys of the first document of the block begin
+    seen = begin if not window else torch.maximum(begin, own_key[starts] - window + 1)
+    first, last = seen // BLOCK, own_key[ends] // BLOCK
+    # Full blocks: after the document's beginning, inside the window of the last query, up to the first query.
+    whole_from = torch.where(document[starts] == document[ends], -(-begin // BLOCK), last + 1)
     if window:
-        whole_from = torch.maximum(whole_from, (ends - window + BLOCK) // BLOCK)
-    whole_from = torch.minimum(torch.maximum(whole_from, first), block)
-    order = torch.arange(len(starts), device=device)
-    # Partial blocks: from `first` to `whole_from`, and the diagonal block.
-    before = (whole_from - first)[:, None]
-    partial = torch.where(order < before, first[:, None] + order, block[:, None])
+        whole_from = torch.maximum(whole_from, (own_key[ends] - window + BLOCK) // BLOCK)
+    whole_from = torch.minimum(torch.maximum(whole_from, first), last + 1)
+    whole_to = torch.maximum((own_key[starts] + 1) // BLOCK, whole_from)
+    order = torch.arange(-(-num_keys // BLOCK), device=device)
+    # Partial blocks: from `first` to `whole_from`, and from `whole_to` to `last`.
+    before, after = (whole_from - first)[:, None], (last + 1 - whole_to)[:, None]
+    partial = torch.where(order < before, first[:, None] + order, whole_to[:, None] + order - before)
     whole = whole_from[:, None] + order
 
     def sees(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        inside = (q_idx >= kv_idx) & (document[q_idx] == document[kv_idx])
-        return inside & (q_idx - kv_idx < window) if window else inside
+        distance = own_key[q_idx] - kv_idx
+        inside = (distance >= 0) & (document[q_idx] == document_of_key[kv_idx])
+        return inside & (distance < window) if window else inside
 
     def counts(x: Tensor) -> Tensor:
         return x.to(torch.int32)[None, None]
 
     def indices(x: Tensor) -> Tensor:  # what lies beyond the count is not read, but must be a block
-        return counts(x.clamp(max=len(starts) - 1))
+        return counts(x.clamp(max=len(order) - 1))
 
     return BlockMask.from_kv_blocks(
-        counts(before[:, 0] + 1),
+        counts((before + after)[:, 0]),
         indices(partial),
-        counts(block - whole_from),
+        counts(whole_to - whole_from),
         indices(whole),
         BLOCK_SIZE=BLOCK,
         mask_mod=sees,
-        seq_lengths=(num_tokens, num_tokens),
+        seq_lengths=(num_tokens, num_keys),
     )

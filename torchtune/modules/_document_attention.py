@@ -1,6 +1,6 @@
 """Document-masked attention as a custom operator, which the compiler does not trace into."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtune.data._documents import Documents
+from torchtune.data._documents import Documents, SharedPrefixes
 from torchtune.modules._block_attention import block_attention, block_attention_backward, suits_blocks
 from torchtune.modules._block_mask import document_block_mask
 from torchtune.modules._sinks import add_sinks, sinks_gradient
@@ -24,14 +24,16 @@ class Boundaries:
 
     Attributes:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths.
-        max_length: upper bound of the sequence lengths, rounded up so that it takes few values.
+        max_length: upper bound of the numbers of keys, rounded up so that it takes few values.
         block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
         chunks: size -> boundaries of the documents' chunks of that size.
+        shared: what documents share.
     """
 
     cu_seqlens: Tensor
     max_length: int
     block_masks: dict[int, "BlockMask"] = field(default_factory=dict)
+    shared: SharedPrefixes | None = None
     chunks: dict[int, "Boundaries"] = field(default_factory=dict)
 
     @classmethod
@@ -46,40 +48,71 @@ class Boundaries:
             block_masks: windows of the layers that run FlexAttention.
             chunks: sizes of the chunks in which layers attend.
         """
-        masks = {w: document_block_mask(documents.cu_seqlens, documents.num_tokens, w) for w in block_masks}
+        shared, sizes = documents.shared, (documents.cu_seqlens, documents.num_tokens)
+        keys = () if shared is None else (shared.cu_keys, len(shared.keys))
+        masks = {window: document_block_mask(*sizes, window, *keys) for window in block_masks}
         parts = {size: cls.of(documents.in_chunks(size), step, block_masks) for size in chunks}
-        return cls(documents.cu_seqlens, -(-documents.max_length // step) * step, masks, parts)
+        return cls(documents.cu_seqlens, -(-documents.max_length // step) * step, masks, shared, parts)
 
 
-def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive documents of equal length: (length, how many)."""
-    return [(length, sum(1 for _ in run)) for length, run in groupby(lengths)]
+class _Gather(torch.autograd.Function):
+    """Rows of a tensor by index, some several times; their gradients are added up in float32 or wider."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        sums = torch.zeros(ctx.rows, *grad.shape[1:], dtype=wide, device=grad.device)
+        return sums.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
 
 
-def _run_attention(length: int, count: int, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """Causal attention of ``count`` documents ``[count * length, n, h]`` of equal length, as a batch."""
-    q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v))
+def keys_that_are_read(shared: SharedPrefixes | None, keys: Tensor) -> Tensor:
+    """Keys or values ``[t, n_kv, h]`` of every document with those of its prefix before them ``[k, n_kv, h]``."""
+    return keys if shared is None else _Gather.apply(keys, shared.keys)
+
+
+def _run_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+    """Causal attention of documents of equal length, as a batch ``[count, length, n, h]``; they are flattened."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _pieces(cu_seqlens: Tensor, *tensors: Tensor) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
-    """Yield every run of documents of equal length: length, count, and its slice of each tensor ``[t, …]``."""
-    start = 0
-    for length, count in _runs(cu_seqlens.diff().tolist()):
-        end = start + length * count
-        yield length, count, tuple(tensor[start:end] for tensor in tensors)
-        start = end
-    if start != tensors[0].shape[0]:
-        raise ValueError(f"The documents cover {start} positions, the batch has {tensors[0].shape[0]}.")
+_Rows = tuple[Tensor, ...]
 
 
-def _in_blocks(q: Tensor, length: int, window: int, softcap: float, sinks: Tensor | None) -> bool:
-    """Whether a document of ``length`` runs in blocks: no other kernel supports it, or blocks are faster."""
-    if window or softcap or q.device.type != "cpu":
+def _pieces(
+    cu_seqlens: Tensor, cu_keys: Tensor | None, of_queries: _Rows, of_keys: _Rows
+) -> Iterator[tuple[_Rows, _Rows]]:
+    """Yield every run of documents with as many queries and as many keys: its views ``[count, length, …]`` of the
+    tensors by query ``[t, …]`` and of those by key ``[k, …]``."""
+    queries = cu_seqlens.diff().tolist()
+    keys = queries if cu_keys is None else cu_keys.diff().tolist()
+    start = [0, 0]
+    for lengths, run in groupby(zip(queries, keys, strict=True)):
+        count = sum(1 for _ in run)
+        views = []
+        for side, (length, tensors) in enumerate(zip(lengths, (of_queries, of_keys), strict=True)):
+            end = start[side] + count * length
+            views.append(tuple(t[start[side] : end].unflatten(0, (count, length)) for t in tensors))
+            start[side] = end
+        yield tuple(views)
+    if start != [of_queries[0].shape[0], of_keys[0].shape[0]]:
+        raise ValueError(f"The documents cover {start[0]} positions, the batch has {of_queries[0].shape[0]}.")
+
+
+def _in_blocks(q: Tensor, k: Tensor, window: int, softcap: float) -> bool:
+    """Whether documents ``[count, length, …]`` run in blocks: no other kernel supports it, or blocks are faster."""
+    if window or softcap or q.device.type != "cpu" or q.shape[1] != k.shape[1]:
         return True
-    return suits_blocks(length, q.dtype)
+    return suits_blocks(q.shape[1], q.dtype)
 
 
 @torch.library.custom_op("torchtune::document_attention", mutates_args=())
@@ -91,21 +124,21 @@ def _forward(
     sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    cu_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    for length, count, (q_run, k_run, v_run, out_run, lse_run) in _pieces(cu_seqlens, q, k, v, out, lse):
-        rows = [t.unflatten(0, (count, length)) for t in (q_run, k_run, v_run)]
-        here = window if window < length else 0
-        if _in_blocks(q, length, here, softcap, sinks):
-            block_attention(*rows, out_run.unflatten(0, (count, length)), here, softcap, sinks)
+    for (q_run, out_run, lse_run), (k_run, v_run) in _pieces(cu_seqlens, cu_keys, (q, out, lse), (k, v)):
+        here = window if window < k_run.shape[1] else 0
+        if _in_blocks(q_run, k_run, here, softcap):
+            block_attention(q_run, k_run, v_run, out_run, here, softcap, sinks)
         else:
-            heads = (t.transpose(1, 2) for t in rows)
+            heads = (t.transpose(1, 2) for t in (q_run, k_run, v_run))
             attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
             if sinks is not None:
                 attended, sums = add_sinks(attended, sums, sinks)
-            out_run.unflatten(0, (count, length)).copy_(attended.transpose(1, 2))
-            lse_run.unflatten(0, (count, length)).copy_(sums.transpose(1, 2))
+            out_run.copy_(attended.transpose(1, 2))
+            lse_run.copy_(sums.transpose(1, 2))
     return out, lse
 
 
@@ -121,25 +154,26 @@ def _backward(
     sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    cu_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     grad_sinks = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
-    for length, count, parts in _pieces(cu_seqlens, grad, q, k, v, out, lse, *grads):
-        inputs, results = parts[:6], parts[6:]
-        rows = [t.unflatten(0, (count, length)) for t in inputs]
-        here = window if window < length else 0
-        if _in_blocks(q, length, here, softcap, sinks):
-            outputs = (t.unflatten(0, (count, length)) for t in results)
+    of_queries, of_keys = (grad, q, out, lse, grads[0]), (k, v, *grads[1:])
+    for (grad_run, q_run, out_run, lse_run, of_q), (k_run, v_run, *of_kv) in _pieces(
+        cu_seqlens, cu_keys, of_queries, of_keys
+    ):
+        results = (of_q, *of_kv)
+        here = window if window < k_run.shape[1] else 0
+        if _in_blocks(q_run, k_run, here, softcap):
             more = {} if sinks is None else {"sinks": sinks, "grad_sinks": grad_sinks}
-            block_attention_backward(*rows[:4], *outputs, here, softcap, **more)
+            block_attention_backward(grad_run, q_run, k_run, v_run, *results, here, softcap, **more)
             continue
-        heads = [t.transpose(1, 2) for t in rows]
+        heads = [t.transpose(1, 2) for t in (grad_run, q_run, k_run, v_run, out_run, lse_run)]
         if sinks is not None:
             grad_sinks += sinks_gradient(heads[0], heads[4], heads[5], sinks)
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
-        found = [t.transpose(1, 2).flatten(0, 1) for t in found]
         for result, value in zip(results, found, strict=True):
-            result.copy_(value)
+            result.copy_(value.transpose(1, 2))
     return *grads, grad_sinks
 
 
@@ -152,6 +186,7 @@ def _(
     sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    cu_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
@@ -168,20 +203,21 @@ def _(
     sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    cu_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_sinks = torch.empty(q.shape[1], dtype=torch.float32, device=q.device)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), grad_sinks
 
 
 def _setup_context(ctx, inputs: tuple[Tensor | int | float | None, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.softcap = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.window, ctx.softcap, cu_keys = inputs
+    ctx.save_for_backward(*tensors, cu_keys, *output)
 
 
 def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, cu_seqlens, sinks, out, lse = ctx.saved_tensors
-    *grads, grad_sinks = _backward(grad, q, k, v, out, lse, cu_seqlens, sinks, ctx.window, ctx.softcap)
-    return *grads, None, None if sinks is None else grad_sinks.to(sinks.dtype), None, None
+    q, k, v, cu_seqlens, sinks, cu_keys, out, lse = ctx.saved_tensors
+    *grads, grad_sinks = _backward(grad, q, k, v, out, lse, cu_seqlens, sinks, ctx.window, ctx.softcap, cu_keys)
+    return *grads, None, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None
 
 
 _forward.register_autograd(_backward_formula, setup_context=_setup_context)
@@ -195,6 +231,7 @@ def document_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    cu_keys: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each document.
 
@@ -206,6 +243,8 @@ def document_attention(
         window: sliding window in positions, the query's own included; 0: none.
         softcap: soft cap of the scores; 0: none.
         sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator.
+        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, where they are more than the queries, which are
+            the last positions then (:func:`keys_that_are_read`).
 
     Returns:
         Tensor ``[t, n, h]``.
@@ -213,10 +252,10 @@ def document_attention(
     Raises:
         ValueError: the documents do not cover the positions.
     """
-    return _forward(q, k, v, cu_seqlens, sinks, window, softcap)[0]
+    return _forward(q, k, v, cu_seqlens, sinks, window, softcap, cu_keys)[0]
 
 
 def document_attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float) -> Tensor:
     """:func:`document_attention` with dropout of attention weights."""
-    pieces = _pieces(cu_seqlens, q, k, v)
-    return torch.cat([_run_attention(length, count, *parts, dropout_p) for length, count, parts in pieces])
+    pieces = _pieces(cu_seqlens, None, (q,), (k, v))
+    return torch.cat([_run_attention(*queries, *keys, dropout_p) for queries, keys in pieces])

@@ -12,10 +12,18 @@ def _window(window: int) -> dict[str, int]:
 
 @torch.library.custom_op("torchtune::flash_attention_with_sinks", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor, max_length: int, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor,
+    cu_keys: Tensor | None,
+    max_length: int,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
+    of_keys = cu_seqlens if cu_keys is None else cu_keys
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, 0.0, not window, False, **_window(window)
+        q, k, v, cu_seqlens, of_keys, max_length, max_length, 0.0, not window, False, **_window(window)
     )
     out, lse = add_sinks(out.transpose(0, 1), lse, sinks)
     return out.transpose(0, 1).contiguous(), lse
@@ -29,6 +37,7 @@ def _backward(
     v: Tensor,
     cu_seqlens: Tensor,
     sinks: Tensor,
+    cu_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_length: int,
@@ -36,7 +45,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     unused = torch.empty(0, device=q.device)
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # RNG state; unused without dropout
-    lengths = (cu_seqlens, cu_seqlens, max_length, max_length)
+    lengths = (cu_seqlens, cu_seqlens if cu_keys is None else cu_keys, max_length, max_length)
     grads = torch.ops.aten._flash_attention_backward(
         grad.contiguous(), q, k, v, out, lse, *lengths, 0.0, not window, state, unused, **_window(window)
     )
@@ -45,7 +54,14 @@ def _backward(
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor, max_length: int, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sinks: Tensor,
+    cu_keys: Tensor | None,
+    max_length: int,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
 
@@ -58,6 +74,7 @@ def _(
     v: Tensor,
     cu_seqlens: Tensor,
     sinks: Tensor,
+    cu_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_length: int,
@@ -76,14 +93,21 @@ def _setup_context(ctx, inputs: tuple[Tensor | int, ...], output: tuple[Tensor, 
 def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing lets go of them
     *grads, grad_sinks = _backward(grad, *saved, ctx.max_length, ctx.window)
-    return *grads, None, grad_sinks.to(saved[4].dtype), None, None
+    return *grads, None, grad_sinks.to(saved[4].dtype), None, None, None
 
 
 _forward.register_autograd(_backward_formula, setup_context=_setup_context)
 
 
 def flash_attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, sinks: Tensor, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    sinks: Tensor,
+    window: int = 0,
+    cu_keys: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each document, on CUDA in float16 or bfloat16, without a host sync.
 
@@ -92,11 +116,13 @@ def flash_attention_with_sinks(
         k: keys ``[t, n_kv, h]``.
         v: values ``[t, n_kv, h]``.
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to t.
-        max_length: upper bound of the sequence lengths.
+        max_length: upper bound of the numbers of keys.
         sinks: attention sinks ``[n]``.
         window: sliding window in positions, the query's own included; 0: none.
+        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, where they are more than the queries, which are
+            the last positions then.
 
     Returns:
         Tensor ``[t, n, h]``.
     """
-    return _forward(q, k, v, cu_seqlens, sinks, max_length, window)[0]
+    return _forward(q, k, v, cu_seqlens, sinks, cu_keys, max_length, window)[0]

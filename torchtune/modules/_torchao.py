@@ -167,6 +167,61 @@ def is_float8_linear(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torchao.float8.")
 
 
+class ShardInFloat8:
+    """The two functions that FSDP looks for on the shard of a weight: it sends float8, a byte for each element.
+
+    They are set on a plain tensor, not on a subclass, so that whatever reads or changes the shard sees what it is.
+
+    Args:
+        layer: of :func:`compute_in_float8`, with one scale for its weight.
+        scale: float32 scalar, equal on all ranks: the weight times it is rounded.
+    """
+
+    def __init__(self, layer: nn.Module, scale: Tensor) -> None:
+        self.mm_config, self.dtype = layer.linear_mm_config, layer.config.cast_config_weight.target_dtype
+        self.scale = scale
+
+    @staticmethod
+    def set_on(layer: nn.Module, scale: Tensor) -> None:
+        """Let FSDP round the shard of a layer's weight by a scale from now on."""
+        sent, shard = ShardInFloat8(layer, scale), layer.weight._local_tensor  # FSDP's own object, not one like it
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = sent.fsdp_pre_all_gather, sent.fsdp_post_all_gather
+
+    @staticmethod
+    def is_set_on(layer: nn.Module) -> bool:
+        """Whether :meth:`set_on` was called for the shard that the layer's weight has now."""
+        return hasattr(layer.weight._local_tensor, "fsdp_pre_all_gather")
+
+    @staticmethod
+    def scales(largest: Tensor, layer: nn.Module) -> Tensor:
+        """float32 scales of weights, of which ``largest`` has the largest absolute values."""
+        from torchao.float8.float8_utils import amax_to_scale
+
+        return amax_to_scale(largest, layer.config.cast_config_weight.target_dtype)
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: nn.Module, policy: Any) -> tuple[Any, Any]:
+        """(what is gathered, what is not); shards are padded to the longest."""
+        from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+        shard = module.weight.to_local()
+        data = hp_tensor_and_scale_to_float8(shard, self.scale, self.dtype, self.mm_config)._data.view(torch.uint8)
+        missing = -(-size[0] // mesh.size()) - len(data)
+        return (nn.functional.pad(data, (0, 0, 0, missing)) if missing else data,), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], _: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The weight; or nothing, when ``out`` has the gathered memory already."""
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+        if out is not None:
+            out._scale = self.scale
+            return None
+        data = gathered[0].view(self.dtype)
+        weight = Float8TrainingTensor(data, self.scale, dtype, self.mm_config, gemm_input_role=GemmInputRole.WEIGHT)
+        return weight, (data,)
+
+
 @dataclass(frozen=True)
 class StateFormat:
     """How an optimizer of torchao keeps its states: ``8bit``, ``4bit`` or ``fp8``."""

@@ -12,7 +12,12 @@ from torch.nn import functional as F
 
 from torchtune.data._documents import Documents
 from torchtune.modules._block_mask import document_block_mask
-from torchtune.modules._document_attention import Boundaries, document_attention, document_attention_with_dropout
+from torchtune.modules._document_attention import (
+    Boundaries,
+    document_attention,
+    document_attention_with_dropout,
+    keys_that_are_read,
+)
 from torchtune.modules._flash_attention import flash_attention_with_sinks
 from torchtune.utils import get_logger, log_once
 
@@ -47,7 +52,8 @@ def attention(
         q: queries ``[b, s, n, h]``.
         k: keys ``[b, t, n_kv, h]``; n is a multiple of n_kv.
         v: values ``[b, t, n_kv, h]``.
-        documents: boundaries in the flattened ``b * s`` positions; attention is causal within each document.
+        documents: boundaries in the flattened ``b * s`` positions; attention is causal within each document and what
+            it goes on from.
         mask: bool ``[b, s, t]`` (True: attend), or a FlexAttention ``BlockMask``.
         is_causal: ignored with ``mask`` or ``documents``. A single query comes after all keys.
         dropout_p: dropout probability of attention weights.
@@ -114,6 +120,9 @@ def attention(
     return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
 
 
+attention.shares_prefixes = True  # it reads Documents.shared
+
+
 class Kernel(Enum):
     """What computes attention within documents; the value says it in the log."""
 
@@ -167,15 +176,17 @@ def _packed_attention(
     kernel = choose_kernel(q.device, q.dtype, head_dim=q.shape[-1], window=window, softcap=softcap, sinks=has_sinks)
     if dropout_p or kernel is Kernel.PER_DOCUMENT:
         return per_document_attention(q, k, v, documents, dropout_p, window, softcap, sinks)
+    flat = [q.flatten(0, 1), *(keys_that_are_read(documents.shared, t.flatten(0, 1)) for t in (k, v))]
+    cu_seqlens, longest = documents.cu_seqlens, documents.max_length
+    cu_keys = cu_seqlens if documents.shared is None else documents.shared.cu_keys
     if kernel is Kernel.VARLEN:
-        return _varlen_attention(q, k, v, documents.cu_seqlens, documents.max_length, window)
-    flat = [t.flatten(0, 1) for t in (q, k, v)]
+        return _varlen_attention(*flat, cu_seqlens, cu_keys, longest, window).view(q.shape)
     if kernel is Kernel.FLASH_WITH_SINKS:
-        boundaries = (documents.cu_seqlens, documents.max_length)
-        return flash_attention_with_sinks(*flat, *boundaries, sinks, window).view(q.shape)
+        more_keys = None if documents.shared is None else cu_keys
+        return flash_attention_with_sinks(*flat, cu_seqlens, longest, sinks, window, more_keys).view(q.shape)
     mask = documents.block_masks.get(window) if isinstance(documents, Boundaries) else None
     if mask is None:
-        mask = document_block_mask(documents.cu_seqlens, flat[0].shape[0], window)
+        mask = document_block_mask(cu_seqlens, len(flat[0]), window, cu_keys, len(flat[1]))
     heads = (t.transpose(0, 1)[None] for t in flat)
     out = compile_friendly_flex_attention(*heads, mask, softcap=softcap or None, sinks=sinks)
     return out[0].transpose(0, 1).reshape(q.shape)
@@ -254,7 +265,7 @@ def per_document_attention(
         k: keys ``[b, s, n_kv, h]``.
         v: values ``[b, s, n_kv, h]``.
         documents: cover the flattened ``b * s`` positions.
-        dropout_p: probability of dropping an attention weight.
+        dropout_p: probability of dropping an attention weight; not with a shared prefix.
         window: how many positions a query sees at most; 0: all of its document before it.
         softcap: bound of the scores; 0: none.
         sinks: see :func:`attention`.
@@ -263,8 +274,13 @@ def per_document_attention(
         Tensor ``[b, s, n, h]``.
     """
     q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))
+    shared = documents.shared
     if dropout_p == 0.0:
-        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap, sinks)
+        k_flat, v_flat = (keys_that_are_read(shared, t) for t in (k_flat, v_flat))
+        cu_keys = None if shared is None else shared.cu_keys
+        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap, sinks, cu_keys)
+    elif shared is not None:
+        raise ValueError("Attention of documents that share a prefix has no dropout: set attn_dropout to 0.")
     else:
         out = document_attention_with_dropout(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
     return out.view(q.shape)
@@ -330,18 +346,20 @@ def _load_varlen() -> None:
         _VARLEN = _find_varlen()
 
 
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int = 0) -> Tensor:
-    b, s, n, h = q.shape
+def _varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, max_length: int, window: int = 0
+) -> Tensor:
+    """Attention of queries ``[t, n, h]`` to keys ``[k, n_kv, h]``; a document's queries are its last positions."""
+    n, n_kv = q.shape[1], k.shape[1]
     function, options, groups = _VARLEN
     if window:
         options = {**options, "window_size": (window - 1, 0)}
-    if n != k.shape[2]:
+    if n != n_kv:
         if groups:
             options = {**options, "enable_gqa": True}
         else:
-            k, v = (t[:, :, :, None].expand(-1, -1, -1, n // t.shape[2], -1).flatten(2, 3) for t in (k, v))
-    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    return function(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **options).view(b, s, n, h)
+            k, v = (t[:, :, None].expand(-1, -1, n // n_kv, -1).flatten(1, 2) for t in (k, v))
+    return function(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
 
 
 def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:

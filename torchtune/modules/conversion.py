@@ -244,6 +244,14 @@ class Conversion(ABC):
         """
         return style
 
+    def post_shard_hook(self, model: nn.Module, *, cpu_offload: bool) -> None:  # noqa: B027 - the default does nothing
+        """Called when FSDP has sharded the parameters of ``model``, which may be on the meta device.
+
+        Args:
+            model: the converted model, of which FSDP is the root.
+            cpu_offload: whether the shards are kept in host memory.
+        """
+
 
 # Older names of methods -> those of `Conversion` that they stand for.
 _OLDER_NAMES = {"is_own_key": "owned_parameters", "moves": "moved_parameters"}

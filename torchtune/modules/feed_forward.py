@@ -36,6 +36,14 @@ class _SwiGLU(torch.autograd.Function):
         return grad_gate, grad_up
 
 
+class SquaredReLU(nn.Module):
+    """``max(x, 0) ** 2`` (So et al. 2021, arXiv:2109.08668), elementwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape, same dtype."""
+        return F.relu(x).square()
+
+
 class FeedForward(nn.Module):
     """``down(activation(gate(x)) * up(x))``, or ``down(activation(gate(x)))`` without ``up_proj``.
 
@@ -44,6 +52,7 @@ class FeedForward(nn.Module):
         down_proj: projection ``hidden -> embed_dim``; the attribute ``w2``.
         up_proj: projection ``embed_dim -> hidden``; the attribute ``w3``.
         activation: elementwise, applied to the gate.
+        gate_scale: factor of the gate.
 
     Example:
         >>> linear = torch.nn.Linear
@@ -59,16 +68,20 @@ class FeedForward(nn.Module):
         down_proj: nn.Module,
         up_proj: nn.Module | None = None,
         activation: nn.Module | None = None,
+        gate_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.w1 = gate_proj
         self.w2 = down_proj
         self.w3 = up_proj
         self.activation = nn.SiLU() if activation is None else activation
+        self.gate_scale = gate_scale
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., embed_dim]`` to ``[..., embed_dim]``."""
         gate = self.w1(x)
+        if self.gate_scale != 1.0:
+            gate = gate * self.gate_scale
         if self.w3 is None:
             return self.w2(self.activation(gate))
         up = self.w3(x)

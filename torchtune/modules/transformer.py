@@ -20,8 +20,8 @@ class TransformerSelfAttentionLayer(nn.Module):
     """A pre-norm transformer layer: attention, then feed-forward, each with a residual connection.
 
     Args:
-        attn: attention.
-        mlp: feed-forward ``[b, s, d] -> [b, s, d]``.
+        attn: attention, or a mixer in its place; ``None`` for a layer with a feed-forward alone.
+        mlp: feed-forward ``[b, s, d] -> [b, s, d]``; ``None`` for a layer without one.
         sa_norm: norm before attention; by default none.
         mlp_norm: norm before the feed-forward.
         sa_scale: applied to the output of attention before the residual addition.
@@ -29,6 +29,7 @@ class TransformerSelfAttentionLayer(nn.Module):
         mask_mod: changes the mask of this layer: ``mask_mod(mask, b, s, s)``.
         layer_embed: adds the layer's embeddings of tokens to its output.
         layer_scale: applied to the output of the layer.
+        mixer: a mixer beside attention: of the same input, and its output is added, too.
 
     Example:
         >>> model.layers[0](torch.ones(1, 3, 32)).shape
@@ -37,8 +38,8 @@ class TransformerSelfAttentionLayer(nn.Module):
 
     def __init__(
         self,
-        attn: MultiHeadAttention,
-        mlp: nn.Module,
+        attn: MultiHeadAttention | RecurrentMixer | None,
+        mlp: nn.Module | None,
         *,
         sa_norm: nn.Module | None = None,
         mlp_norm: nn.Module | None = None,
@@ -47,9 +48,11 @@ class TransformerSelfAttentionLayer(nn.Module):
         mask_mod: Callable[[_MaskType | None, int, int, int], _MaskType] | None = None,
         layer_embed: LayerEmbedding | None = None,
         layer_scale: nn.Module | None = None,
+        mixer: RecurrentMixer | None = None,
     ) -> None:
         super().__init__()
         self.attn = attn
+        self.mixer = mixer
         self.mlp = mlp
         self.sa_norm = sa_norm or nn.Identity()
         self.mlp_norm = mlp_norm or nn.Identity()
@@ -59,23 +62,30 @@ class TransformerSelfAttentionLayer(nn.Module):
         self.layer_embed = layer_embed
         self.layer_scale = layer_scale
 
+    @property
+    def mixers(self) -> list[MultiHeadAttention | RecurrentMixer]:
+        """What mixes positions: attention, a mixer, or both."""
+        return [mixer for mixer in (self.attn, self.mixer) if mixer is not None]
+
     def setup_caches(
         self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
     ) -> None:
-        """Make the KV cache; ``encoder_max_seq_len`` is ignored."""
-        self.attn.setup_cache(batch_size, dtype, max_seq_len=decoder_max_seq_len)
+        """Make the caches; ``encoder_max_seq_len`` is ignored."""
+        for mixer in self.mixers:
+            mixer.setup_cache(batch_size, dtype, max_seq_len=decoder_max_seq_len)
 
     def caches_are_setup(self) -> bool:
-        """Whether the layer has a KV cache."""
-        return self.attn.kv_cache is not None
+        """Whether the layer has a cache."""
+        return any(mixer.kv_cache is not None for mixer in self.mixers)
 
     def caches_are_enabled(self) -> bool:
-        """Whether the KV cache is enabled."""
-        return self.attn.cache_enabled
+        """Whether the cache is enabled."""
+        return any(mixer.cache_enabled for mixer in self.mixers)
 
     def reset_cache(self) -> None:
-        """Empty the key-value cache."""
-        self.attn.reset_cache()
+        """Empty the caches."""
+        for mixer in self.mixers:
+            mixer.reset_cache()
 
     def forward(
         self,
@@ -99,11 +109,17 @@ class TransformerSelfAttentionLayer(nn.Module):
         if self.mask_mod is not None:
             b, s, _ = x.shape
             mask = self.mask_mod(mask, b, s, s)
-        sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
-        attended = self.attn(self.sa_norm(x), mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
-        attended, keys = attended if returns_keys else (attended, None)
-        h = self.sa_scale(attended) + x
-        h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
+        h = x
+        if self.attn is not None:
+            sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
+            normed = self.sa_norm(x)
+            attended = self.attn(normed, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
+            attended, keys = attended if returns_keys else (attended, None)
+            h = self.sa_scale(attended) + x
+        if self.mixer is not None:
+            h = h + self.mixer(normed, input_pos=input_pos)
+        if self.mlp is not None:
+            h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
         if self.layer_embed is not None:
             h = self.layer_embed(h, embedded)
         if self.layer_scale is not None:
@@ -274,11 +290,11 @@ class TransformerDecoder(nn.Module):
 
     def caches_are_setup(self) -> bool:
         """Whether the layers have KV caches."""
-        return self.layers[0].caches_are_setup()
+        return any(layer.caches_are_setup() for layer in self.layers)
 
     def caches_are_enabled(self) -> bool:
         """Whether the KV caches are enabled."""
-        return self.layers[0].caches_are_enabled()
+        return any(layer.caches_are_enabled() for layer in self.layers)
 
     def reset_caches(self) -> None:
         """Reset the KV caches. Raises ``RuntimeError`` if there are none."""
@@ -319,7 +335,8 @@ class TransformerDecoder(nn.Module):
             those hidden states and then this tensor.
 
         Raises:
-            ValueError: a sequence exceeds ``max_seq_len``, a KV cache is used without mask and positions or is outgrown
+            ValueError: a sequence exceeds ``max_seq_len``, documents share a prefix and cannot
+                (:meth:`prefix_obstacle`), a KV cache is used without mask and positions or is outgrown
                 (:meth:`outgrows_caches`), a mask comes without positions to layers that have a state, both tokens and
                 embeddings are given, or ``output`` has another value.
         """
@@ -392,6 +409,8 @@ class TransformerDecoder(nn.Module):
         return None if documents is None else Boundaries.of(documents, block_masks=windows, chunks=chunks)
 
     def _check(self, h: Tensor, mask: _MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
+        if documents is not None and documents.shared is not None and (reason := self.prefix_obstacle()):
+            raise ValueError(f"Documents share a prefix, but {reason}: give each document its own.")
         longest = h.shape[1] if documents is None else documents.max_length
         if longest > self.max_seq_len:
             raise ValueError(
@@ -399,12 +418,12 @@ class TransformerDecoder(nn.Module):
             )
         if mask is not None and input_pos is None and documents is None and self._has_states():
             raise ValueError(
-                "A mask does not say where the state of linear attention and of convolutions starts anew: give "
+                "A mask does not say where the state of linear attention, Mamba and convolutions starts anew: give "
                 "documents, or input_pos with the position of each token in its document, beside it."
             )
         if self.caches_are_enabled():
-            attn = getattr(self.layers[0], "attn", None)
-            placed = getattr(getattr(attn, "kv_cache", None), "place", None) is not None  # by a continuous batch
+            caches = (getattr(getattr(layer, "attn", None), "kv_cache", None) for layer in self.layers)
+            placed = any(getattr(cache, "place", None) is not None for cache in caches)  # by a continuous batch
             if (mask is None and not placed) or input_pos is None:
                 raise ValueError("With key-value caches, forward needs both mask and input_pos.")
             if documents is not None and not placed:
@@ -415,8 +434,24 @@ class TransformerDecoder(nn.Module):
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
                 )
 
+    def prefix_obstacle(self) -> str | None:
+        """Why documents cannot share a prefix in this model (:class:`torchtune.data.Documents`); None: they can."""
+        for index, layer in enumerate(self.layers):
+            attn = getattr(layer, "attn", None)
+            if not isinstance(attn, MultiHeadAttention):
+                return f"layer {index} has {type(attn or layer).__name__} in the place of attention to single positions"
+            if not getattr(attn.attention, "shares_prefixes", False):
+                return f"layer {index} computes attention with a function of its own"
+            if getattr(layer, "mask_mod", None) is not None:
+                return f"layer {index} changes masks"
+            if attn.attn_dropout:
+                return "attention has dropout (attn_dropout), which draws anew for every document"
+            if getattr(attn.pos_embeddings, "by_reach", False):
+                return "the angles of all positions depend on the length of the document (LongRoPE, dynamic RoPE)"
+        return None
+
     def _has_states(self) -> bool:
-        return any(isinstance(getattr(layer, "attn", None), RecurrentMixer) for layer in self.layers)
+        return any(isinstance(module, RecurrentMixer) for layer in self.layers for module in layer.children())
 
     @staticmethod
     def _positions(x: Tensor, documents: Documents | None) -> Tensor:

@@ -22,7 +22,7 @@ from torchtune.rlhf._ppo import (
     TokenAdvantages,
     check_ppo_models,
     check_ppo_settings,
-    evaluate_answers,
+    evaluate_rollouts,
     judge_rollouts,
     numbered_prompts,
     ppo_advantages,
@@ -42,6 +42,7 @@ from torchtune.rlhf._rollouts import (
     texts_of,
 )
 from torchtune.rlhf._server_sampler import ServerSampler
+from torchtune.rlhf._sharing import SharingError, can_share_prefixes, share_pairs
 from torchtune.rlhf._teacher import Teacher, setup_kd_loss, setup_teacher
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
@@ -82,10 +83,12 @@ __all__ = [
     "Sampler",
     "ScoredRollouts",
     "ServerSampler",
+    "SharingError",
     "Teacher",
     "TokenAdvantages",
     "Trajectory",
     "batched_logits_to_logprobs",
+    "can_share_prefixes",
     "check_ppo_models",
     "check_ppo_settings",
     "check_prompts",
@@ -94,7 +97,7 @@ __all__ = [
     "collate_rollouts",
     "document_log_probs",
     "estimate_advantages",
-    "evaluate_answers",
+    "evaluate_rollouts",
     "get_batch_log_probs",
     "get_reward_penalty_mask",
     "get_rewards_ppo",
@@ -119,6 +122,7 @@ __all__ = [
     "setup_ppo_loss",
     "setup_reference",
     "setup_teacher",
+    "share_pairs",
     "steps_per_epoch",
     "texts_of",
     "token_values",

@@ -166,6 +166,7 @@ class ScoredRollouts:
         *,
         tokens_per_batch: int,
         drop_unfinished: bool = False,
+        share_prefix: bool = False,
         device: torch.device | str = "cpu",
     ) -> tuple[list[Batch], int, int]:
         """Micro-batches of answers with an advantage; groups with equal rewards have none.
@@ -176,6 +177,7 @@ class ScoredRollouts:
             dims: the processes, which call it together.
             tokens_per_batch: most tokens of a micro-batch; a longer answer has one for itself.
             drop_unfinished: leave out answers that have not ended.
+            share_prefix: see :func:`collate_rollouts`.
             device: of the micro-batches.
 
         Returns:
@@ -194,6 +196,7 @@ class ScoredRollouts:
             dims=dims,
             blank=self.prompts[0].tokens,
             count_documents=loss.normalize != "tokens",
+            share_prefix=share_prefix,
         )
         return [batch.to(device, non_blocking=True) for batch in batches], num_terms, num_labels
 

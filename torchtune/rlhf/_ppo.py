@@ -195,7 +195,7 @@ class AnswerTokens(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate_answers(
+def evaluate_rollouts(
     rollouts: Sequence[Rollout],
     reference: nn.Module,
     value: nn.Module,

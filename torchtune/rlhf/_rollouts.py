@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, collate_documents
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, collate_documents, share_prefixes
+from torchtune.data._sharing import MIN_SHARED
 from torchtune.training import ParallelDims
 from torchtune.utils import UserError
 
@@ -85,6 +86,7 @@ def collate_rollouts(
     advantages: Sequence[float],
     count_documents: bool = False,
     per_token: Mapping[str, Sequence[Tensor]] | None = None,
+    share_prefix: bool = False,
 ) -> Batch:
     """Concatenate rollouts, padding-free. The last token of each is a label and no input.
 
@@ -94,6 +96,7 @@ def collate_rollouts(
         count_documents: the loss is a mean over documents, not over tokens.
         per_token: further entries: name -> a value for every token of each answer ``[s - prompt_len]``; they may give
             the ``advantages``.
+        share_prefix: answers to the same prompt share its tokens but the last, which has a label in each of them.
 
     Returns:
         the batch of :func:`torchtune.data.collate_documents`: labels are the answers' tokens. Entries per token, float
@@ -116,12 +119,20 @@ def collate_rollouts(
     for name, answers in (per_token or {}).items():
         parts = zip(rollouts, answers, strict=True)
         entries[name] = torch.cat([F.pad(value.float(), (one.prompt_len - 1, 0)) for one, value in parts])[None]
-    return replace(
+    batch = replace(
         collate_documents(documents),
         per_token=entries,
         per_document={"label_counts": torch.tensor(counts)},
         terms=len(rollouts) if count_documents else None,
     )
+    return share_prefixes(batch, _numbers(rollouts)) if share_prefix else batch
+
+
+def _numbers(rollouts: Sequence[Rollout]) -> list[int]:
+    """A number for each rollout, the same for the same prompt."""
+    known: dict[tuple[int, ...], int] = {}
+    prompts = (tuple(rollout.tokens[: rollout.prompt_len].tolist()) for rollout in rollouts)
+    return [known.setdefault(prompt, len(known)) for prompt in prompts]
 
 
 def rollout_batches(
@@ -132,6 +143,7 @@ def rollout_batches(
     dims: ParallelDims,
     blank: Sequence[int],
     count_documents: bool = False,
+    share_prefix: bool = False,
 ) -> tuple[list[Batch], int, int]:
     """Micro-batches of whole rollouts, as many on every process; all processes call it together.
 
@@ -142,22 +154,24 @@ def rollout_batches(
         dims: the processes.
         blank: tokens that a process that has too few gets instead, without labels.
         count_documents: see :func:`collate_rollouts`.
+        share_prefix: likewise.
 
     Returns:
         the micro-batches, on the host, and their terms and labels, summed over all processes.
     """
     parts: list[list[int]] = []
-    room = 0
-    for index, rollout in enumerate(rollouts):
+    room, prompts = 0, set()  # the prompts of the last part
+    for index, (rollout, prompt) in enumerate(zip(rollouts, _numbers(rollouts), strict=True)):
         length = len(rollout.tokens) - 1
-        if not parts or length > room:
+        before = rollout.prompt_len - 1 if share_prefix and rollout.prompt_len > MIN_SHARED else 0
+        if not parts or length - before * (prompt in prompts) > room:
             parts.append([])
-            room = tokens_per_batch
+            room, prompts = tokens_per_batch, set()
         parts[-1].append(index)
-        room -= length
-    batches = [
-        collate_rollouts([rollouts[i] for i in part], [advantages[i] for i in part], count_documents) for part in parts
-    ]
+        room -= length - before * (prompt in prompts)
+        prompts.add(prompt)
+    how = {"count_documents": count_documents, "share_prefix": share_prefix}
+    batches = [collate_rollouts([rollouts[i] for i in part], [advantages[i] for i in part], **how) for part in parts]
     terms, labels = dims.sum(sum(batch.num_terms for batch in batches), sum(batch.num_labels for batch in batches))
     for _ in range(dims.max(len(batches)) - len(batches)):
         batches.append(_blank_batch(blank))

@@ -94,7 +94,7 @@ def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path: Path, capsys: An
     (tmp_path / "one.json").write_text("[3")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
     assert "not a Parquet file, or not the whole" in run(capsys, monkeypatch, "show", tmp_path / "cut.parquet")[1]
-    with pytest.raises(UserError, match=r"one.json, line 1: no JSON"):
+    with pytest.raises(UserError, match=r"one.json: no JSON"):
         scan(tmp_path / "one.json", everything=True)
 
 

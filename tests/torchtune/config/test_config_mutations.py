@@ -85,8 +85,8 @@ def test_an_untouched_fixture_is_accepted(path: Path) -> None:
 
 
 def test_random_edits_of_the_fixtures_are_refused(tmp_path: Path) -> None:
-    for _, recipe in FIXTURES:
-        importlib.import_module(recipe.__name__)
+    for path, recipe in FIXTURES:  # what imports cost is no part of the time of a check
+        config.load_and_check(path, [], recipe.recipe_main)
     _run(FIXTURES, EDITS, tmp_path)
 
 
@@ -105,9 +105,10 @@ def test_an_untouched_shipped_config_is_accepted(path: Path, recipe: str) -> Non
 def test_random_edits_of_the_shipped_configs_are_refused(tmp_path: Path) -> None:
     modules = {recipe: _load(recipe) for recipe in {recipe for _, recipe in _shipped()}}
     typed = [(path, modules[recipe]) for path, recipe in _shipped() if hasattr(modules[recipe], "Settings")]
+    typed = random.Random(SEED).sample(typed, min(len(typed), 80))
     for path, module in typed:  # what imports cost is no part of the time of a check
         config.load_and_check(path, [], module.recipe_main)
-    _run(random.Random(SEED).sample(typed, len(typed)), EDITS, tmp_path)
+    _run(typed, 2 * len(typed), tmp_path)
 
 
 OVERRIDES = (

@@ -155,6 +155,13 @@ def test_readers_of_files_are_known_behind_load_dataset() -> None:
     assert "packed" not in found.named
 
 
+def test_the_datasets_package_is_asked_for_names_that_are_not_known_alone() -> None:
+    few = accepts(loads, ["split", "data_files"])
+    assert few.partial
+    assert few.named.keys() < accepts(loads).named.keys()
+    assert accepts(loads, ["split", "delimiter"]).named.keys() == accepts(loads).named.keys()
+
+
 def test_positional_arguments_pass_through_a_wrapper() -> None:
     assert accepts(wrapped(leaf)).order == ["a", "b"]
 

@@ -96,13 +96,13 @@ def test_a_missing_or_empty_file(tmp_path: Path) -> None:
     assert "needs data_files" in refused(tmp_path, source="json")
 
 
-def test_a_broken_line_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_that_the_datasets_package_refuses_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"input": "a", "output": "b"}\n{"input": "a", "output": \n')
     log = logging.getLogger("datasets")  # its messages do not reach the root
     log.addHandler(caplog.handler)
     try:
-        assert f"{path}, line 2" in refused(tmp_path, source=str(path))
+        assert f"{path}, line 2" in refused(tmp_path, source=str(path), split="train[:50%]")
     finally:
         log.removeHandler(caplog.handler)
     assert not caplog.records, "the datasets package logs what it raises, too"

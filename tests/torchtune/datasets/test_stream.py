@@ -190,9 +190,9 @@ def test_what_goes_wrong_on_the_way_is_named(tmp_path: Path) -> None:
 
     good = b'{"id": 1, "length": 2}\n'
     for text, words in (
-        (good + b"{broken\n", r"rows\.jsonl, line 2: Expecting property name"),
-        (good + b'"\xff"\n', r"rows\.jsonl, line 2: byte 1 is not UTF-8"),
-        (good + b"[1]\n", r"rows\.jsonl, line 2: the line is no mapping"),
+        (good + b"{broken\n", r"rows\.jsonl, line 2: no JSON, Expecting property name"),
+        (good + b'"\xff"\n', r"rows\.jsonl, line 2: byte 2 is not UTF-8"),
+        (good + b"[1]\n", r"rows\.jsonl, line 2: a row must be a mapping"),
         (
             good + b'{"id": 1, "length": 0}\n',
             r"rows\.jsonl, line 2: no label is left; correct it, or leave",
@@ -234,7 +234,7 @@ def test_rows_that_are_left_out_are_listed(tmp_path: Path, tokenizer: Any) -> No
         close_run_logger()
     found = [json.loads(line) for line in (out / "skipped_rows.jsonl").read_text().splitlines()]
     assert [(row.get("row"), row.get("line")) for row in found] == [(1, None), (None, 2), (None, 4)]
-    assert "column 'output' holds nothing" in found[0]["reason"]
+    assert "there is no column 'output'" in found[0]["reason"]
     assert "Expecting property name" in found[2]["reason"]
     with pytest.raises(DataError, match=r"row 1: .*leave them out with on_bad_row=skip"):
         instruct_dataset(tokenizer, source=rows)

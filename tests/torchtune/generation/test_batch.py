@@ -12,7 +12,7 @@ from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
-from torchtune.modules.peft import LoRA
+from torchtune.modules.peft import LoRA, disable_adapter
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 29,
@@ -92,8 +92,8 @@ def test_samples_of_a_prompt_join_together(model: TransformerDecoder) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_return_from_their_fast_layout(dtype: torch.dtype) -> None:
-    model = _model()
-    apply_conversions(model, [LoRA(2, 4)])
+    model = _model(q_bias=True, v_bias=True)
+    apply_conversions(model, [LoRA(2, 3, attn_modules=["q_proj", "v_proj"], apply_to_mlp=True)])
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     model.to(dtype)
@@ -107,9 +107,13 @@ def test_weights_return_from_their_fast_layout(dtype: torch.dtype) -> None:
     with contextlib.suppress(ZeroDivisionError), torch.inference_mode(), fast_linears(model, pack=True):
         assert weight.numel() == 0
         again = generate_tokens(model, _PROMPTS, max_new_tokens=48, temperature=0.0)
+        with disable_adapter(model):
+            base = generate_tokens(model, _PROMPTS[:1], max_new_tokens=3, temperature=0.0)
         raise ZeroDivisionError
     for one, other in zip(packed.log_probs, again.log_probs, strict=True):
         assert torch.equal(one, other)
+    with disable_adapter(model):
+        assert base.tokens[0].tolist() == _alone(model, _PROMPTS[0], 3, set())
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())

@@ -69,6 +69,21 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "initializer_range": 0.1,
 }
+_GRANITE4 = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.2,
+    "shared_intermediate_size": 56,
+    "num_local_experts": 0,
+}
+_MAMBA = {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "initializer_range": 0.1,
+}
 _SHARED_EXPERT = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
@@ -186,16 +201,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite4": (
         "GraniteMoeHybrid",
+        {**_GRANITE4, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "mamba_n_heads": 1},
+    ),
+    "granite4_h": (
+        "GraniteMoeHybrid",
+        {**_GRANITE4, **_MAMBA, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "falcon_h1": (
+        "FalconH1",
         {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-            "attention_multiplier": 0.2,
-            "shared_intermediate_size": 56,
-            "num_local_experts": 0,
-            "layer_types": ["full_attention"] * 3,
-            "position_embedding_type": "rope",
-            "mamba_n_heads": 1,
+            **{key: value for key, value in _MAMBA.items() if key != "layer_types"},
+            "mamba_d_ssm": 36,
+            "embedding_multiplier": 5.6,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 0.5,  # a power of two: exported within another factor, bit by bit
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 2.0,
+            "ssm_out_multiplier": 0.8,
+            "ssm_multipliers": [0.7, 0.5, 1.2, 1.1, 0.6],
+            "mlp_multipliers": [0.9, 0.6],
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 6,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 20,
+            "routed_scaling_factor": 1.5,
+            "n_group": 3,
+            "topk_group": 2,
+            "initializer_range": 0.1,
         },
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
@@ -381,16 +425,31 @@ _FUSED = ("mistral4", "Mistral4", "llama4", "Llama4")
 _OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2", "lfm2_moe", "Lfm2Moe")
 
 
+def _of_granite4(name: str) -> str:
+    for ours, theirs in (
+        (".experts.gate_up_proj", ".input_linear.weight"),
+        (".experts.down_proj", ".output_linear.weight"),
+        (".router.weight", ".router.layer.weight"),
+    ):
+        name = name.replace(f"block_sparse_moe{ours}", f"block_sparse_moe{theirs}")
+    return name
+
+
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], of: str = "") -> dict[str, torch.Tensor]:
     """Tensors of a model of transformers, ``of`` a row or an architecture, under the names of its files."""
     gate, up, down, block = ("w1", "w3", "w2", "block_sparse_moe") if of in _OF_MIXTRAL else (*_EXPERT, "mlp")
     found = {}
-    tensors = list(tensors)
+    tensors = [(_of_granite4(name), tensor) for name, tensor in tensors]
+    if any(".mixer." in name for name, _ in tensors):  # of Nemotron
+        tensors = [(name.replace("model.", "backbone."), tensor) for name, tensor in tensors]
     names = {name for name, _ in tensors}
     for key, tensor in tensors:
         name = key.replace(".mlp.", f".{block}.")
         path, _, leaf = name.rpartition(".")
         is_mlp = ".mlp." in key or ".feed_forward." in key
+        if ".mixer.experts." in key:
+            found |= {f"{path}.{expert}.{leaf}.weight": matrix for expert, matrix in enumerate(tensor)}
+            continue
         if f"{path}.gate_up_proj_bias" in names or not is_mlp or of in _FUSED:  # and gpt-oss, Gemma
             found[key] = tensor
         elif leaf == "gate_up_proj" and tensor.dim() == 3:
@@ -421,7 +480,7 @@ def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn
                 parameter.normal_(1.0, 0.3)
             elif parameter_name.endswith("A_log"):
                 parameter.uniform_(-4, 0)  # states that last
-            elif parameter_name.endswith(("bias", "sinks")):
+            elif parameter_name.endswith(("bias", "sinks", ".D")):
                 parameter.normal_()
             elif parameter_name.endswith("scale"):
                 parameter.normal_(1.0, 0.3)

@@ -28,7 +28,7 @@ def _refusal(folder: Path) -> str | None:
     return text
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3 long", "smol3", "granite", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3 long", "smol3", "granite4", "qwen3_moe", "gpt_oss"])
 def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
     architecture, more = _FILES[name]
     config = _filled(architecture, {**_SIZES, **more, "num_hidden_layers": 1, "layer_types": None}).to_dict()

@@ -131,8 +131,34 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4": (
         "GraniteMoeHybrid",
         {"embedding_multiplier": 2.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.2}
-        | {"shared_intermediate_size": 24, "num_local_experts": 0, "layer_types": ["full_attention"] * 5}
-        | {"position_embedding_type": "rope", "rope_parameters": _PLAIN, "mamba_n_heads": 1},
+        | {"shared_intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 3}
+        | {"layer_types": [["mamba", "attention"][i in (0, 3)] for i in range(5)]}
+        | {
+            "position_embedding_type": "rope",
+            "rope_parameters": _PLAIN,
+            "mamba_n_heads": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 3,
+            "mamba_d_head": 6,
+        }
+        | {"time_step_limit": (0.01, 5.0)},
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {"embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7, "mlp_bias": True}
+        | {"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "mlp_multipliers": [0.9, 0.6]}
+        | {"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 0.5, 1.2, 1.1, 0.6]}
+        | {"mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_d_head": 6}
+        | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "rope_parameters": _PLAIN},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "head_dim": 12, "mlp_hidden_act": "silu"}
+        | {"mamba_num_heads": 16, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 6, "conv_kernel": 3}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "time_step_min": 0.1}
+        | {"moe_shared_expert_intermediate_size": 20, "n_group": 2, "norm_topk_prob": False}
+        | {"routed_scaling_factor": 1.5},
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "rope_parameters": _LLAMA3}),
     "hunyuan": (
@@ -292,7 +318,8 @@ def _runs(config: Any) -> bool:
     Nor has it positions for a kind of layer that Gemma 4's ``rope_parameters`` lacks, and it does not stretch a base
     for heads without a stated size. In latent attention, it needs the factor of YaRN, and the right share of a head.
     """
-    if "alpha" in config.rope_parameters and config.head_dim is None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "alpha" in parameters and config.head_dim is None:
         return False
     if hasattr(config, "kv_lora_rank"):
         rope = config.rope_parameters
@@ -301,10 +328,10 @@ def _runs(config: Any) -> bool:
         if turning != config.qk_rope_head_dim or (rope.get("mscale_all_dim") and rope["factor"] is None):
             return False
     kinds = set(getattr(config, "layer_types", None) or ())
-    if "attention_k_eq_v" in config.to_dict() and kinds - config.rope_parameters.keys():
+    if "attention_k_eq_v" in config.to_dict() and kinds - parameters.keys():
         return False
     windowed = "sliding_attention" in kinds
-    ropes = [rope for rope in config.rope_parameters.values() if isinstance(rope, dict)]
+    ropes = [rope for rope in parameters.values() if isinstance(rope, dict)]
     return not (windowed and config.sliding_window is None) and all(
         rope.get("rope_theta") is not None for rope in ropes
     )

@@ -94,6 +94,59 @@ def test_sinks_equal_the_formula(lengths: tuple[int, ...], window: int | None) -
         assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(ours, theirs, strict=True))
 
 
+def _seen_with_prefixes(documents: Documents, window: int | None) -> Tensor:
+    """bool ``[t, t]``: what the definition says, document by document."""
+    starts, positions = documents.cu_seqlens.tolist(), documents.positions()
+    seen = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
+    for index, prefix in enumerate(documents.prefixes):
+        own = slice(starts[index], starts[index + 1])
+        seen[own, own] = True
+        if prefix >= 0:
+            seen[own, starts[prefix] : starts[prefix + 1]] = True
+    distance = positions[:, None] - positions
+    return seen & (distance >= 0) & (distance < (window or starts[-1]))
+
+
+@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize(
+    ("lengths", "prefixes"),
+    [((5, 2, 3, 4), (-1, 0, 0, -1)), ((2, 6, 3, 1, 1), (1, -1, -1, 2, 2)), ((170, 140, 5, 5, 9), (-1, 0, 0, 0, -1))],
+)
+def test_documents_that_share_a_prefix_equal_the_formula(
+    lengths: tuple[int, ...], prefixes: tuple[int, ...], window: int | None
+) -> None:
+    documents = Documents.from_lengths(lengths, prefixes=prefixes)
+    q, k, v = _qkv(sum(lengths))
+    sinks = torch.linspace(-1.0, 2.0, 6).requires_grad_()
+    seen = _seen_with_prefixes(documents, window)
+    weights = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    for more in ((), (sinks,)):
+        expected = (_formula_with_sinks if more else _formula)(q, k, v, seen, *more)
+        theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v, *more))
+        out = attention(q, k, v, documents=documents, window=window, **({"sinks": sinks} if more else {}))
+        assert (out - expected).abs().max() < 1e-5
+        ours = torch.autograd.grad((out * weights).sum(), (q, k, v, *more))
+        assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_gradients_of_a_shared_prefix_do_not_round_at_every_document() -> None:
+    """Of 300 documents; in bfloat16 a sum of halves stops at 128."""
+    documents = Documents.from_lengths([1] * 301, prefixes=[-1] + [0] * 300)
+    q, k = (torch.zeros(1, 301, 1, 8, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.zeros_like(k, requires_grad=True)
+    attention(q, k, v, documents=documents).sum().backward()
+    assert v.grad[0, 0, 0, 0].item() == pytest.approx(1 + 300 / 2, rel=2**-8)
+    with pytest.raises(ValueError, match="share a prefix has no dropout"):
+        attention(q, k, v, documents=documents, dropout_p=0.1)
+
+
+def test_what_no_document_can_go_on_from_is_refused() -> None:
+    with pytest.raises(ValueError, match="itself goes on from another"):
+        Documents.from_lengths([1, 2, 3], prefixes=[-1, 0, 1])
+    with pytest.raises(ValueError, match="do not name documents of 2"):
+        Documents.from_lengths([1, 2], prefixes=[-1, 2])
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")  # it is, on CUDA
 def test_sinks_with_a_block_mask() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
@@ -166,7 +219,9 @@ def test_document_operator_is_sound() -> None:
     cu_seqlens = Documents.from_lengths((4, 5)).cu_seqlens
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(_forward, (q, k, v, cu_seqlens), test_utils=tests)
-    torch.library.opcheck(_forward, (q, k, v, cu_seqlens, torch.zeros(6)), test_utils=tests)
+    shared = Documents.from_lengths((4, 5), prefixes=(-1, 0)).shared
+    keys = [t.detach()[shared.keys] for t in (k, v)]
+    torch.library.opcheck(_forward, (q, *keys, cu_seqlens, torch.zeros(6), 0, 0.0, shared.cu_keys), test_utils=tests)
 
 
 def test_the_choice_of_kernel_is_told_apart() -> None:
@@ -238,9 +293,9 @@ def test_keys_and_values_from_elsewhere() -> None:
 
 def test_other_devices_attend_in_blocks_where_they_have_no_kernel() -> None:
     """The other branch calls a kernel for CPUs; inside of an operator, autograd cannot differentiate in its place."""
-    q = torch.empty(8, 2, 4, device="meta")
-    assert document_attention_module._in_blocks(q, 8, 0, 0.0, None)
-    assert not document_attention_module._in_blocks(q.new_empty(8, 2, 4, device="cpu"), 8, 0, 0.0, None)
+    q = torch.empty(1, 8, 2, 4, device="meta")
+    assert document_attention_module._in_blocks(q, q, 0, 0.0)
+    assert not document_attention_module._in_blocks(*2 * [torch.empty(1, 8, 2, 4)], 0, 0.0)
 
 
 def test_newer_flash_attention_is_refused_where_it_would_do_nothing() -> None:
@@ -287,6 +342,20 @@ def test_chunks_of_documents_see_themselves(form: str) -> None:
     else:
         found, expected = attention(q[:, -1:], k, v, chunk=4), expected[:, -1:]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [4, 5, 6])
+def test_chunks_of_documents_that_share_their_beginning(size: int) -> None:
+    lengths = (6, 3, 9)
+    q, k, v = (torch.randn(1, 18, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
+    v = v.expand(-1, -1, 2, -1)
+    found = attention(q, k, v, documents=Documents.from_lengths(lengths, prefixes=(-1, 0, 0)), chunk=size)
+    prefix, *others = (list(part) for part in zip(*(t.split(lengths, 1) for t in (q, k, v)), strict=True))
+    expected = [attention(*prefix, chunk=size)]
+    for other in others:
+        whole = (torch.cat(pair, 1) for pair in zip(prefix, other, strict=True))
+        expected.append(attention(*whole, chunk=size)[:, 6:])
+    torch.testing.assert_close(found, torch.cat(expected, 1), atol=1e-5, rtol=1e-5)
 
 
 def count_pairs(lengths: tuple[int, ...], chunk: int) -> float:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 
 from tools.check_cuda import Counting
+from torchtune.data import Documents
 from torchtune.modules import attention_utils
 from torchtune.modules._block_mask import BLOCK, document_block_mask
 from torchtune.modules._document_attention import Boundaries, document_attention
@@ -25,12 +26,13 @@ def boundaries(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def seen(lengths: list[int], window: int) -> Tensor:
-    """bool ``[t, t]``: what the definition says."""
-    document = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])
-    distance = torch.arange(len(document))[:, None] - torch.arange(len(document))
-    inside = (distance >= 0) & (document[:, None] == document)
-    return inside & (distance < window) if window else inside
+def seen(lengths: list[int], before: list[int], window: int) -> Tensor:
+    """bool ``[t, k]``: what the definition says; ``before`` keys stand before those of a document's own positions."""
+    parts = []
+    for length, first in zip(lengths, before, strict=True):
+        distance = torch.arange(first, first + length)[:, None] - torch.arange(first + length)
+        parts.append((distance >= 0) & (distance < (window or first + length)))
+    return torch.block_diag(*parts)
 
 
 def blocks(counts: Tensor, indices: Tensor) -> Tensor:
@@ -47,23 +49,30 @@ def test_block_masks_of_documents() -> None:
     """No block is missed, none is called whole that is not, and none is visited in vain."""
     rng = random.Random(0)
     windowed = 0
-    for _ in range(150):
+    for run in range(150):
         lengths = [rng.choice([1, 5, 100, 127, 128, 129, 256, 300, 700]) for _ in range(rng.randint(1, 7))]
+        before = [rng.choice([0, 0, 7, 128, 200]) * (run % 2) for _ in lengths]
         window = rng.choice([0, 0, 1, 64, 128, 129, 200, 1000])
-        total = sum(lengths)
-        mask, expected = document_block_mask(boundaries(lengths), total, window), seen(lengths, window)
-        positions = torch.arange(total)
-        assert torch.equal(mask.mask_mod(None, None, positions[:, None], positions), expected)
-        count = -(-total // BLOCK)
-        padded = torch.zeros(count * BLOCK, count * BLOCK)
-        padded[:total, :total] = expected
-        pairs = padded.view(count, BLOCK, count, BLOCK).sum((1, 3))
+        sizes = total, total_keys = sum(lengths), sum(lengths) + sum(before)
+        keys = boundaries([x + y for x, y in zip(lengths, before, strict=True)])
+        more = (keys, total_keys) if run % 2 else ()
+        mask = document_block_mask(boundaries(lengths), total, window, *more)
+        expected = seen(lengths, before, window)
+        assert torch.equal(mask.mask_mod(None, None, torch.arange(total)[:, None], torch.arange(total_keys)), expected)
+        count, count_keys = (-(-size // BLOCK) for size in sizes)
+        padded = torch.zeros(count * BLOCK, count_keys * BLOCK)
+        padded[:total, :total_keys] = expected
+        pairs = padded.view(count, BLOCK, count_keys, BLOCK).sum((1, 3))
         real = (total - torch.arange(count) * BLOCK).clamp(max=BLOCK)
         partial = blocks(mask.kv_num_blocks, mask.kv_indices)
         whole = blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
         assert not (partial & whole).any()
-        assert torch.equal(partial | whole, pairs > 0)
-        assert (pairs[whole] == (real[:, None] * real)[whole]).all()
+        visited = partial | whole
+        assert visited[pairs > 0].all()
+        if not (window and any(before)):  # keys before the window of a later document of the block are visited in vain
+            assert not visited[pairs == 0].any()
+        real_keys = (total_keys - torch.arange(count_keys) * BLOCK).clamp(max=BLOCK)
+        assert (pairs[whole] == (real[:, None] * real_keys)[whole]).all()
         windowed += bool(window) and bool(whole.any())
     assert windowed > 10
 
@@ -81,10 +90,15 @@ def test_flex_attention_over_documents(window: int, softcap: float, sinks: bool,
     expected = document_attention(
         *(t.flatten(0, 1) for t in (q, k, v)), boundaries(lengths), window, softcap, scores
     ).view(q.shape)
-    monkeypatch.setattr(attention_utils, "choose_kernel", lambda *_, **__: Kernel.FLEX)
     documents = Boundaries(boundaries(lengths), 512)
+    shared = Documents.from_lengths(lengths, prefixes=[-1, 0, 0, -1])
     options = {"window": window or None, "softcap": softcap or None, "sinks": scores}
+    goes_on = attention(q, k, v, documents=shared, **options)
+    monkeypatch.setattr(attention_utils, "choose_kernel", lambda *_, **__: Kernel.FLEX)
     with torch.no_grad():
+        torch.testing.assert_close(attention(q, k, v, documents=shared, **options), goes_on, atol=2e-6, rtol=0)
+        made = Boundaries.of(shared, block_masks=[window])
+        torch.testing.assert_close(attention(q, k, v, documents=made, **options), goes_on, atol=2e-6, rtol=0)
         alone = attention(q, k, v, documents=documents, **options)
         documents.block_masks[window] = document_block_mask(documents.cu_seqlens, 300, window)
         given = attention(q, k, v, documents=documents, **options)
@@ -135,7 +149,7 @@ def test_the_host_waits_for_nothing() -> None:
     with FakeTensorMode(), torch.no_grad(), Counting() as counting:
         q, k, v = (torch.empty(400, heads, 64, dtype=torch.bfloat16, device="cuda:0") for heads in (8, 2, 2))
         cu_seqlens = torch.empty(4, dtype=torch.int32, device="cuda:0")
-        out = flash_attention_with_sinks(q, k, v, cu_seqlens, 512, torch.empty(8, device="cuda:0"), 128)
+        out = flash_attention_with_sinks(q, k, v, cu_seqlens, 512, torch.empty(8, device="cuda:0"), 128, cu_seqlens)
     assert (out.shape, out.device.type) == (q.shape, "cuda")
     assert counting.counts["torchtune.flash_attention_with_sinks.default"] == 1
     assert counting.syncs() == {}

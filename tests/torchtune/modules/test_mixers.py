@@ -1,5 +1,9 @@
 """Mixers against the recurrences that they are, position by position in float64."""
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,9 +11,11 @@ from torch.nn import functional as F
 
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
-from torchtune.modules.mixers import GatedDeltaNet, ShortConv
+from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
 from torchtune.modules.mixers._causal_conv import causal_conv
 from torchtune.modules.mixers._delta_rule import gated_delta_rule
+from torchtune.modules.mixers._gated_norm import GatedGroupNorm
+from torchtune.modules.mixers._state_space import state_space
 from torchtune.modules.peft import LoRA
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.parallel._parallelize import check_split
@@ -22,15 +28,20 @@ def _inputs(rows: int, positions: int) -> list[Tensor]:
     return [q, k, v, -torch.rand(rows, positions, 4), beta]
 
 
-def _position_by_position(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> Tensor:
-    """The definition: decay, correct, read."""
-    q, k = (F.normalize(t, dim=-1).repeat_interleave(2, dim=2) for t in (q, k))
+def _position_by_position(
+    rule: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor
+) -> Tensor:
+    """The definition: decay, write (the delta rule: what is wrong yet), read."""
+    delta = rule is gated_delta_rule
+    if delta:
+        q, k = F.normalize(q, dim=-1) * 6**-0.5, F.normalize(k, dim=-1)
+    q, k = (t.repeat_interleave(2, dim=2) for t in (q, k))
     state, out = torch.zeros(q.shape[0], 4, 6, 5, dtype=q.dtype), []
     for t in range(q.shape[1]):
         state = state * g[:, t].exp()[..., None, None] * ~resets[:, t, None, None, None]
-        error = v[:, t] - torch.einsum("nhkv,nhk->nhv", state, k[:, t])
-        state = state + torch.einsum("nhk,nhv->nhkv", k[:, t], error * beta[:, t, :, None])
-        out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]) * 6**-0.5)
+        written = v[:, t] - delta * torch.einsum("nhkv,nhk->nhv", state, k[:, t])
+        state = state + torch.einsum("nhk,nhv->nhkv", k[:, t], written * beta[:, t, :, None])
+        out.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
     return torch.stack(out, dim=1)
 
 
@@ -43,50 +54,72 @@ def _resets(positions: int) -> Tensor:
     return resets
 
 
-def test_delta_rule_and_its_gradients() -> None:
+RULES = pytest.mark.parametrize("rule", [gated_delta_rule, state_space])
+
+
+@RULES
+def test_a_rule_and_its_gradients(rule: Callable[..., Any]) -> None:
     inputs, resets, weight = _inputs(2, 150), _resets(150), torch.randn(2, 150, 4, 5)
     ours = [t.clone().requires_grad_() for t in inputs]
-    out, _ = gated_delta_rule(*ours, resets)
+    out, _ = rule(*ours, resets)
     exact = [t.double().requires_grad_() for t in inputs]
-    expected = _position_by_position(*exact, resets)
-    assert (out - expected).abs().max() < 2e-6
+    expected = _position_by_position(rule, *exact, resets)
+    assert (out - expected).abs().max() < 2e-6 * max(1, expected.abs().max())
     found = torch.autograd.grad((out * weight).sum(), ours)
     wanted = torch.autograd.grad((expected * weight).sum(), exact)
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).abs().max() < 1e-5 * other.abs().max()
 
 
-def test_decoding_goes_on_from_a_state() -> None:
+@RULES
+def test_decoding_goes_on_from_a_state(rule: Callable[..., Any]) -> None:
     inputs, resets = _inputs(2, 90), _resets(150)[:, :90]
-    whole, last = gated_delta_rule(*inputs, resets)
+    whole, last = rule(*inputs, resets)
     with torch.no_grad():
         parts = []
-        first, state = gated_delta_rule(*(t[:, :70] for t in inputs), resets[:, :70])
+        first, state = rule(*(t[:, :70] for t in inputs), resets[:, :70])
         for t in range(70, 90):
-            out, state = gated_delta_rule(*(x[:, t : t + 1] for x in inputs), resets[:, t : t + 1], state)
+            out, state = rule(*(x[:, t : t + 1] for x in inputs), resets[:, t : t + 1], state)
             parts.append(out)
-    assert (torch.cat([first, *parts], dim=1) - whole).abs().max() < 2e-6
-    assert (state - last).abs().max() < 2e-6
+    assert (torch.cat([first, *parts], dim=1) - whole).abs().max() < 2e-6 * max(1, whole.abs().max())
+    assert (state - last).abs().max() < 2e-6 * max(1, last.abs().max())
 
 
-def test_strong_decay_loses_no_digits() -> None:
+@RULES
+def test_strong_decay_loses_no_digits(rule: Callable[..., Any]) -> None:
     """A sum of decays over a chunk is large, and the difference of two neighbours is not."""
     q, k, v, g, beta = _inputs(1, 64)
     g = g * torch.where(torch.arange(64) % 3 == 0, 300.0, 0.1)[None, :, None]
     resets = torch.zeros(1, 64, dtype=torch.bool)
-    out, _ = gated_delta_rule(q, k, v, g, beta, resets)
-    expected = _position_by_position(*(t.double() for t in (q, k, v, g, beta)), resets)
-    assert (out - expected).abs().max() < 2e-6
+    out, _ = rule(q, k, v, g, beta, resets)
+    expected = _position_by_position(rule, *(t.double() for t in (q, k, v, g, beta)), resets)
+    assert (out - expected).abs().max() < 2e-6 * max(1, expected.abs().max())
 
 
-def test_little_is_kept_for_the_backward_pass() -> None:
+@RULES
+def test_little_is_kept_for_the_backward_pass(rule: Callable[..., Any]) -> None:
     """The inputs and one state for each chunk; not the matrices between positions of a chunk."""
     kept: list[Tensor] = []
     inputs = [t.requires_grad_() for t in _inputs(1, 256)]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        gated_delta_rule(*inputs, torch.zeros(1, 256, dtype=torch.bool))
+        rule(*inputs, torch.zeros(1, 256, dtype=torch.bool))
     states = (256 // 64 + 1) * 4 * 6 * 5
     assert sum(t.numel() for t in kept) <= sum(t.numel() for t in inputs) + 256 + states
+
+
+def test_a_gated_norm_and_its_gradients() -> None:
+    torch.manual_seed(0)
+    x, gate = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(2))
+    norm, weight = GatedGroupNorm(8, 2, 1e-3), torch.randn(2, 3, 8)
+    nn.init.normal_(norm.scale)
+    exact = [t.detach().double().requires_grad_() for t in (x, gate, norm.scale)]
+    gated = (exact[0] * exact[1] * exact[1].sigmoid()).view(2, 3, 2, 4)
+    expected = (gated / (gated.square().mean(-1, keepdim=True) + 1e-3).sqrt()).view(2, 3, 8) * exact[2]
+    out = norm(x, gate)
+    assert (out - expected).abs().max() < 1e-6
+    found = torch.autograd.grad((out * weight).sum(), (x, gate, norm.scale))
+    for one, other in zip(found, torch.autograd.grad((expected * weight).sum(), exact), strict=True):
+        assert (one - other).abs().max() < 1e-5 * other.abs().max()
 
 
 def test_convolution_stops_at_documents() -> None:
@@ -102,12 +135,22 @@ def test_convolution_stops_at_documents() -> None:
     assert torch.autograd.gradcheck(lambda *a: causal_conv(*a, reach), inputs)
 
 
-def test_a_layer_compiles() -> None:
+def _mixer(kind: str) -> nn.Module:
+    common = {"embed_dim": 8, "conv_taps": 4, "norm_eps": 1e-6}
+    if kind == "conv":
+        return ShortConv(embed_dim=8, conv_taps=3)
+    if kind.startswith("mamba"):
+        more = {} if kind == "mamba" else {"has_norm": False, "scales": (0.5, 0.8, 1.5, 1.2, 0.7), "dt_min": 0.02}
+        return Mamba2(num_heads=4, head_dim=5, num_groups=2, state_dim=6, **common, **more)
+    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 6, "value_dim": 5}
+    return GatedDeltaNet(fused=kind == "fused", **sizes, **common)
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_a_layer_compiles(kind: str) -> None:
     """Without graph breaks: the operator says what it returns."""
     torch.manual_seed(0)
-    mixer = GatedDeltaNet(
-        embed_dim=8, num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, conv_taps=3, norm_eps=1e-6
-    )
+    mixer = _mixer(kind)
     x = torch.randn(1, 70, 8, requires_grad=True)
     positions = torch.cat([torch.arange(40), torch.arange(30)])[None]
     compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
@@ -145,13 +188,52 @@ def test_lora_of_attention_adapts_the_input_projection(decoder: nn.Module) -> No
     assert report.replaced == ["layers.0.attn.qkv_proj", "layers.1.attn.q_proj"]
 
 
-@pytest.mark.parametrize("kind", ["delta", "fused", "conv"])
+def _mamba_by_position(mixer: Mamba2, x: Tensor) -> Tensor:
+    """One document ``[s, d]``, by the formulas of the paper."""
+    heads, size, groups, n = mixer.num_heads, mixer.head_dim, mixer.num_groups, mixer.state_dim
+    inner = heads * size
+    widths = (inner, inner, groups * n, groups * n, heads)
+    parts = [part * scale for part, scale in zip(mixer.in_proj(x).split(widths, -1), mixer.scales, strict=True)]
+    mixed = F.pad(torch.cat(parts[1:4], -1).mT, (3, 0))
+    mixed = F.silu(F.conv1d(mixed, mixer.conv.weight, mixer.conv.bias, groups=mixed.shape[0]).mT)
+    written, b, c = mixed.split(widths[1:4], -1)
+    dt = (parts[4] + mixer.dt_bias).exp().log1p().clamp(min=mixer.dt_limits[0])
+    state, out = x.new_zeros(heads, n, size), []
+    for t in range(len(x)):
+        b_t, c_t = (part[t].view(groups, n).repeat_interleave(heads // groups, 0) for part in (b, c))
+        x_t = written[t].view(heads, size)
+        state = state * (-mixer.a_log.exp() * dt[t]).exp()[:, None, None]
+        state = state + dt[t][:, None, None] * b_t[:, :, None] * x_t[:, None]
+        out.append((state * c_t[:, :, None]).sum(1) + mixer.skip[:, None] * x_t)
+    gated = torch.stack(out).flatten(1) * F.silu(parts[0])
+    if mixer.norm is not None:
+        grouped = gated.unflatten(-1, (groups, -1))
+        gated = (grouped / (grouped.square().mean(-1, keepdim=True) + 1e-6).sqrt()).flatten(1) * mixer.norm.scale
+    return mixer.output_proj(gated)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba scaled"])
+def test_mamba_equals_its_recurrence_in_every_document(kind: str) -> None:
+    torch.manual_seed(0)
+    mixer = _mixer(kind)
+    for parameter in (mixer.skip, mixer.conv.bias, mixer.a_log):
+        nn.init.normal_(parameter, std=0.5)
+    lengths, x, weight = (20, 1, 2, 47), torch.randn(1, 70, 8), torch.randn(1, 70, 8)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    found = mixer(x, input_pos=positions)
+    exact = copy.deepcopy(mixer).double()
+    wanted = torch.cat([_mamba_by_position(exact, part) for part in x[0].double().split(lengths)])[None]
+    assert (found - wanted).abs().max() < 2e-6
+    (found * weight).sum().backward()
+    (wanted * weight).sum().backward()
+    for (name, one), other in zip(mixer.named_parameters(), exact.parameters(), strict=True):
+        assert (one.grad - other.grad).abs().max() < 1e-4 * other.grad.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["delta", "fused", "conv", "mamba", "mamba scaled"])
 def test_a_cache_continues_padded_prompts(kind: str) -> None:
     torch.manual_seed(0)
-    numbers = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 6, "value_dim": 5, "conv_taps": 4, "norm_eps": 1e-6}
-    mixer = ShortConv(embed_dim=8, conv_taps=3)
-    if kind != "conv":
-        mixer = GatedDeltaNet(embed_dim=8, fused=kind == "fused", **numbers)
+    mixer = _mixer(kind)
     x = torch.randn(2, 12, 8)
     positions = torch.stack([torch.arange(12), (torch.arange(12) - 3).clamp(min=0)])  # the second row has 3 of padding
     with torch.no_grad():

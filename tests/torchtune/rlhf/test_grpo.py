@@ -14,6 +14,8 @@ from tests.tiny import write_checkpoint
 from torchtune import rlhf, training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.models import from_hf_config
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA
 from torchtune.modules.transforms.tokenizers import hf_tokenizer
 from torchtune.rlhf import GroupAdvantages, LocalSampler, RewardSum, Rollout, RolloutError, collate_rollouts
 from torchtune.rlhf import reward_functions as rewards
@@ -194,7 +196,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"))
     with torch.device("meta"):
         model = from_hf_config(str(folder))
+        apply_conversions(model, [LoRA(rank=4, alpha=6, apply_to_mlp=True)])
     FullModelHFCheckpointer(checkpoint_dir=str(folder)).load_model(model, device=torch.device("cpu"))
+    torch.manual_seed(0)
+    for layer in model.layers:  # an adapter in training: B is no longer zero
+        torch.nn.init.normal_(layer.attn.q_proj.lora_b.weight, std=0.3)
+        torch.nn.init.normal_(layer.mlp.w2.lora_b.weight, std=0.3)
     return model, hf_tokenizer(str(folder))
 
 

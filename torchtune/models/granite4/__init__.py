@@ -1,4 +1,4 @@
-"""Granite 4, the dense models."""
+"""Granite 4 and 4-H."""
 
 from torchtune._lazy import attach
 from torchtune.models.granite4._model_builders import BUILDERS, SPEC

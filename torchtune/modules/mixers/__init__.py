@@ -1,8 +1,9 @@
-"""Mixers of positions that are not attention: linear attention and short convolutions."""
+"""Mixers of positions that are not attention: linear attention, state spaces and short convolutions."""
 
 from torchtune.modules.mixers._gated_delta_net import GatedDeltaNet
+from torchtune.modules.mixers._mamba2 import Mamba2
 from torchtune.modules.mixers._mixer import RecurrentMixer
 from torchtune.modules.mixers._short_conv import ShortConv
 from torchtune.modules.mixers._state_cache import StateCache
 
-__all__ = ["GatedDeltaNet", "RecurrentMixer", "ShortConv", "StateCache"]
+__all__ = ["GatedDeltaNet", "Mamba2", "RecurrentMixer", "ShortConv", "StateCache"]

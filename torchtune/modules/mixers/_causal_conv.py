@@ -1,5 +1,7 @@
 """A short causal convolution per channel that does not look into the document before."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -59,18 +61,35 @@ class DepthwiseWeight(nn.Module):
     Args:
         channels: c.
         taps: K, positions that the convolution sees, itself the last.
+        bias: whether it has a bias, ``bias`` ``[c]``.
     """
 
-    def __init__(self, channels: int, taps: int) -> None:
+    def __init__(self, channels: int, taps: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weight, as ``nn.Conv1d`` does."""
         bound = self.weight.shape[-1] ** -0.5
-        nn.init.uniform_(self.weight, -bound, bound)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        """``[b, s, c]`` to ``[b, s, c]``; see :func:`causal_conv`."""
-        return cached_conv(x, self.weight[:, 0], reach, cache)
+    def forward(
+        self, x: Tensor, reach: Tensor, cache: StateCache | None, factors: Sequence[tuple[int, float]] | None = None
+    ) -> Tensor:
+        """``[b, s, c]`` to ``[b, s, c]``; see :func:`causal_conv`.
+
+        Args:
+            x: inputs.
+            reach: earlier positions of the same document.
+            cache: what earlier positions have left.
+            factors: how many channels, and by what their inputs are scaled; c channels in all.
+        """
+        weight = self.weight[:, 0]
+        if factors is not None:
+            scales = [weight.new_full((channels, 1), factor) for channels, factor in factors]
+            weight = weight * torch.cat(scales)
+        out = cached_conv(x, weight, reach, cache)
+        return out if self.bias is None else out + self.bias

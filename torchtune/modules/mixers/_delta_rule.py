@@ -1,73 +1,28 @@
 """The gated delta rule: linear attention with a state that decays and corrects itself, chunk by chunk."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-CHUNK = 64
+from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
 
 
-@dataclass
-class _Chunk:
-    """c positions of all heads, in float32.
+class _DeltaChunk(Chunk):
+    """Position i writes ``u_i = beta_i (v_i - exp(g_1 + ... + g_i) S^T k_i - sum_{j<i} d(i, j) (k_i . k_j) u_j)``.
 
-    With the decay ``d(i, j) = exp(g_{j+1} + ... + g_i)`` between positions i >= j of one document, the correction that
-    position i writes is ``u_i = beta_i (v_i - exp(g_1 + ... + g_i) S^T k_i - sum_{j<i} d(i, j) (k_i . k_j) u_j)``: a
-    triangular system for all of them at once (Yang et al. 2024, arXiv:2412.06464).
-
-    Attributes:
-        q: scaled queries of length ``h_k ** -0.5``, ``[b, n_k, 1, c, h_k]``.
-        k: keys of length 1, ``[b, n_k, 1, c, h_k]``.
-        v: values ``[b, n_k, r, c, h_v]``; r value heads share a key head.
-        beta: ``[b, n_k, r, c, 1]``.
-        decay: d ``[b, n_k, r, c, c]``, 0 above the diagonal and between documents.
-        since_state: decay of the state ``[b, n_k, r, c, 1]``, 0 where a document has begun since.
-        until_end: decay until the last position ``[b, n_k, r, c, 1]``, 0 for documents that have ended by then.
-        q_scale: factor of the queries and of the keys, ``[b, n_k, 1, c, 1]``, that made their length so.
-        k_scale: see ``q_scale``.
+    A triangular system for all of a chunk at once (Yang et al. 2024, arXiv:2412.06464). Queries of length
+    ``h_k ** -0.5`` and keys of length 1 are the given ones times ``q_scale`` and ``k_scale``, ``[b, n_k, 1, c, 1]``.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor
-    decay: Tensor
-    since_state: Tensor
-    until_end: Tensor
-    q_scale: Tensor
-    k_scale: Tensor
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
+        super().__init__(q, k, v, g, beta, resets)
+        self.q_scale, self.k_scale = (torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (self.q, self.k))
+        self.q_scale = self.q_scale * q.shape[-1] ** -0.5
+        self.q, self.k = self.q * self.q_scale, self.k * self.k_scale
 
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> "_Chunk":
-        """From slices ``[b, c, n, ...]`` of what :func:`gated_delta_rule` takes."""
-        shared = k.shape[2]
-        q, k = (t.float().transpose(1, 2)[:, :, None] for t in (q, k))
-        q_scale, k_scale = (torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-        q_scale = q_scale * q.shape[-1] ** -0.5
-        v = v.float().unflatten(2, (shared, -1)).permute(0, 2, 3, 1, 4)
-        g, beta = (t.float().unflatten(2, (shared, -1)).permute(0, 2, 3, 1) for t in (g, beta))
-
-        document = resets.cumsum(-1)  # within the chunk; 0 continues that of the state
-        same = (document[:, :, None] == document[:, None, :]).tril()[:, None, None]
-        first = (document == 0)[:, None, None]
-        last = (document == document[:, -1:])[:, None, None]
-        # Neighbours differ by little where the sum is large: float32 would leave three digits of the difference.
-        total = g.cumsum(-1, dtype=torch.float64)
-        between = (total[..., :, None] - total[..., None, :]).float()
-        nothing = float("-inf")
-        return cls(
-            q=q * q_scale,
-            k=k * k_scale,
-            v=v,
-            beta=beta[..., None],
-            decay=torch.where(same, between, nothing).exp_(),
-            since_state=torch.where(first, total.float(), nothing).exp_()[..., None],
-            until_end=torch.where(last, between[..., -1, :], nothing).exp_()[..., None],
-            q_scale=q_scale,
-            k_scale=k_scale,
-        )
+    @staticmethod
+    def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
+        """``[b, n_k, r, h_k, h_v]``."""
+        return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], k.shape[-1], v.shape[-1]
 
     def corrections(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The system's matrix (strictly below its diagonal), the error ``v - S^T k``, and u ``[b, n_k, r, c, h_v]``."""
@@ -76,13 +31,19 @@ class _Chunk:
         return system, error, torch.linalg.solve_triangular(system, self.beta * error, upper=False, unitriangular=True)
 
     def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What the queries read ``[b, n_k, r, c, h_v]``, and the state after the chunk."""
+        """See the base class."""
         _, _, written = self.corrections(state)
         out = (self.q @ state) * self.since_state + ((self.q @ self.k.mT) * self.decay) @ written
         return out, state * self.since_state[..., -1:, :] + (self.k * self.until_end).mT @ written
 
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        state = state * self.since_state
+        state = state + self.k.mT @ (self.beta * (self.v - self.k @ state))
+        return self.q @ state, state
+
     def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, g and beta, ``[b, c, n, ...]``, and of the state before the chunk."""
+        """See the base class."""
         q, k, beta, decay = self.q, self.k, self.beta, self.decay
         system, error, written = self.corrections(state)
         similar, scores = k @ k.mT, q @ k.mT
@@ -103,94 +64,17 @@ class _Chunk:
         since = ((d_out * (q @ state) - d_error * (k @ state)) * self.since_state).sum(-1)
         since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((-2, -1))
         until = self.until_end[..., 0] * (k * from_after).sum(-1)
-        d_total = d_decay.sum(-1) - d_decay.sum(-2) + since - until
-        d_total[..., -1] += until.sum(-1)
-        d_g = d_total.flip(-1).cumsum(-1).flip(-1)
+        d_g = self.d_g(d_decay, since, until)
         d_state = k.mT @ d_read_k + q.mT @ d_read_q + d_after * self.since_state[..., -1:, :]
 
         length = q.shape[-1] ** 0.5
         d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True) * length**2)
         d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
         d_q, d_k = (t[:, :, 0].transpose(1, 2) for t in (d_q, d_k))
-        d_g, d_beta = (t.permute(0, 3, 1, 2).flatten(2) for t in (d_g, d_beta))
-        return d_q, d_k, _positions_first(d_error), d_g, d_beta, d_state
+        return d_q, d_k, positions_first(d_error), d_g, scalars_first(d_beta), d_state
 
 
-def _positions_first(x: Tensor) -> Tensor:
-    """``[b, n_k, r, c, h_v]`` to ``[b, c, n_v, h_v]``."""
-    return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _heads_first(x: Tensor, shared: int) -> Tensor:
-    """``[b, c, n_v, h_v]`` to float32 ``[b, n_k, r, c, h_v]``."""
-    return x.float().unflatten(2, (shared, -1)).permute(0, 2, 3, 1, 4)
-
-
-def _slices(positions: int) -> Iterator[slice]:
-    for start in range(0, positions, CHUNK):
-        yield slice(start, min(start + CHUNK, positions))
-
-
-def _first_state(k: Tensor, v: Tensor) -> Tensor:
-    shared = k.shape[2]
-    return k.new_zeros(k.shape[0], shared, v.shape[2] // shared, k.shape[-1], v.shape[-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("torchtune::gated_delta_rule", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    first = _first_state(k, v) if state is None else state.float()
-    states = first.new_empty(-(-k.shape[1] // CHUNK) + 1, *first.shape)
-    states[0] = first
-    for index, where in enumerate(_slices(k.shape[1])):
-        chunk = _Chunk.of(*(t[:, where] for t in (q, k, v, g, beta, resets)))
-        found, states[index + 1] = chunk.read(states[index])
-        out[:, where] = _positions_first(found)
-    return out, states
-
-
-@torch.library.custom_op("torchtune::gated_delta_rule_backward", mutates_args=())
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, states: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, g, beta))
-    d_state = torch.zeros_like(states[0])
-    for index, where in reversed(list(enumerate(_slices(k.shape[1])))):
-        chunk = _Chunk.of(*(t[:, where] for t in (q, k, v, g, beta, resets)))
-        *values, d_state = chunk.gradients(states[index], _heads_first(grad[:, where], k.shape[2]), d_state)
-        for result, value in zip(grads, values, strict=True):
-            result[:, where] = value
-    return grads
-
-
-@_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    first = _first_state(k, v)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    return out, first.new_empty(-(-k.shape[1] // CHUNK) + 1, *first.shape)
-
-
-@_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, states: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, g, beta))
-
-
-def _setup_context(ctx, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:6], output[1])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors), None, None
-
-
-_forward.register_autograd(_backward_formula, setup_context=_setup_context)
+_rule = chunked("gated_delta_rule", _DeltaChunk)
 
 
 def gated_delta_rule(
@@ -216,17 +100,4 @@ def gated_delta_rule(
         What was read ``[b, s, n_v, h_v]``, in the dtype of ``v``, and S after the last position,
         float32 ``[b, n_k, n_v / n_k, h_k, h_v]``, without a gradient.
     """
-    if k.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
-        return _one_position(q, k, v, g, beta, resets, state)
-    out, states = _forward(q, k, v, g, beta, resets, state)
-    return out, states[-1]
-
-
-def _one_position(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The recurrence itself, for decoding."""
-    chunk = _Chunk.of(q, k, v, g, beta, resets)
-    state = state * chunk.since_state
-    state = state + chunk.k.mT @ (chunk.beta * (chunk.v - chunk.k @ state))
-    return _positions_first(chunk.q @ state).to(v.dtype), state
+    return _rule(q, k, v, g, beta, resets, state)

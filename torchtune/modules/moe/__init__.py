@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = attach(
         "LossFreeBalancing": "balance",
         "MoE": "moe",
         "TokenChoiceTopKRouter": "moe",
+        "UngatedExperts": "experts",
         "load_balancing_loss": "balance",
         "tokens_per_expert": "balance",
     },

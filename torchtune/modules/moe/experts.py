@@ -132,6 +132,32 @@ class ClampedExperts(GroupedExperts):
         return self.project("down_proj", hidden, num_tokens_per_expert)
 
 
+class UngatedExperts(GroupedExperts):
+    """``down(activation(up(x)))``: experts with two matrices, ``up_proj`` and ``down_proj``.
+
+    Args:
+        dim: d, width of input and output.
+        hidden_dim: width in between.
+        num_experts: e.
+        activation: elementwise.
+    """
+
+    def __init__(
+        self, *, dim: int, hidden_dim: int, num_experts: int = 1, activation: Callable[[Tensor], Tensor] = F.silu
+    ) -> None:
+        super().__init__(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, activation=activation)
+        del self.gate_proj
+
+    def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Name of every stack of matrices, and its shape ``[e, i, o]``."""
+        return {name: shape for name, shape in super().matrix_shapes().items() if name != "gate_proj"}
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Rows ``[t, d]`` sorted by expert, and how many each expert has, int64 ``[e]``, to ``[t, d]``."""
+        hidden = self.activation(self.project("up_proj", x, num_tokens_per_expert))
+        return self.project("down_proj", hidden, num_tokens_per_expert)
+
+
 def __getattr__(name: str) -> Any:
     """``LoRAGroupedExperts``, which older code imports from here."""
     if name != "LoRAGroupedExperts":

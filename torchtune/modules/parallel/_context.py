@@ -23,6 +23,8 @@ class ContextParallelAttention:
         group: process group of context parallelism.
     """
 
+    shares_prefixes = True
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 

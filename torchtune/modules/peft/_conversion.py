@@ -16,6 +16,7 @@ from torchtune.modules.conversion import (
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
+    MIXER_INPUTS,
     MLP_MODULES,
     STANDS_FOR,
     get_adapter_params,
@@ -46,8 +47,8 @@ class LoRA(Conversion):
         alpha: the update is scaled by alpha / rank.
         dropout: dropout on the adapters' input, in training.
         attn_modules: projections of attention, out of q_proj, k_proj, v_proj, output_proj; ``None`` means all four. In
-            layers without attention, each of the first three means the one projection of the input; in latent
-            attention, k_proj and v_proj mean kv_down_proj and kv_proj, and q_proj also q_down_proj.
+            a mixer in the place of attention, or beside it, each of the first three means the projection of its input;
+            in latent attention, k_proj and v_proj mean kv_down_proj and kv_proj, and q_proj also q_down_proj.
         apply_to_mlp: also adapt w1, w2, w3 of every MLP, or its experts.
         apply_to_output: also adapt the output projection; it must not be tied to the embedding.
         target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
@@ -121,7 +122,10 @@ class LoRA(Conversion):
             return {pattern: (pattern, f"*.{pattern}") for pattern in self.target_modules}
         targets = {}
         for asked in self.attn_modules:
-            targets[asked] = tuple(f"{start}attn.{name}" for name in STANDS_FOR[asked] for start in ("", "*."))
+            names = [f"attn.{name}" for name in STANDS_FOR.get(asked, (asked,))]
+            if asked != "output_proj":
+                names += [f"{place}.{name}" for place in ("attn", "mixer") for name in MIXER_INPUTS]
+            targets[asked] = tuple(f"{start}{name}" for name in names for start in ("", "*."))
         if self.apply_to_mlp:
             names = (*MLP_MODULES, "experts", *(f"shared_expert.{name}" for name in MLP_MODULES))
             targets["mlp.w1/w2/w3"] = tuple(f"{start}mlp.{name}" for name in names for start in ("", "*."))
@@ -191,8 +195,11 @@ class LoRA(Conversion):
             ConversionError: a target matches no linear layer; nothing has been changed then.
             ModelError: an adapter of a target could not be saved; nothing has been changed then either.
         """
-        chosen = self._select(model)
+        chosen, without = self._select(model), []
         if (spec := getattr(model, "spec", None)) is not None:
+            if self.target_modules is None:  # which would name them
+                without = spec.refused_by_peft(chosen, model.description)
+                chosen = {path: module for path, module in chosen.items() if path not in without}
             spec.check_adapters(chosen, model.description)
         linear_kind = DoRALinear if self.use_dora else LoRALinear
         for path, layer in chosen.items():
@@ -209,6 +216,8 @@ class LoRA(Conversion):
         note = f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen"
         if self.dropout and self._saved_dropout(model) != self.dropout:
             note += "; files say lora_dropout 0, because peft has none for experts"
+        if without:
+            note += f"; {without[0]} and {len(without) - 1} more like it have none: peft refuses them"
         return ConversionReport(
             name="DoRA" if self.use_dora else "LoRA",
             replaced=list(chosen),

@@ -13,13 +13,13 @@ from torchtune.utils import deprecate_parameter
 
 LORA_ATTN_MODULES = Literal["q_proj", "k_proj", "v_proj", "output_proj"]
 MLP_MODULES = ("w1", "w2", "w3")
-# Projections that q_proj, k_proj and v_proj stand for in layers without attention, and in those with latents.
-_MIXER_INPUTS, _KV_LATENTS = ("qkv_proj", "qkvz_proj", "in_proj"), ("kv_down_proj", "kv_proj")
+# Projections of the input of mixers: they stand for q_proj, k_proj and v_proj there.
+MIXER_INPUTS = ("qkv_proj", "qkvz_proj", "in_proj")
+# What these names stand for in attention, with latents or without.
 STANDS_FOR = {
-    "q_proj": ("q_proj", "q_down_proj", *_MIXER_INPUTS),
-    "k_proj": ("k_proj", *_KV_LATENTS, *_MIXER_INPUTS),
-    "v_proj": ("v_proj", *_KV_LATENTS, *_MIXER_INPUTS),
-    "output_proj": ("output_proj",),
+    "q_proj": ("q_proj", "q_down_proj"),
+    "k_proj": ("k_proj", "kv_down_proj", "kv_proj"),
+    "v_proj": ("v_proj", "kv_down_proj", "kv_proj"),
 }
 
 

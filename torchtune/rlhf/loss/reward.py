@@ -89,7 +89,7 @@ def pooled_scores(hidden: Tensor, batch: Batch, projection: Projection) -> Tenso
             "collate_fn: a score is read at the end of a document, but the batch has none: use collate_preference."
         )
     rank, _ = batch.shard
-    last = batch.documents.cu_seqlens[1 : batch.num_documents + 1].to(hidden.device).long() - 1
+    last = batch.documents.ends()[: batch.num_documents].to(hidden.device)
     last = last - rank * batch.tokens.numel()
     here = (last >= 0) & (last < batch.tokens.numel())
     scores = projection(hidden.flatten(0, -2)[last.masked_fill(~here, 0)]).squeeze(-1)

@@ -229,7 +229,7 @@ def newest_record(output_dir: Path, records: list[dict[str, Any]]) -> dict[str, 
     return next((record for record in reversed(records) if record["checkpoint"] in names), None)
 
 
-def _best(output_dir: Path) -> str | None:
+def best_checkpoint(output_dir: Path) -> str | None:
     """Name of the best checkpoint that is complete, as ``best.json`` says.
 
     Raises:
@@ -264,7 +264,7 @@ def prune(output_dir: Path, keep: int | None) -> None:
     else:
         gone = complete[: -max(keep, 1)]
     try:
-        best = _best(output_dir) if gone else None
+        best = best_checkpoint(output_dir) if gone else None
     except CheckpointError as error:
         get_logger().warning(str(error))
         return

@@ -88,13 +88,23 @@ class FlopCount:
     pair: Mapping[int | None, float]
     chunked: Mapping[int, float] = field(default_factory=dict)
 
-    def attention(self, lengths: Iterable[int]) -> float:
-        """Operations of attention in documents of these lengths."""
+    def attention(self, lengths: Iterable[int], before: Iterable[int] | None = None) -> float:
+        """Operations of attention in documents of these lengths, which go on from ``before`` other positions."""
         lengths = list(lengths)
-        found = sum(each * sum(_pairs(length, window) for length in lengths) for window, each in self.pair.items())
+        spans = list(zip([0] * len(lengths) if before is None else before, lengths, strict=True))
+        spans = [(start, start + length) for start, length in spans]
+        found = sum(
+            each * sum(_pairs(end, window) - _pairs(start, window) for start, end in spans)
+            for window, each in self.pair.items()
+        )
         for size, each in self.chunked.items():
-            found += each * sum(length // size * _pairs(size, None) + _pairs(length % size, None) for length in lengths)
+            found += each * sum(_chunk_pairs(end, size) - _chunk_pairs(start, size) for start, end in spans)
         return found
+
+
+def _chunk_pairs(length: int, size: int) -> int:
+    """Pairs of a position and one that it sees, in chunks of ``size``."""
+    return length // size * _pairs(size, None) + _pairs(length % size, None)
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -132,15 +142,15 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     for layer in decoder.layers:
         flows = flows or any(parameter.requires_grad for parameter in layer.parameters())
         by_token += sum(elements * _passes(matrix, flows) for matrix, elements in _matrices(layer, shapes))
-        attention = getattr(layer, "attn", None)
-        if isinstance(attention, RecurrentMixer):
-            by_token += 6 * attention.state_elements * (3 if flows else 1)
-        elif attention is not None:
-            head = getattr(attention, "head_dim", decoder.head_dim)
-            width = decoder.num_heads * sum(getattr(attention, name, head) for name in ("key_dim", "value_dim")) / 2
-            chunk = getattr(attention, "chunk", None)
-            of, size = (by_chunk, chunk) if chunk else (by_pair, getattr(attention, "window", None))
-            of[size] += 2 * width * (6 if flows else 2)
+        for attention in (getattr(layer, "attn", None), getattr(layer, "mixer", None)):
+            if isinstance(attention, RecurrentMixer):
+                by_token += 6 * attention.state_elements * (3 if flows else 1)
+            elif attention is not None:
+                head = getattr(attention, "head_dim", decoder.head_dim)
+                width = decoder.num_heads * sum(getattr(attention, name, head) for name in ("key_dim", "value_dim")) / 2
+                chunk = getattr(attention, "chunk", None)
+                of, size = (by_chunk, chunk) if chunk else (by_pair, getattr(attention, "window", None))
+                of[size] += 2 * width * (6 if flows else 2)
     by_label = sum(matrix.numel() * _passes(matrix, flows) for matrix in _output_matrices(decoder))
     if not labels_only:
         by_token, by_label = by_token + by_label, 0.0
@@ -173,10 +183,10 @@ def _matrices(
             yield parameter, math.prod(shapes[parameter]) * shares.get(parameter, 1.0)
 
 
-def document_lengths(batch: Any) -> list[int]:
-    """Lengths of the documents of a batch; without them every row is one."""
+def document_spans(batch: Any) -> list[tuple[int, int]]:
+    """(length, positions that it goes on from) of the documents of a batch; without them every row is one."""
     documents = batch.get("documents")
     if documents is not None:
-        return list(documents.lengths)
+        return list(zip(documents.lengths, documents.before, strict=True))
     rows, length = batch["tokens"].shape
-    return [length] * rows
+    return [(length, 0)] * rows

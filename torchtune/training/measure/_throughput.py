@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchtune.training.measure._flops import count_flops, document_lengths, peak_flops
+from torchtune.training.measure._flops import count_flops, document_spans, peak_flops
 from torchtune.utils import Activity, get_logger, log_once, watched_activity
 
 if TYPE_CHECKING:
@@ -129,8 +129,9 @@ class Throughput:
         return not torch.cuda.current_stream(self._device).query()
 
     def _attention_by_token(self, batches: list[Any]) -> float:
-        lengths = [length for batch in batches if isinstance(batch, Mapping) for length in document_lengths(batch)]
-        return self._flops.attention(lengths) / max(sum(lengths), 1)
+        spans = [span for batch in batches if isinstance(batch, Mapping) for span in document_spans(batch)]
+        lengths, before = zip(*spans, strict=True) if spans else ((), ())
+        return self._flops.attention(lengths, before) / max(sum(lengths), 1)
 
     def step(self, *, processed: int, trained: int) -> None:
         """Count one optimizer step.

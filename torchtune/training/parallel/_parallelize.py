@@ -293,6 +293,8 @@ def shard_model(
     for layer, following in itertools.pairwise(layers):
         inside = [module for module in following.modules() if id(module) in apart]
         layer.set_modules_to_forward_prefetch([following, *inside])
+    for conversion in complete_conversions(model):
+        conversion.post_shard_hook(model, cpu_offload=cpu_offload)
 
 
 def _keep_output_whole(model: nn.Module) -> None:

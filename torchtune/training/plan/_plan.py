@@ -40,6 +40,7 @@ from torchtune.modules.conversion import full_shapes
 from torchtune.modules.loss._linear_cross_entropy import LOGITS_BLOCK
 from torchtune.modules.loss.cross_entropy_loss import rows_of_a_chunk
 from torchtune.modules.mixers import RecurrentMixer
+from torchtune.modules.moe import MoE
 from torchtune.modules.peft import get_adapter_params
 from torchtune.modules.transformer import text_decoder
 from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
@@ -166,7 +167,8 @@ def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, in
     if not layers:
         return 0, 0, 0
     shapes, width = full_shapes(model), decoder.tok_embeddings.weight.shape[1]
-    total = sum(_mixer_elements(layer.attn, shapes) + 4 * _inner_width(layer.mlp, width) for layer in layers)
+    total = sum(_mixer_elements(mixer, shapes) for layer in layers for mixer in layer.mixers)
+    total += sum(4 * _inner_width(layer.mlp, width) for layer in layers if layer.mlp is not None)
     return 4 * width + total // len(layers), width, len(layers)
 
 
@@ -180,8 +182,6 @@ def _mixer_elements(mixer: torch.nn.Module, shapes: Mapping[torch.nn.Parameter, 
 
 
 def _inner_width(mlp: torch.nn.Module, width: int) -> int:
-    from torchtune.modules.moe import MoE
-
     if not isinstance(mlp, MoE):
         return max((p.shape[0] for p in mlp.parameters() if p.dim() == 2), default=0)
     # The tokens once more for every chosen expert, before and after it.

@@ -1,14 +1,16 @@
 """The fastest settings with which a run fits: levers that trade time for memory, tried in the order of what they cost.
 
-The closed form leaves out what cannot fit. Of the rest the cheapest are simulated with few layers, at two depths, and
-the fastest of those is taken: memory and time grow by the same amount with every layer of a decoder. What seems to fit
-is simulated with all layers before it is shown. Of a step's micro-batches two are simulated.
+What a lever costs is simulated: the settings as given, and each change of one lever. The costs of several are
+multiplied, which decides the order alone. The closed form leaves out what cannot fit; the rest is simulated, the
+fastest first, until what follows would be slower than the fastest that fits. Candidates are simulated with few layers,
+at two depths: memory and time grow by the same amount with every layer of a decoder. What seems to fit is simulated
+with all layers before it is shown. Of a step's micro-batches two are simulated.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune.modules.moe import MoE
@@ -21,15 +23,17 @@ from torchtune.training.simulate._roofline import step_time
 from torchtune.training.simulate._simulate import Simulation
 from torchtune.utils import UserError
 
-# Candidates that are simulated at most, and that must fit before the fastest of them is taken.
-MOST, ENOUGH = 8, 3
+# Combinations of levers that are simulated at most, in each of two rounds.
+MOST = 8
+# What the product of single costs may be wrong by, as a factor.
+CLOSE = 1.1
 # What the closed form may be wrong by, as a factor, without a candidate being left out.
 MARGIN = 1.25
 
 # One more override that leaves less of the memory is worth a try.
 SAVES_NOTHING = 1.02
 
-# Overrides, and how much longer a step takes with them, roughly: it decides the order, not the answer.
+# Overrides, and how much longer a step takes with them, roughly: the order of what cannot be simulated alone.
 Option = tuple[tuple[str, ...], float]
 
 
@@ -137,32 +141,53 @@ _ON_MANY = (
 LAST = ("tensor_parallel_dim", "context_parallel_dim", "fsdp_cpu_offload")
 
 
-def candidates(settings: Any, processes: int, *, last: bool = False, experts: bool = False) -> list[tuple[str, ...]]:
-    """Overrides of every combination of levers, those that cost least time first; what is as given is left out.
+def candidates(
+    settings: Any,
+    processes: int,
+    *,
+    last: bool = False,
+    experts: bool = False,
+    costs: Mapping[tuple[str, ...], float] | None = None,
+) -> dict[tuple[str, ...], float]:
+    """Overrides of every combination of levers, with the time of a step as a multiple of that as given, ascending.
 
     Args:
-        settings: to start from.
+        settings: to start from; overrides that say what these do are left out.
         processes: of the run.
         last: combinations with a lever of ``LAST``, in the place of those without.
         experts: whether the model has experts, which ranks can share out.
+        costs: what is known of single changes; a rough factor stands for the others.
     """
-    cfg = RecipeSettings.of(settings)
     levers = [
-        (key, make)
-        for key, make in LEVERS
-        if cfg.can_set(key)
-        and (processes > 1 or key not in _ON_MANY)
-        and (last or key not in LAST)
-        and (experts or key != "expert_parallel_dim")
+        [(changed, (costs or {}).get(changed, factor)) for changed, factor in options]
+        for options in _levers(RecipeSettings.of(settings), processes, last=last, experts=experts)
     ]
     found: dict[tuple[str, ...], float] = {}
-    for chosen in itertools.product(*(list(make(cfg, processes)) for _, make in levers)):
-        overrides = tuple(dict.fromkeys(text for texts, _ in chosen for text in texts))
-        changed = tuple(text for text in overrides if not _is_given(cfg, text))
+    for chosen in itertools.product(*levers):
+        changed = tuple(dict.fromkeys(text for texts, _ in chosen for text in texts))
         if last is any(text.startswith(LAST) for text in changed):
             slower = math.prod(factor for _, factor in chosen)
             found[changed] = min(slower, found.get(changed, math.inf))
-    return sorted(found, key=lambda overrides: (found[overrides], len(overrides)))
+    return dict(sorted(found.items(), key=lambda item: (item[1], len(item[0]))))
+
+
+def _levers(cfg: RecipeSettings, processes: int, *, last: bool, experts: bool) -> list[list[Option]]:
+    """The options of every lever: what each changes, and the time of a step relative to that as given."""
+    found = []
+    for key, make in LEVERS:
+        if (
+            cfg.can_set(key)
+            and (processes > 1 or key not in _ON_MANY)
+            and (last or key not in LAST)
+            and (experts or key != "expert_parallel_dim")
+        ):
+            options = [
+                (tuple(text for text in texts if not _is_given(cfg, text)), slower)
+                for texts, slower in make(cfg, processes)
+            ]
+            given = next((slower for changed, slower in options if not changed), 1.0)
+            found.append([(changed, slower / given) for changed, slower in options])
+    return found
 
 
 def _is_given(cfg: RecipeSettings, text: str) -> bool:
@@ -173,6 +198,93 @@ def _is_given(cfg: RecipeSettings, text: str) -> bool:
     if leaf:
         given = None if given is None else given.get(leaf)
     return given is None if key.startswith("~") else str(given) == value.replace("null", "None")
+
+
+@dataclass
+class Search:
+    """The search, without what it asks.
+
+    Attributes:
+        settings: to start from.
+        processes: of the run.
+        limit: bytes of a device.
+        estimate: bytes of a device with overrides, at once; raises where they do not go together.
+        measure: what overrides take, simulated; raises where the run refuses them.
+        say: is told of every candidate.
+        experts: whether the model has experts.
+        known: what was measured; None where it was refused.
+    """
+
+    settings: Any
+    processes: int
+    limit: float
+    estimate: Callable[[tuple[str, ...]], float]
+    measure: Callable[[tuple[str, ...]], Candidate]
+    say: Callable[[str], None]
+    experts: bool = False
+    known: dict[tuple[str, ...], Candidate | None] = field(default_factory=dict)
+
+    def fitting(self, *, last: bool) -> list[Candidate]:
+        """All that fits of what was simulated, the fastest first; ``last`` as for :func:`candidates`."""
+        given, before, tried = self._of(()), [], 0
+        found = candidates(
+            self.settings, self.processes, last=last, experts=self.experts, costs=self._costs(given, last=last)
+        )
+        for overrides, slower in found.items():
+            fastest = min((one.seconds for one in self._that_fit()), default=math.inf)
+            if tried == MOST or (given is not None and given.seconds * slower > fastest * CLOSE):
+                break
+            if self._is_promising(overrides, before):
+                tried += overrides not in self.known
+                self._of(overrides)
+        return sorted(self._that_fit(), key=lambda one: one.seconds)
+
+    def _that_fit(self) -> list[Candidate]:
+        return [one for one in self.known.values() if one is not None and one.peak <= self.limit]
+
+    def _of(self, overrides: tuple[str, ...]) -> Candidate | None:
+        """What overrides take; None if the run refuses them."""
+        if overrides not in self.known:
+            try:
+                self.known[overrides] = self.measure(overrides)
+            except UserError as error:
+                self.known[overrides] = None
+                self.say(f"  refused: {' '.join(overrides)}: {error}")
+            else:
+                self.say(describe(self.known[overrides], self.limit))
+        return self.known[overrides]
+
+    def _costs(self, given: Candidate | None, *, last: bool) -> dict[tuple[str, ...], float]:
+        """Times of a step with one change, relative to that as given, of changes that save memory or may save time."""
+        found: dict[tuple[str, ...], float] = {}
+        if given is None:
+            return found
+        for options in _levers(RecipeSettings.of(self.settings), self.processes, last=last, experts=self.experts):
+            for changed, slower in options:
+                if not changed or (slower >= 1 and not self._saves(changed)):
+                    continue
+                single = self._of(changed)
+                if single is not None:
+                    found[changed] = single.seconds / given.seconds
+        return found
+
+    def _saves(self, changed: tuple[str, ...]) -> bool:
+        try:
+            return self.estimate(changed) * SAVES_NOTHING < self.estimate(())
+        except UserError:
+            return False  # not alone
+
+    def _is_promising(self, overrides: tuple[str, ...], before: list[tuple[set[str], float]]) -> bool:
+        """Whether a candidate goes together, may fit as far as the closed form says, and every lever saves memory."""
+        try:
+            size = self.estimate(overrides)
+        except UserError:
+            return False  # a combination that the recipe, its model or its mesh refuses
+        texts = set(overrides)
+        if any(less < texts and least <= size * SAVES_NOTHING for less, least in before):
+            return False
+        before.append((texts, size))
+        return size <= self.limit * MARGIN
 
 
 def find_fastest(
@@ -198,57 +310,30 @@ def find_fastest(
     Raises:
         UserError: none was found.
     """
-    closed, nearest = ClosedForm(), None
-    for last in (False, True):
-        simulated: list[Candidate] = []
-        for overrides in _promising(settings, processes, limit, load, closed, last=last):
-            try:
-                changed = load(overrides)
-                depths = two_depths(closed.model(changed)[0])
-                simulations = [run(changed, layers) for layers in depths or (None,)]
-            except UserError as error:
-                say(f"  refused: {' '.join(overrides)}: {error}")
-                continue
-            candidate = _of_all(overrides, simulations, depths, device)
-            say(describe(candidate, limit))
-            simulated.append(candidate)
-            if len(simulated) == MOST or sum(candidate.peak <= limit for candidate in simulated) == ENOUGH:
-                break
-        for candidate in sorted(simulated, key=lambda candidate: candidate.seconds):
-            if candidate.peak <= limit:
-                whole = run(load(candidate.overrides), None)
-                found = _of(candidate.overrides, whole, device)
-                if found.peak <= limit:
-                    return found, whole
-                say(f"{describe(found, limit)} (whole)")
-                candidate = found
-            nearest = min(filter(None, (nearest, candidate)), key=lambda one: one.peak)
-    raise UserError(_nothing(limit, nearest, closed))
+    closed = ClosedForm()
 
+    def estimate(overrides: tuple[str, ...]) -> float:
+        return closed.estimate(load(overrides), processes, what=" ".join(overrides)).total
 
-def _promising(
-    settings: Any,
-    processes: int,
-    limit: float,
-    load: Callable[[Sequence[str]], Any],
-    closed: ClosedForm,
-    *,
-    last: bool,
-) -> Iterator[tuple[str, ...]]:
-    """Candidates that go together, that may fit as far as the closed form says, and whose every lever saves memory."""
-    before: list[tuple[set[str], int]] = []
+    def measure(overrides: tuple[str, ...]) -> Candidate:
+        changed = load(overrides)
+        depths = two_depths(closed.model(changed)[0])
+        return _of_all(overrides, [run(changed, layers) for layers in depths or (None,)], depths, device)
+
     experts = any(isinstance(module, MoE) for module in closed.model(settings)[0].modules())
-    for overrides in candidates(settings, processes, last=last, experts=experts):
-        try:
-            estimate = closed.estimate(load(overrides), processes, what=" ".join(overrides))
-        except UserError:
-            continue  # a combination that the recipe, its model or its mesh refuses
-        texts = set(overrides)
-        if any(less < texts and size <= estimate.total * SAVES_NOTHING for less, size in before):
-            continue
-        before.append((texts, estimate.total))
-        if estimate.total <= limit * MARGIN:
-            yield overrides
+    search = Search(settings, processes, limit, estimate, measure, say, experts)
+    wholes: dict[tuple[str, ...], Candidate] = {}
+    for last in (False, True):
+        for candidate in search.fitting(last=last):
+            if candidate.overrides in wholes:
+                continue
+            whole = run(load(candidate.overrides), None)
+            found = wholes[candidate.overrides] = _of(candidate.overrides, whole, device)
+            if found.peak <= limit:
+                return found, whole
+            say(f"{describe(found, limit)} (whole)")
+    simulated = {**search.known, **wholes}.values()
+    raise UserError(_nothing(limit, min(filter(None, simulated), key=lambda one: one.peak, default=None), closed))
 
 
 def _nothing(limit: float, nearest: Candidate | None, closed: ClosedForm) -> str:

@@ -176,20 +176,27 @@ class RunReport:
                 "left out",
                 f"{left_out:,} rows of data, listed in {Path(self._cfg.output_dir) / 'skipped_rows.jsonl'}",
             )
-        if kept := self._recipe.guard.best.kept():
+        kept = self._recipe.guard.best.kept()
+        if kept:
             yield "best", f"{kept[0]}, {kept[1]}"
         saved = complete_directories(Path(self._cfg.output_dir))
         if not saved:
             return
+        base = self._cfg.checkpointer.get("checkpoint_dir")
         if (saved[-1] / ADAPTER_FILE).is_file():
-            base = self._cfg.checkpointer.get("checkpoint_dir")
             yield "result", f"{saved[-1]}, an adapter in PEFT's layout for {base}"
-            return
-        inside = "with the adapter merged; the adapter is in adapter/" if (saved[-1] / "adapter").is_dir() else ""
-        yield "result", f"{saved[-1]}, a Hugging Face model{' ' if inside else ''}{inside}"
+        else:
+            inside = " with the adapter merged; the adapter is in adapter/" if (saved[-1] / "adapter").is_dir() else ""
+            yield "result", f"{saved[-1]}, a Hugging Face model{inside}"
+        yield "ask it", self._question(saved[-1] if kept is None else kept[0], base)
+
+    def _question(self, folder: Path, base: Any) -> str:
+        """The command that asks a checkpoint."""
+        if (folder / ADAPTER_FILE).is_file():
+            return shlex.join(["tune", "chat", "--model", str(base), "--adapter", str(folder)])
         words = ["tune", "run", "generate", "--config", "any_generation", f"device={self._recipe.device.type}"]
-        words += [f"checkpointer.checkpoint_dir={saved[-1]}"]
-        yield "ask it", f"{shlex.join(words)} prompt.user={json.dumps('Who are you?')}"
+        words += [f"checkpointer.checkpoint_dir={folder}"]
+        return f"{shlex.join(words)} prompt.user={json.dumps('Who are you?')}"
 
 
 def _resume_command(recipe: TrainedRecipe) -> str:

@@ -158,7 +158,7 @@ def _three_steps(model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: Paral
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     run, kept = Run([], _values(trained), {}, []), _values(frozen)
     loader = BatchLoader(
-        Conversations(),
+        Conversations(one_length=True),
         batch_size=GLOBAL_BATCH // dims.data_size,
         collate_fn=dims.collate(collate_documents),
         shuffle=True,

@@ -86,6 +86,7 @@ def test_attention_counts_pairs_that_see_each_other() -> None:
     windows = count_flops(tiny(window=2, window_layers=(0, 2)))
     assert windows.pair == {2: 2 * by_pair, None: by_pair}
     assert windows.attention([1, 4]) == 2 * by_pair * (1 + 1 + 2 + 2 + 2) + by_pair * (1 + 10)
+    assert windows.attention([3, 2], [0, 3]) == windows.attention([5])
     lower = count_flops(frozen_below(tiny()))
     assert lower.pair == {None: (4 + 4 + 12) * 16}
 

@@ -44,7 +44,7 @@ CASES = {
     "fsdp x ep": (4, {"dp_shard": 4, "ep": 2}, {"source": "experts", "checkpointing": True}, {}),
     "hsdp x ep lora": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"source": "experts", "adapter": "lora"}, {}),
     "cp experts": (2, {"cp": 2}, {"source": "experts"}, {}),
-    "fsdp quantisation-aware": (2, {"dp_shard": 2}, {"adapter": "qat", "steps": 3}, {}),
+    "fsdp quantisation-aware": (2, {"dp_shard": 2}, {"adapter": "qat", "steps": 2}, {}),
     "fsdp shared keys": (2, {"dp_shard": 2}, {**_SHARED, "accumulation": 2, "checkpointing": True}, {}),
     "cp shared keys": (2, {"cp": 2}, {**_SHARED, "packed": True}, {}),
     "ep beside mlp": (2, {"dp_shard": 2, "ep": 2}, {"source": "experts beside mlp", "steps": 3}, {}),

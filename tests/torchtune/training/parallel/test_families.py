@@ -64,6 +64,9 @@ WITH_EXPERTS = {
     "Qwen3Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
 }
 WITH_MIXERS = {
+    "NemotronH": {"layers_block_type": ["mamba", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2},
+    "FalconH1": {"mamba_n_heads": 4, "mamba_d_ssm": 32},
+    "GraniteMoeHybrid": {"layer_types": ["mamba"], "num_local_experts": 0, "mamba_n_heads": 4},
     "Lfm2": {"layer_types": ["conv"]},
     "Qwen3Next": {"layer_types": ["linear_attention"], "mlp_only_layers": [0]},
     "Qwen3_5": {"layer_types": ["linear_attention"]},

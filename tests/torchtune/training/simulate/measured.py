@@ -23,6 +23,7 @@ FULL_MANY, LORA_MANY = "full_finetune_distributed", "lora_finetune_distributed"
 BF16 = {"dtype": "bf16"}
 QLORA_BASE = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 32}
 LORA_ADAPTER = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
+FLOAT8 = {"_component_": "torchtune.modules.low_precision.Float8Training", "enable_fsdp_float8_all_gather": True}
 # name -> (processes, recipe, settings)
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "full fp32": (1, FULL, {}),
@@ -36,6 +37,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "lora": (1, LORA, {**BF16, "batch_size": 1}),
     "qlora": (1, LORA, {**BF16, "model_converters": [QLORA_BASE, LORA_ADAPTER]}),
     "fsdp, checkpointed": (2, FULL_MANY, {**BF16, "enable_activation_checkpointing": True}),
+    "float8, fsdp": (2, FULL_MANY, {**BF16, "model_converters": [FLOAT8]}),
     "tp lora": (2, LORA_MANY, {**BF16, "tensor_parallel_dim": 2}),
     "fsdp x cp": (4, FULL_MANY, {**BF16, "context_parallel_dim": 2, "gradient_accumulation_steps": 2}),
     "hsdp x tp": (4, FULL_MANY, {**BF16, "data_parallel_replicate_dim": 2, "tensor_parallel_dim": 2}),

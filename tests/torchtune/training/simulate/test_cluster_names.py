@@ -11,7 +11,7 @@ from torchtune._cli._simulate import simulate_run
 from torchtune._cli._target import recipe_named_by, resolve_config
 from torchtune._cli.estimate import Estimate
 from torchtune.training.simulate._devices import parse_cluster, parse_memory
-from torchtune.training.simulate._fit import candidates
+from torchtune.training.simulate._fit import Candidate, Search, candidates
 from torchtune.training.simulate._ledger import Ledger
 from torchtune.utils import UserError
 
@@ -69,7 +69,7 @@ def test_a_peak_has_what_lives_then() -> None:
 
 
 def test_candidates_keep_the_rows_of_a_step() -> None:
-    found = candidates({"batch_size": 4, "gradient_accumulation_steps": 2}, 1)
+    found = list(candidates({"batch_size": 4, "gradient_accumulation_steps": 2}, 1))
     assert found[0] == ("batch_size=8", "gradient_accumulation_steps=1")
     assert () in found
     rows = [dict(text.split("=") for text in overrides) for overrides in found]
@@ -79,8 +79,48 @@ def test_candidates_keep_the_rows_of_a_step() -> None:
 
 def test_experts_are_shared_out_where_there_are_some() -> None:
     given = {"expert_parallel_dim": 1, "tensor_parallel_dim": 1}
-    assert candidates(given, 4) == [()]
-    assert candidates(given, 4, experts=True) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]
+    assert list(candidates(given, 4)) == [()]
+    assert list(candidates(given, 4, experts=True)) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]
+
+
+RECOMPUTE, OFFLOAD = "enable_activation_checkpointing=True", "enable_activation_offloading=True"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "wanted"),
+    [
+        ({RECOMPUTE: 0.40, OFFLOAD: 0.01}, 60, (OFFLOAD,)),  # a fast link to host memory
+        ({RECOMPUTE: 0.01, OFFLOAD: 0.40}, 60, (RECOMPUTE,)),  # a slow one, and collectives to wait for
+        ({RECOMPUTE: 0.40, OFFLOAD: 0.01}, 30, (RECOMPUTE, OFFLOAD)),
+        ({RECOMPUTE: 0.40, OFFLOAD: 0.01}, 200, ("batch_size=2", "gradient_accumulation_steps=1")),
+    ],
+)
+def test_the_fastest_is_found_whatever_a_lever_costs_on_a_device(
+    seconds: dict[str, float], limit: float, wanted: tuple[str, ...]
+) -> None:
+    """Against trying everything: the order by rough factors would take the first that fits."""
+    settings = {
+        "batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "enable_activation_checkpointing": False,
+        "enable_activation_offloading": False,
+    }
+
+    def size(overrides: tuple[str, ...]) -> float:
+        saved = {RECOMPUTE: 45.0, OFFLOAD: 42.0, "batch_size=2": -60.0}
+        return 100 - sum(saved.get(text, 0) for text in overrides)
+
+    def take(overrides: tuple[str, ...]) -> Candidate:
+        slower = {**seconds, "batch_size=2": -0.05}
+        return Candidate(overrides, size(overrides), 1 + sum(slower.get(text, 0) for text in overrides))
+
+    told: list[str] = []
+    search = Search(settings, 1, limit, size, take, told.append)
+    found = search.fitting(last=False)
+    everything = [take(overrides) for overrides in candidates(settings, 1)]
+    assert found[0] == min((one for one in everything if one.peak <= limit), key=lambda one: one.seconds)
+    assert found[0].overrides == wanted
+    assert len(told) <= len(everything)
 
 
 def test_help_is_light() -> None:

@@ -17,8 +17,8 @@ _CHARACTERS = {byte: chr(byte) for byte in _BYTES} | {
 }
 _CONTRACTIONS = r"'(?:[sdmt]|ll|ve|re)"
 # How the package's own pre-tokenizers split, as one expression for all of a text.
-_PLAIN = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
-_DIGITS = rf"\p{{N}}|{_CONTRACTIONS}| ?\p{{L}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?![^\s\p{{N}}])|\s+"
+_PLAIN = rf" ?\p{{L}}+|{_CONTRACTIONS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+_DIGITS = rf" ?\p{{L}}+|\p{{N}}|{_CONTRACTIONS}| ?[^\s\p{{L}}\p{{N}}]+|\s+(?![^\s\p{{N}}])|\s+"
 
 
 def _pattern(pre_tokenizer: Any) -> str | None:
@@ -35,6 +35,28 @@ def _pattern(pre_tokenizer: Any) -> str | None:
     if len(before) != 1 or before[0]["type"] != "Split" or before[0].get("invert"):
         return None
     return before[0]["pattern"].get("Regex") if before[0]["behavior"] == "Isolated" else None
+
+
+# Classes of characters, by those of them that are ASCII.
+_ASCII = {"L": "A-Za-z", "N": "0-9", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": ""}
+
+
+def _of_ascii(pattern: str) -> re.Pattern[str] | None:
+    """The expression for ASCII texts alone, which a faster engine reads; None where it cannot be written for that."""
+    pieces, is_inside = [], False
+    for token in re.findall(r"\\p\{\w+\}|\\.|.", pattern, re.S):
+        if token.startswith("\\p{"):
+            found = _ASCII.get(token[3:-1])
+            if found is None or not (found or is_inside):
+                return None
+            token = found if is_inside else f"[{found}]"
+        elif token in "[]":
+            is_inside = token == "["
+        pieces.append(token)
+    try:
+        return re.compile("".join(pieces), re.ASCII)
+    except re.error:
+        return None
 
 
 class _Ids(dict[str, list[int]]):
@@ -93,6 +115,9 @@ class WordEncoder:
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._known: set[str] = set()
         self._different: set[str] = set()
+        ascii_words = _of_ascii(pattern)
+        is_same = ascii_words is not None and all(self._splits_alike(chr(i), ascii_words) for i in range(128))
+        self._ascii_words = ascii_words if is_same else None
         self.is_used = self._agrees_on_ascii()
 
     def fingerprint_parts(self) -> list[Any]:
@@ -104,21 +129,22 @@ class WordEncoder:
 
         None where the text has to be left to the tokenizer, or a span begins or ends inside a word.
         """
-        if not self.is_used or not self._agrees(text):
+        if not self.is_used:
             return None
+        pattern = self._words
+        if self._ascii_words is not None and text.isascii():
+            pattern = self._ascii_words
+        elif not self._agrees(text):
+            return None
+        find, id_lists = pattern.findall, self._ids.__getitem__
         ids: list[int] = []
         mask: list[bool] = []
         position = 0
         edges = [edge for span in spans for edge in span]  # in order: outside, inside, outside …
         passed = 0
         for i, piece in enumerate(self._special.split(text) if self._special else [text]):
-            end = position + len(piece)
-            if i % 2:
-                words, lists = [piece], [[self._special_ids[piece]]]
-            else:
-                words = self._words.findall(piece)
-                lists = list(map(self._ids.__getitem__, words))
-            begun, place = 0, position
+            words = [piece] if i % 2 else find(piece)
+            end, begun, place = position + len(piece), 0, position
             while passed < len(edges) and edges[passed] < end:
                 until = begun
                 while place < edges[passed]:
@@ -126,14 +152,15 @@ class WordEncoder:
                     until += 1
                 if place > edges[passed]:
                     return None
-                found = list(chain.from_iterable(lists[begun:until]))
-                ids += found
-                mask += [passed % 2 == 0] * len(found)
+                ids += chain.from_iterable(map(id_lists, words[begun:until]))
+                mask += [passed % 2 == 0] * (len(ids) - len(mask))
                 begun = until
                 passed += 1
-            found = list(chain.from_iterable(lists[begun:] if begun else lists))
-            ids += found
-            mask += [passed % 2 == 0] * len(found)
+            if i % 2:
+                ids.append(self._special_ids[piece])
+            else:
+                ids += chain.from_iterable(map(id_lists, words[begun:] if begun else words))
+            mask += [passed % 2 == 0] * (len(ids) - len(mask))
             position = end
         return ids, mask
 
@@ -143,19 +170,19 @@ class WordEncoder:
         new = set(text) - self._known
         for character in new:
             if character not in self._different:
-                (self._known if self._splits_alike(character) else self._different).add(character)
+                (self._known if self._splits_alike(character, self._words) else self._different).add(character)
         return not new or self._different.isdisjoint(new)
 
-    def _splits_alike(self, c: str) -> bool:
+    def _splits_alike(self, c: str, words: Any) -> bool:
         around = f"a{c}a1{c}1.{c}.{c}{c} {c} \n{c}\n a {c}{c}'{c}s's{c}'{c}e'{c}l'l{c}'r{c}'v{c}A{c}A{c}b  {c}  1{c}"
-        return self._is_same(around) and self._is_same(c) and self._is_same(f"{c}{c}")
+        return all(self._is_same(text, words) for text in (around, c, f"{c}{c}"))
 
-    def _is_same(self, text: str) -> bool:
+    def _is_same(self, text: str, pattern: Any) -> bool:
         try:
             expected = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         except UnicodeEncodeError:  # half of a pair of surrogates
             return False
-        words = self._words.findall(text)
+        words = pattern.findall(text)
         starts = [0, *accumulate(map(len, words))]
         return [span for _, span in expected] == list(pairwise(starts)) and starts[-1] == len(text)
 

@@ -9,7 +9,7 @@ from torchtune.training.parallel._ranks import any_rank
 from torchtune.training.parallel._shards import reshard
 
 
-class Ranks:
+class ModelRanks:
     """The ranks that share the model. As a context manager, it reshards FSDP parameters on exit."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,0 +1,101 @@
+"""JSON lines are read by one rule, wherever they are read."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtune.data import DataError
+from torchtune.datasets._facts import read_rows, scan
+from torchtune.datasets._lines import LineRows
+from torchtune.datasets._load import load_rows
+from torchtune.datasets._read import open_reader
+from torchtune.generation import read_prompts
+from torchtune.utils import UserError
+
+GOOD = '{"prompt": "the cat"}'
+BOM = b"\xef\xbb\xbf"
+
+
+def _shown(path: Path) -> Any:
+    facts = scan(path, everything=True)
+    if facts.problems:
+        raise UserError(f"{path}, line {facts.problems[0][0]}: {facts.problems[0][1]}")
+    return [facts.example] * facts.rows
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "mapped": lambda path: list(load_rows(str(path), split="train")),
+    "streamed": lambda path: [row.columns() for row in open_reader(path, split="train")[0].window(None, 9, None)[0]],
+    "evaluated": lambda path: [row for _, row in read_rows(path)],
+    "answered": lambda path: [prompt.given for prompt in read_prompts(path)],
+    "shown": _shown,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{GOOD}\n{GOOD}".encode(),
+        BOM + f"{GOOD}\n\n  \n{GOOD}\r\n\n".encode(),
+        gzip.compress(f"{GOOD}\n{GOOD}\n".encode()),
+    ],
+    ids=["plain", "mark and empty lines", "packed"],
+)
+def test_good_lines(reader: str, text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(text)
+    if reader == "streamed" and text[:2] == b"\x1f\x8b":
+        with pytest.raises(DataError, match="is packed by gzip"):
+            READERS[reader](path)
+        path = path.rename(path.with_suffix(".jsonl.gz"))
+    assert READERS[reader](path) == [json.loads(GOOD)] * 2
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f'{GOOD}\n{{"prompt": \n'.encode(), "line 2: no JSON, Expecting value at column"),
+        (f"{GOOD}\n".encode() + '{"prompt": "é"}'.encode("latin-1"), "line 2: byte 13 is not UTF-8: save"),
+        (f"{GOOD}\n".encode("utf-16"), "line 1: the file is UTF-16, not UTF-8: save"),
+        (f'{GOOD}\n{{"prompt": "a\0"}}\n'.encode(), "line 2: a zero byte at column 14"),
+        (f'{GOOD}\n{{"prompt": "\\ud83d"}}\n'.encode(), r"line 2: \\ud83d is half of a character"),
+        (b'{"prompt": ' + b"[" * 100_000, "line 1: it is nested too deeply"),
+        (b'{"prompt": ' + b"1" * 5_000 + b"}", "line 1: no JSON, Exceeds the limit"),
+    ],
+    ids=["broken", "Latin-1", "UTF-16", "NUL", "surrogate", "deep", "digits"],
+)
+def test_broken_lines(reader: str, text: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(UserError, match=words if reader != "streamed" else words.partition(": ")[2]):
+        READERS[reader](path)
+
+
+def test_rows_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtune.datasets._lines._BLOCK", 7)  # lines begin and end anywhere in a block
+    texts = ['{"a": 0}\n\n{"a": 1}\n', '\n \n{"a": 2}', '{"a": 3}\n{"a": 4}\nbroken\n    ']
+    paths = []
+    for number, text in enumerate(texts):
+        paths.append(str(tmp_path / f"{number}.jsonl"))
+        Path(paths[-1]).write_text(text)
+    rows = LineRows(paths)
+    assert len(rows) == 6
+    assert [rows[i]["a"] for i in (4, 0, 2, -3)] == [4, 0, 2, 3]
+    assert [row["a"] for row in rows.select(range(1, 5))] == [1, 2, 3, 4]
+    kept = rows.filter(lambda row: row["a"] % 2 == 0)
+    assert [len(kept), kept[1]["a"], kept.select([2])[0]["a"]] == [4, 2, 4]
+    with pytest.raises(DataError, match=r"2\.jsonl, line 3: no JSON.*correct the line"):
+        kept[3]
+    assert [rows.place(i)[-15:] for i in (1, 2)] == ["0.jsonl, line 3", "1.jsonl, line 3"]
+    Path(paths[2]).write_text(texts[2][:9])
+    assert rows[3] == {"a": 3}
+    with pytest.raises(DataError, match=r"2\.jsonl has shrunk while the run reads it, from 29 to 9 bytes"):
+        rows[4]
+    with pytest.raises(IndexError):
+        rows[6]

@@ -1,0 +1,46 @@
+"""What a run has left, for ``tune eval``: its best checkpoint and its validation data."""
+
+from pathlib import Path
+from typing import Any
+
+from torchtune._cli.data import read_settings
+from torchtune.training.checkpointing._directories import best_checkpoint, complete_directories
+from torchtune.utils import UserError
+
+_SETTINGS = "torchtune_config.yaml"
+
+
+def checkpoint_of(model: str) -> str:
+    """The best checkpoint of a run, or else its last, where ``model`` is the folder that a run writes to.
+
+    Raises:
+        UserError: it has no complete checkpoint.
+    """
+    folder = Path(model).expanduser()
+    if not (folder / _SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint has one of its own
+        return model
+    saved, best = complete_directories(folder), best_checkpoint(folder)
+    if not saved:
+        raise UserError(f"{folder}: the run has no complete checkpoint: wait for one, or start the run again.")
+    found = saved[-1] if best is None else folder / best
+    print(f"model       {found}, the {'last' if best is None else 'best'} checkpoint of the run")
+    return str(found)
+
+
+def validation_data(model: str) -> tuple[Any, int | None]:
+    """The ``dataset_val`` that a checkpoint was trained with, and the longest row.
+
+    Raises:
+        UserError: the folder has no config, or its config no ``dataset_val``.
+    """
+    from torchtune.training._recipe_settings import RecipeSettings
+
+    path = Path(model).expanduser() / _SETTINGS
+    if not path.is_file():
+        raise UserError(
+            f"nothing is to be measured: {model} is no checkpoint of a run, give rows in --data, or --tasks."
+        )
+    cfg = RecipeSettings.of(read_settings(str(path), []))
+    if cfg.dataset_val is None:
+        raise UserError(f"nothing is to be measured: {path} has no dataset_val, give rows in --data, or --tasks.")
+    return cfg.dataset_val, cfg.tokenizer.get("max_seq_len")

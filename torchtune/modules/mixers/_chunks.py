@@ -1,0 +1,182 @@
+"""Linear attention with a state that decays, chunk by chunk: what the delta rule and Mamba 2 have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+
+Rule = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Chunk(ABC):
+    """c positions of all heads, in float32.
+
+    ``d(i, j) = exp(g_{j+1} + ... + g_i)`` is the decay between positions i >= j of one document.
+
+    Args:
+        q: ``[b, c, n_k, h_k]``.
+        k: ``[b, c, n_k, h_k]``.
+        v: ``[b, c, n_v, h_v]``.
+        g: logarithm of the decay ``[b, c, n_v]``.
+        beta: how much is written ``[b, c, n_v]``.
+        resets: first positions of documents ``[b, c]``.
+
+    Attributes:
+        q: queries ``[b, n_k, 1, c, h_k]``.
+        k: keys ``[b, n_k, 1, c, h_k]``.
+        v: values ``[b, n_k, r, c, h_v]``; r value heads share a key head.
+        beta: ``[b, n_k, r, c, 1]``.
+        decay: d ``[b, n_k, r, c, c]``, 0 above the diagonal and between documents.
+        since_state: decay of the state ``[b, n_k, r, c, 1]``, 0 where a document has begun since.
+        until_end: decay until the last position ``[b, n_k, r, c, 1]``, 0 for documents that have ended by then.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
+        shared = k.shape[2]
+        self.q, self.k = (t.float().transpose(1, 2)[:, :, None] for t in (q, k))
+        self.v = _heads_first(v, shared)
+        g, beta = (t.float().unflatten(2, (shared, -1)).permute(0, 2, 3, 1) for t in (g, beta))
+        self.beta = beta[..., None]
+
+        document = resets.cumsum(-1)  # within the chunk; 0 continues that of the state
+        same = (document[:, :, None] == document[:, None, :]).tril()[:, None, None]
+        first = (document == 0)[:, None, None]
+        last = (document == document[:, -1:])[:, None, None]
+        # Neighbours differ by little where the sum is large: float32 would leave three digits of the difference.
+        total = g.cumsum(-1, dtype=torch.float64)
+        between = (total[..., :, None] - total[..., None, :]).float()
+        nothing = float("-inf")
+        self.decay = torch.where(same, between, nothing).exp_()
+        self.since_state = torch.where(first, total.float(), nothing).exp_()[..., None]
+        self.until_end = torch.where(last, between[..., -1, :], nothing).exp_()[..., None]
+
+    @staticmethod
+    @abstractmethod
+    def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
+        """Shape of the state, from all keys and values as :func:`chunked` has them."""
+
+    @abstractmethod
+    def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What the queries read ``[b, n_k, r, c, h_v]``, and the state after the chunk."""
+
+    @abstractmethod
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`read` of a chunk of one position: the recurrence itself."""
+
+    @abstractmethod
+    def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, g and beta, as they were given, and of the state before the chunk."""
+
+    def d_g(self, d_decay: Tensor, since: Tensor, until: Tensor) -> Tensor:
+        """Gradient of g, ``[b, c, n_v]``.
+
+        Args:
+            d_decay: gradient of the logarithm of ``decay``, ``[b, n_k, r, c, c]``.
+            since: gradient of the logarithm of ``since_state``, ``[b, n_k, r, c]``.
+            until: gradient of the logarithm of ``until_end``, ``[b, n_k, r, c]``.
+        """
+        d_total = d_decay.sum(-1) - d_decay.sum(-2) + since - until
+        d_total[..., -1] += until.sum(-1)
+        return scalars_first(d_total.flip(-1).cumsum(-1).flip(-1))
+
+
+def positions_first(x: Tensor) -> Tensor:
+    """``[b, n_k, r, c, h_v]`` to ``[b, c, n_v, h_v]``."""
+    return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def scalars_first(x: Tensor) -> Tensor:
+    """``[b, n_k, r, c]`` to ``[b, c, n_v]``."""
+    return x.permute(0, 3, 1, 2).flatten(2)
+
+
+def _heads_first(x: Tensor, shared: int) -> Tensor:
+    """``[b, c, n_v, h_v]`` to float32 ``[b, n_k, r, c, h_v]``."""
+    return x.float().unflatten(2, (shared, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _slices(positions: int) -> Iterator[slice]:
+    for start in range(0, positions, CHUNK):
+        yield slice(start, min(start + CHUNK, positions))
+
+
+def chunked(name: str, kind: type[Chunk]) -> Rule:
+    """Make the function of a kind of chunk, and its operator ``torchtune::name``.
+
+    Between forward and backward only the inputs and the states at the beginnings of chunks are kept.
+
+    Args:
+        name: of the operator.
+        kind: what computes a chunk.
+
+    Returns:
+        ``rule(q, k, v, g, beta, resets, state=None)``, which returns what was read, ``[b, s, n_v, h_v]`` in the dtype
+        of ``v``, and the state after the last position, float32 and without a gradient.
+    """
+
+    def first_state(k: Tensor, v: Tensor) -> Tensor:
+        return k.new_zeros(kind.state_shape(k, v), dtype=torch.float32)
+
+    @torch.library.custom_op(f"torchtune::{name}", mutates_args=())
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        first = first_state(k, v) if state is None else state.float()
+        states = first.new_empty(-(-k.shape[1] // CHUNK) + 1, *first.shape)
+        states[0] = first
+        for index, where in enumerate(_slices(k.shape[1])):
+            chunk = kind(*(t[:, where] for t in (q, k, v, g, beta, resets)))
+            found, states[index + 1] = chunk.read(states[index])
+            out[:, where] = positions_first(found)
+        return out, states
+
+    @torch.library.custom_op(f"torchtune::{name}_backward", mutates_args=())
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, g, beta))
+        d_state = torch.zeros_like(states[0])
+        for index, where in reversed(list(enumerate(_slices(k.shape[1])))):
+            chunk = kind(*(t[:, where] for t in (q, k, v, g, beta, resets)))
+            *values, d_state = chunk.gradients(states[index], _heads_first(grad[:, where], k.shape[2]), d_state)
+            for result, value in zip(grads, values, strict=True):
+                result[:, where] = value
+        return grads
+
+    @forward.register_fake
+    def _(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        first = first_state(k, v)
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        return out, first.new_empty(-(-k.shape[1] // CHUNK) + 1, *first.shape)
+
+    @backward.register_fake
+    def _(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, g, beta))
+
+    def setup_context(ctx, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:6], output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    def formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *backward(grad, *ctx.saved_tensors), None, None
+
+    forward.register_autograd(formula, setup_context=setup_context)
+
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if k.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
+            out, state = kind(q, k, v, g, beta, resets).step(state)
+            return positions_first(out).to(v.dtype), state
+        out, states = forward(q, k, v, g, beta, resets, state)
+        return out, states[-1]
+
+    return rule

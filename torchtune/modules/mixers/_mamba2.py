@@ -1,0 +1,106 @@
+"""Mamba 2: the state space layers of Granite 4, Falcon-H1 and Nemotron 3."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.modules.feed_forward import swiglu
+from torchtune.modules.mixers._causal_conv import DepthwiseWeight
+from torchtune.modules.mixers._gated_norm import GatedGroupNorm
+from torchtune.modules.mixers._mixer import RecurrentMixer
+from torchtune.modules.mixers._state_cache import StateCache
+from torchtune.modules.mixers._state_space import state_space
+
+
+class Mamba2(RecurrentMixer):
+    """A short convolution, a state space per head, a gate and a norm, a projection (Dao & Gu 2024, arXiv:2405.21060).
+
+    ``in_proj`` returns the gates z, what is written x, where it is written b, what is read c, and step sizes dt, in
+    this order. ``a_log``, ``dt_bias`` and ``skip`` (``D`` in checkpoints) have one number per head.
+
+    Args:
+        embed_dim: d.
+        num_heads: heads.
+        head_dim: p, size of a head.
+        num_groups: groups of consecutive heads with the same b and c.
+        state_dim: n, size of b and of c.
+        conv_taps: positions that the convolution of x, b and c sees.
+        norm_eps: of the norm.
+        has_norm: whether the gated output is normalised, by group.
+        dt_min: smallest step size.
+        dt_max: largest step size.
+        scales: factors of z, x, b, c and dt.
+        out_scale: factor of the output.
+
+    Raises:
+        ValueError: ``num_heads`` is no multiple of ``num_groups``.
+    """
+
+    def __init__(
+        self,
+        *,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        num_groups: int,
+        state_dim: int,
+        conv_taps: int,
+        norm_eps: float,
+        has_norm: bool = True,
+        dt_min: float = 0.0,
+        dt_max: float = math.inf,
+        scales: tuple[float, ...] = (1.0,) * 5,
+        out_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if num_heads % num_groups:
+            raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_groups ({num_groups}).")
+        self.num_heads, self.head_dim, self.num_groups, self.state_dim = num_heads, head_dim, num_groups, state_dim
+        self.dt_limits, self.scales, self.out_scale = (dt_min, dt_max), scales, out_scale
+        inner, of_groups = num_heads * head_dim, num_groups * state_dim
+        self.widths = (inner, of_groups, of_groups)
+        self.in_proj = nn.Linear(embed_dim, inner + sum(self.widths) + num_heads, bias=False)
+        self.conv = DepthwiseWeight(sum(self.widths), conv_taps, bias=True)
+        self.a_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.skip = nn.Parameter(torch.empty(num_heads))
+        self.norm = GatedGroupNorm(inner, num_groups, norm_eps) if has_norm else None
+        self.output_proj = nn.Linear(inner, embed_dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the decay: exp(a_log) uniform in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1]; ``skip`` 1."""
+        with torch.no_grad():
+            self.a_log.uniform_(1.0, 16.0).log_()
+            self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()
+            self.skip.fill_(1.0)
+
+    def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
+        shared = self.num_heads // self.num_groups
+        state = (batch_size, self.num_groups, self.state_dim, shared, self.head_dim)
+        return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
+
+    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+        of_gate, *of_conv, of_dt = self.scales
+        gate, mixed, dt = self.in_proj(x).split((self.widths[0], sum(self.widths), self.num_heads), dim=-1)
+        factors = list(zip(self.widths, of_conv, strict=True))
+        mixed = F.silu(self.conv(mixed, reach, cache, None if set(of_conv) == {1.0} else factors))
+        x, b, c = mixed.split(self.widths, dim=-1)
+        x, b, c = x.unflatten(-1, (-1, self.head_dim)), *(t.unflatten(-1, (self.num_groups, -1)) for t in (b, c))
+        dt = F.softplus(dt.float() * of_dt + self.dt_bias).clamp(*self.dt_limits)
+        rows = None if cache is None else cache.rows(x.shape[0])
+        state = None if cache is None else cache.state[rows]
+        out, state = state_space(c, b, x, -self.a_log.float().exp() * dt, dt, reach == 0, state)
+        if cache is not None:
+            cache.state[rows] = state
+        out = torch.addcmul(out, x, self.skip[:, None]).flatten(-2)
+        gate = gate if of_gate == 1.0 else gate * of_gate
+        out = self.output_proj(swiglu(gate, out) if self.norm is None else self.norm(out, gate))
+        return out if self.out_scale == 1.0 else out * self.out_scale
+
+    @property
+    def state_elements(self) -> int:
+        """``heads * n * p``."""
+        return self.num_heads * self.state_dim * self.head_dim

@@ -1,0 +1,71 @@
+"""Prompts that several answers share, computed once."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from torchtune import config
+from torchtune.data import Batch, DataError, share_prefixes
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.transformer import text_decoder
+from torchtune.rlhf._reference import PreferenceRecipe
+from torchtune.rlhf.loss import AnswerLoss, RewardLoss
+from torchtune.utils import UserError, get_logger, log_once
+
+
+class SharingError(UserError):
+    """A prompt that several answers share cannot be computed once."""
+
+    told_by_rank_0 = True  # all ranks find the same
+
+
+def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bool:
+    """Whether documents share their beginnings in a run: the setting, of which ``None`` asks the model.
+
+    Raises:
+        SharingError: ``share_prefix`` is True, and the model cannot.
+    """
+    if share_prefix is False:
+        return False
+    decoder = text_decoder(model)
+    known = isinstance(decoder, TransformerDecoder)
+    reason = decoder.prefix_obstacle() if known else f"{type(decoder).__name__} is no TransformerDecoder"
+    if reason and share_prefix:
+        raise SharingError(f"share_prefix: no prompt can be computed once, because {reason}: set it to null.")
+    if reason:
+        log_once(get_logger(), f"A prompt is computed anew for each of its answers, because {reason}.")
+    return reason is None
+
+
+def share_pairs(recipe: PreferenceRecipe, model: nn.Module, share_prefix: bool | None = None) -> None:
+    """Let both answers of a pair share their beginning in the batches of a recipe.
+
+    Labelled tokens are shared too where the loss takes one number from every answer, as those of this library do.
+
+    Args:
+        recipe: has the loaders, whose ``collate_fn`` is replaced.
+        model: that is trained.
+        share_prefix: ``None`` shares where model and data allow it, True requires it, False shares nothing.
+
+    Raises:
+        SharingError: ``share_prefix`` is True, and the model cannot; DataError for data that are no pairs, from the
+            batch on.
+    """
+    if not can_share_prefixes(model, share_prefix):
+        return
+    score = getattr(type(config.instantiate(recipe.cfg.loss)), "score", None)
+    labelled = score in (AnswerLoss.score, RewardLoss.score)
+    for loader in filter(None, (recipe.loader, recipe.loader_val)):
+        collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
+        loader.collate_fn = recipe.dims.collate(partial(_share_pairs, collate, labelled, bool(share_prefix)))
+
+
+def _share_pairs(collate: Callable[..., Any], labelled: bool, required: bool, examples: Sequence[Any]) -> Batch:
+    batch = Batch.from_dict(collate(examples))
+    if "pair" in batch.per_document and batch.documents is not None and not batch.inputs:
+        return share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=labelled)
+    if required:
+        raise DataError("share_prefix: the batches have no pairs of documents: set it to null.")
+    return batch
