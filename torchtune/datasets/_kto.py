@@ -24,6 +24,11 @@ class LabelledAnswerToMessages(Transform):
 
     Raises:
         DataError: the map lacks a key; when called, a column is missing or holds something else.
+
+    Example:
+        >>> row = {"prompt": "Who?", "completion": "one cat", "label": 1}
+        >>> torchtune.datasets.LabelledAnswerToMessages()(row)["is_chosen"]
+        True
     """
 
     def __init__(
@@ -46,7 +51,15 @@ class LabelledAnswerToMessages(Transform):
 
 
 class KTODataset(PreferenceDataset):
-    """Answers that are labelled good or bad, tokenized when the dataset is made; see :class:`PreferenceDataset`."""
+    """Answers that are labelled good or bad, tokenized when the dataset is made; see :class:`PreferenceDataset`.
+
+    Example:
+        >>> rows = [{"prompt": "Who?", "completion": text, "label": text == "one cat"} for text in ("one cat", "no")]
+        >>> transform = torchtune.datasets.LabelledAnswerToMessages()
+        >>> data = torchtune.datasets.KTODataset(source=rows, message_transform=transform, tokenizer=tokenizer)
+        >>> [row["is_chosen"] for row in data]
+        [True, False]
+    """
 
     _sides: ClassVar[tuple[str, ...]] = ("answers",)
 

@@ -246,7 +246,8 @@ def _mixture(d: Description) -> MoE:
         top_groups=d.router_top_groups,
         norm_eps=d.norm_eps if d.router_norm else None,
     )
-    sizes = {"dim": d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
+    latent = d.expert_latent_dim
+    sizes = {"dim": latent or d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
     if d.expert_limit is not None:
         return MoE(experts=ClampedExperts(**sizes, limit=d.expert_limit), router=router)
     kind = GroupedExperts if d.mlp_gated else UngatedExperts
@@ -262,6 +263,9 @@ def _mixture(d: Description) -> MoE:
         shared_gate=gate,
         scales_input=d.router_scales_input,
         norms={name: _norm(d, d.embed_dim) for name in names} or None,
+        latent=(nn.Linear(d.embed_dim, latent, bias=False), nn.Linear(latent, d.embed_dim, bias=False))
+        if latent
+        else None,
     )
 
 

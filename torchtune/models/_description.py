@@ -29,6 +29,7 @@ _LARGEST = {
     "shared_kv_intermediate_dim": 2**22,
     "num_experts": 2**13,
     "expert_dim": 2**22,
+    "expert_latent_dim": 2**20,
     "num_classes": 2**20,
 }
 
@@ -41,6 +42,14 @@ class Description:
 
     Raises:
         ModelError: sizes that do not fit together.
+
+    Example:
+        >>> description = torchtune.models.Description(
+        ...     vocab_size=50, num_layers=2, embed_dim=32, intermediate_dim=64, max_seq_len=99, num_heads=4,
+        ...     num_kv_heads=2
+        ... )
+        >>> description.head_dim
+        8
     """
 
     # Sizes
@@ -112,6 +121,9 @@ class Description:
     num_experts: int = 0  # per layer; 0: dense feed-forward layers
     experts_per_token: int = 0
     expert_dim: int = 0  # intermediate width of an expert
+    expert_latent_dim: int = (
+        0  # experts see tokens projected to this width, and their sum is projected back; 0: they do not
+    )
     expert_limit: float | None = None  # clamped SwiGLU experts with biases (gpt-oss): the clamp's limit
     expertless_layers: tuple[int, ...] = ()  # layers with a dense feed-forward in spite of num_experts
     router_scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or per expert
@@ -263,6 +275,8 @@ class Description:
             )
         if self.expert_norms and not self.shared_expert_dim:
             raise ModelError("expert_norms needs shared_expert_dim.")
+        if self.expert_latent_dim and not self.shared_expert_dim:
+            raise ModelError(f"expert_latent_dim ({self.expert_latent_dim}) needs shared_expert_dim.")
         if self.shared_kv_layers and (self.mixer or any(self.kv_source(i) < 0 for i in self.shared_kv)):
             raise ModelError(
                 f"shared_kv_layers ({self.shared_kv_layers}): a layer of each kind must come before these layers."
@@ -300,6 +314,11 @@ class Description:
     def layer_embed_layers(self) -> tuple[int, ...]:
         """Layers that add embeddings of tokens."""
         return tuple(range(self.num_layers if self.layer_embed_dim else 0))
+
+    @property
+    def expert_latent_layers(self) -> tuple[int, ...]:
+        """Layers with experts of another width."""
+        return self.expert_layers if self.expert_latent_dim else ()
 
     @property
     def expert_norm_layers(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ _THEIR_NAMES = {
     "expert_dim": "moe_intermediate_size",
     "router_groups": "n_group",
     "router_top_groups": "topk_group",
+    "expert_latent_dim": "moe_latent_size",
     "attn_dropout": "attention_dropout",
     "window": "sliding_window",
     "full_head_dim": "global_head_dim",
@@ -206,7 +207,7 @@ class HFFormat:
                 raise fields.refusal("layer_types", kinds)
             for index, kind in enumerate(kinds[:num_layers]):
                 if kind not in ("full_attention", "sliding_attention"):
-                    raise fields.refusal(f"layer_types[{index}]", kind)
+                    raise fields.refusal(f"layer_types[{index}]", fields.peek("layer_types")[index])
             layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention")
         elif isinstance(self.window_layers, int):
             layers = tuple(i for i in range(num_layers) if (i + 1) % self.window_layers)

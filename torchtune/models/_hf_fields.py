@@ -36,6 +36,8 @@ _WHOLE = {
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "top_k_experts"), _COUNT),
     **dict.fromkeys(("rotary_dim", "num_dense_layers", "conv_L_cache"), _COUNT),
     **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"), _COUNT),
+    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"), _COUNT),
+    "moe_latent_size": _LENGTH,
     "mamba_d_ssm": _LENGTH,
 }
 _NUMBERS = frozenset(

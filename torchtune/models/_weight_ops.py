@@ -101,7 +101,12 @@ class Op(ABC):
 
 @dataclass(frozen=True)
 class Identity(Op):
-    """The tensor as it is."""
+    """The tensor as it is.
+
+    Example:
+        >>> torchtune.models.Identity().to_tune([torch.ones(2)], None)
+        [tensor([1., 1.])]
+    """
 
     rowwise: ClassVar[bool] = True
 
@@ -206,6 +211,10 @@ class FusedAdapter(Op):
 
     Attributes:
         sizes: attributes of the description that give the number of rows of each part.
+
+    Example:
+        >>> torchtune.models.FusedAdapter(("q", "k", "v")).sizes
+        ('q', 'k', 'v')
     """
 
     sizes: tuple[str, ...]

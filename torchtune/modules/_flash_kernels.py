@@ -31,6 +31,10 @@ class FlashAttentionKernel(Conversion):
 
     Raises:
         ConversionError: ``kernel`` is unknown.
+
+    Example:
+        >>> torchtune.modules.FlashAttentionKernel("FA3").phase.name
+        'KERNEL'
     """
 
     phase: ClassVar[Phase] = Phase.KERNEL

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +112,8 @@ class TransformerSelfAttentionLayer(nn.Module):
         h = x
         if self.attn is not None:
             sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
-            normed = self.sa_norm(x)
-            attended = self.attn(normed, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
-            attended, keys = attended if returns_keys else (attended, None)
-            h = self.sa_scale(attended) + x
-        if self.mixer is not None:
-            h = h + self.mixer(normed, input_pos=input_pos)
+            h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
+            h, keys = h if returns_keys else (h, None)
         if self.mlp is not None:
             h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
         if self.layer_embed is not None:
@@ -125,6 +121,17 @@ class TransformerSelfAttentionLayer(nn.Module):
         if self.layer_scale is not None:
             h = self.layer_scale(h)
         return (h, keys) if returns_keys else h
+
+    def _attend(self, x: Tensor, **arguments: Any) -> Tensor | tuple[Tensor, Keys]:
+        """``x`` and what attention adds, and the mixer beside it."""
+        normed = self.sa_norm(x)
+        attended = self.attn(normed, **arguments)
+        attended, keys = attended if arguments.get("returns_keys") else (attended, None)
+        mixed = None if self.mixer is None else self.mixer(normed, input_pos=arguments["input_pos"])
+        del normed
+        h = self.sa_scale(attended) + x
+        h = h if mixed is None else h + mixed
+        return h if keys is None else (h, keys)
 
 
 class Multiplier(nn.Module):

@@ -236,6 +236,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 20,
+            "moe_latent_size": 16,
             "routed_scaling_factor": 1.5,
             "n_group": 3,
             "topk_group": 2,

@@ -158,7 +158,7 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_num_heads": 16, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 6, "conv_kernel": 3}
         | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "time_step_min": 0.1}
         | {"moe_shared_expert_intermediate_size": 20, "n_group": 2, "norm_topk_prob": False}
-        | {"routed_scaling_factor": 1.5},
+        | {"routed_scaling_factor": 1.5, "moe_latent_size": 8},
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "rope_parameters": _LLAMA3}),
     "hunyuan": (

@@ -74,8 +74,6 @@ def _read(fields: Fields) -> dict[str, Any]:
         if bool(fields.take(name, expected)) != expected:
             raise fields.refusal(name, not expected)
     fields.choice("mamba_hidden_act", {"silu": "silu"}, "silu")
-    if (latent := fields.take("moe_latent_size", None)) is not None:
-        raise fields.refusal("moe_latent_size", latent)
     numbers = {ours: type(default)(fields.take(theirs, default)) for theirs, ours, default in _NUMBERS}
     return {
         **_layers(kinds),
@@ -89,6 +87,7 @@ _EXPERTS = (
     ("num_experts_per_tok", "experts_per_token", 2),
     ("moe_intermediate_size", "expert_dim", 7688),
     ("moe_shared_expert_intermediate_size", "shared_expert_dim", 7688),
+    ("moe_latent_size", "expert_latent_dim", 0),
     ("routed_scaling_factor", "router_scale", 1.0),
     ("n_group", "router_groups", 1),
     ("topk_group", "router_top_groups", 1),
@@ -109,6 +108,7 @@ def _write(d: Description) -> dict[str, Any]:
         "layers_block_type": [_KINDS[kind] for kind in pattern],
         **({theirs: getattr(d.mixer, ours) for theirs, ours, _ in _NUMBERS} if d.mixer else {}),
         **({theirs: getattr(d, ours) for theirs, ours, _ in _EXPERTS} if d.num_experts else {}),
+        "moe_latent_size": d.expert_latent_dim or None,
     }
 
 
@@ -132,10 +132,11 @@ FORMAT = HFFormat(
         ("layer_norm_epsilon", 1e-5),
     ),
 )
-_BIAS = Row(
-    "model.layers.{layer}.mlp.gate.e_score_correction_bias",
-    "layers.{layer}.mlp.router.selection_bias",
-    when="expert_layers",
+_THEIRS, _OURS = "model.layers.{layer}.mlp.", "layers.{layer}.mlp."
+_ROWS = (
+    Row(f"{_THEIRS}gate.e_score_correction_bias", f"{_OURS}router.selection_bias", when="expert_layers"),
+    Row(f"{_THEIRS}fc1_latent_proj.weight", f"{_OURS}latent_in.weight", when="expert_latent_layers"),
+    Row(f"{_THEIRS}fc2_latent_proj.weight", f"{_OURS}latent_out.weight", when="expert_latent_layers"),
 )
 _HF = mixers(experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"), Mamba2Mixer.names)
 _NAMES = {
@@ -150,7 +151,7 @@ _NAMES = {
     "mlp.": "mixer.",
     "mamba.": "mixer.",
 }
-_RENAMED = renamed(shared_expert(replace(_HF, rows=(*_HF.rows, _BIAS)), "mlp.shared_experts"), _NAMES)
+_RENAMED = renamed(shared_expert(replace(_HF, rows=(*_HF.rows, *_ROWS)), "mlp.shared_experts"), _NAMES)
 SPEC = ModelSpec(
     name="nemotron_h",
     architectures=("NemotronHForCausalLM",),

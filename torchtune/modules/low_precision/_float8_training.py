@@ -38,6 +38,10 @@ class Float8Training(Conversion):
         ConversionError: an unknown recipe, or one that has no scale for a tensor with
             ``enable_fsdp_float8_all_gather``.
         UserError: torchao is not installed.
+
+    Example:
+        >>> torchtune.modules.low_precision.Float8Training("rowwise").phase.name
+        'FLOAT8_TRAINING'
     """
 
     phase: ClassVar[Phase] = Phase.FLOAT8_TRAINING

@@ -175,6 +175,8 @@ class MoE(nn.Module):
         norms: norms of the inputs and outputs of ``experts`` and of ``shared_expert``, by name: ``input``, ``output``,
             ``shared_input``, ``shared_output``. The router sees tokens before them.
         scales_input: scores multiply the inputs of experts, not their outputs.
+        latent: projections ``d -> l`` of what the experts see and ``l -> d`` of their sum, for experts of width l; the
+            router and the shared expert see tokens of width d.
 
     Example:
         >>> from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
@@ -195,6 +197,7 @@ class MoE(nn.Module):
         shared_gate: nn.Module | None = None,
         norms: Mapping[str, nn.Module] | None = None,
         scales_input: bool = False,
+        latent: tuple[nn.Module, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.scales_input = scales_input
@@ -203,6 +206,7 @@ class MoE(nn.Module):
         self.shared_expert = shared_expert
         self.shared_gate = shared_gate
         self.norms = None if norms is None else nn.ModuleDict(norms)
+        self.latent_in, self.latent_out = latent or (None, None)
         self.exchange: Any = None  # torchtune.modules.parallel.ExpertParallel where ranks have different experts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -213,12 +217,16 @@ class MoE(nn.Module):
         order = selected.flatten().argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         normed = tokens if self.norms is None else self.norms["input"](tokens)
+        if self.latent_in is not None:
+            normed = self.latent_in(normed)
         rows = permute_rows(normed, order, inverse, copies)
         if self.scales_input:
             rows = rows * scores.flatten()[order].unsqueeze(-1).to(rows.dtype)
         rows = self.experts(rows, counts) if self.exchange is None else self.exchange(self.experts, rows, counts)
         by_token = permute_rows(rows, inverse, order).unflatten(0, (-1, copies))
         out = (by_token if self.scales_input else by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
+        if self.latent_out is not None:
+            out = self.latent_out(out)
         if self.norms is not None:
             shared = self.shared_expert(self.norms["shared_input"](tokens))
             out = self.norms["output"](out) + self.norms["shared_output"](shared)

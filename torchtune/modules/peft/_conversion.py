@@ -217,7 +217,7 @@ class LoRA(Conversion):
         if self.dropout and self._saved_dropout(model) != self.dropout:
             note += "; files say lora_dropout 0, because peft has none for experts"
         if without:
-            note += f"; {without[0]} and {len(without) - 1} more like it have none: peft refuses them"
+            note += f"; none for {without[0]} and its like ({len(without)}), which peft refuses"
         return ConversionReport(
             name="DoRA" if self.use_dora else "LoRA",
             replaced=list(chosen),
