@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torchtune.data import DataError, Message, Transform
+from torchtune.data import DataError, Transform
 from torchtune.data._messages import mask_messages
-from torchtune.data._to_messages import as_turn, check_column_map, column, resolve_masking, whole_conversation
+from torchtune.data._to_messages import check_column_map, column, plain_messages, resolve_masking, whole_conversation
 from torchtune.datasets._load import Source
 from torchtune.datasets._preference import PreferenceDataset, tokenize_answer
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
@@ -45,7 +45,7 @@ class LabelledAnswerToMessages(Transform):
             raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
         answer = column(sample, self.column_map["completion"])
         turns = whole_conversation(answer, sample, self.column_map.get("prompt", "prompt"))
-        messages = [Message.from_dict({key: turn[key] for key in turn}) for turn in map(as_turn, turns)]
+        messages = plain_messages(turns)
         mask_messages(messages, self.masking_strategy)
         return {"messages": messages, "is_chosen": bool(label)}
 
