@@ -78,6 +78,7 @@ def run_ours(
         return {f"{side}_input_ids": prompt + answer, f"{side}_labels": ignored * (len(prompt) - 1) + answer + ignored}
 
     def rollouts() -> Any:
+        vocab_size = model.tok_embeddings.weight.shape[0]
         sampler = rlhf.LocalSampler(model, None, max_new_tokens=NEW, stop_tokens=[-1])
         prompts = make_prompts(examples) if layout == "rollouts" else [[5] * int(NEW * PROMPT / (1 - PROMPT))] * steps
         for number, tokens in enumerate(prompts):
@@ -85,13 +86,14 @@ def run_ours(
             if layout == "rollouts":
                 found = sampler([tokens], SAMPLES, [number])
             else:
-                answers = torch.randint(20, 20_000, (SAMPLES, NEW), generator=torch.Generator().manual_seed(number))
+                answers = torch.randint(20, vocab_size, (SAMPLES, NEW), generator=torch.Generator().manual_seed(number))
                 whole = [torch.cat([torch.tensor(tokens), answer]) for answer in answers]
                 found = [rlhf.Rollout(one, len(tokens), None, True) for one in whole]
             rewards = torch.tensor([[score_of(one.answer) for one in found]], dtype=torch.float64)
             prompts = [rlhf.Prompt(tokens, {}, number)]
             scored = rlhf.ScoredRollouts(prompts, found, [""] * SAMPLES, rewards, {})
-            yield scored.batches(rlhf.GroupAdvantages()(rewards, dims), loss_fn, dims, tokens_per_batch=8192)
+            limits = {"tokens_per_batch": 8192, "share_prefix": share}
+            yield scored.batches(rlhf.GroupAdvantages()(rewards, dims), loss_fn, dims, **limits)
 
     def collate(rows: list[dict[str, list[int]]]) -> Batch:
         batch = collate_preference(rows)

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -95,47 +96,64 @@ def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything
     with nullcontext() if everything else preview(sample) as seen:
         dataset = instantiate_dataset(node, tokenizer)
     scale = 1.0 if seen is None or not seen.read else seen.total / seen.read
-    about = "" if scale == 1.0 else "about "
-    count = tokens = labels = full = 0
-    lengths: list[int] = []
-    hashes: dict[int, int] = {}
-    copies = 0
-    limit = getattr(tokenizer, "max_seq_len", None)
-    for part in _parts(dataset):
-        for row in _rows(part):
-            count += 1
-            key = hash(tuple(ids.tobytes() for _, ids, _ in row))
-            copies += hashes.setdefault(key, count) != count
-            for _, ids, targets in row:
-                lengths.append(len(ids))
-                tokens += len(ids)
-                labels += int((targets != CROSS_ENTROPY_IGNORE_IDX).sum())
-                full += limit is not None and len(ids) >= limit
-    of = "" if scale == 1.0 else f" (counts are of the first {count:,}; --all reads every row)"
-    print(f"\n{name}: {about}{round(count * scale):,} rows{of}")
-    share = 100 * labels / max(tokens, 1)
-    trained = f"{about}{round(labels * scale):,} of them trained on ({share:.1f} %)"
-    print(f"tokens      {about}{round(tokens * scale):,}, {trained}")
-    if limit is not None:
-        print(f"truncated   {full:,} rows are as long as max_seq_len={limit} or were cut to it")
-    dropped = sum(len(getattr(part, "dropped", ())) for part in _parts(dataset))
-    if dropped:
-        print(f"dropped     {dropped:,} rows cannot be trained on and are left out")
-    if hasattr(dataset, "packs"):
-        fill = f"{100 * dataset.fill:.1f} % full"
-        print(f"packs       {about}{round(len(dataset) * scale):,} of up to {dataset.max_seq_len:,} tokens, {fill}")
-    told = f"{copies:,} rows have the tokens of an earlier one" if copies else "none among the rows that were read"
-    print(f"duplicates  {told}")
-    print(histogram(lengths, "tokens per row"))
-    first = _parts(dataset)[0]
-    for number, row in enumerate(_rows(first, end=examples)):
+    counts = _counted(dataset, getattr(tokenizer, "max_seq_len", None))
+    print("\n".join([f"\n{name}: {_rows_of(counts, scale)}", *_described(dataset, counts, scale)]))
+    for number, row in enumerate(_rows(_parts(dataset)[0], end=examples)):
         for side, ids, targets in row:
             told = f"{len(ids):,} tokens, {int((targets != CROSS_ENTROPY_IGNORE_IDX).sum()):,} trained on"
             marks = "in colour" if _is_coloured() else "between [[ and ]]"
-            print(
-                f"\n--- row {number}{f', {side}' if side else ''}: {told}, {marks}\n{_shown(ids, targets, tokenizer)}"
-            )
-    return {"examples": round(len(dataset) * scale), "hashes": hashes, "exact": scale == 1.0}
+            print(f"\n--- row {number}{f', {side}' if side else ''}: {told}, {marks}")
+            print(_shown(ids, targets, tokenizer))
+    return {"examples": round(len(dataset) * scale), "hashes": counts.hashes, "exact": scale == 1.0}
+
+
+@dataclass
+class _Counts:
+    """What the rows have: ``full`` are as long as ``limit``; ``copies`` have the tokens of an earlier one."""
+
+    limit: int | None
+    rows: int = 0
+    labels: int = 0
+    full: int = 0
+    copies: int = 0
+    lengths: list[int] = field(default_factory=list)
+    hashes: dict[int, int] = field(default_factory=dict)
+
+
+def _counted(dataset: Any, limit: int | None) -> _Counts:
+    counts = _Counts(limit)
+    for row in (row for part in _parts(dataset) for row in _rows(part)):
+        counts.rows += 1
+        key = hash(tuple(ids.tobytes() for _, ids, _ in row))
+        counts.copies += counts.hashes.setdefault(key, counts.rows) != counts.rows
+        for _, ids, targets in row:
+            counts.lengths.append(len(ids))
+            counts.labels += int((targets != CROSS_ENTROPY_IGNORE_IDX).sum())
+            counts.full += limit is not None and len(ids) >= limit
+    return counts
+
+
+def _rows_of(counts: _Counts, scale: float) -> str:
+    if scale == 1.0:
+        return f"{counts.rows:,} rows"
+    return f"about {round(counts.rows * scale):,} rows (counts are of the first {counts.rows:,}; --all reads every row)"
+
+
+def _described(dataset: Any, counts: _Counts, scale: float) -> Iterator[str]:
+    about, tokens = "" if scale == 1.0 else "about ", sum(counts.lengths)
+    share = 100 * counts.labels / max(tokens, 1)
+    trained = f"{about}{round(counts.labels * scale):,} of them trained on ({share:.1f} %)"
+    yield f"tokens      {about}{round(tokens * scale):,}, {trained}"
+    if counts.limit is not None:
+        yield f"truncated   {counts.full:,} rows are as long as max_seq_len={counts.limit} or were cut to it"
+    if dropped := sum(len(getattr(part, "dropped", ())) for part in _parts(dataset)):
+        yield f"dropped     {dropped:,} rows cannot be trained on and are left out"
+    if hasattr(dataset, "packs"):
+        fill = f"{100 * dataset.fill:.1f} % full"
+        yield f"packs       {about}{round(len(dataset) * scale):,} of up to {dataset.max_seq_len:,} tokens, {fill}"
+    many = f"{counts.copies:,} rows have the tokens of an earlier one"
+    yield f"duplicates  {many if counts.copies else 'none among the rows that were read'}"
+    yield histogram(counts.lengths, "tokens per row")
 
 
 def show_config(settings: Any, examples: int, everything: bool, sample: int) -> None:

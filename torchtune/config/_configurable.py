@@ -27,6 +27,18 @@ class Configurable:
 
     In YAML, ``_component_`` names the class and the other keys are the fields of ``Config``; its types, ranges,
     ``check()`` and any ``ValueError`` of ``__post_init__`` are part of validation.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> class Scaler(torchtune.config.Configurable):
+        ...     @dataclass
+        ...     class Config:
+        ...         factor: float = 2.0
+        ...     def __init__(self, config):
+        ...         self.factor = config.factor
+        ...
+        >>> Scaler.Config(factor=3.0).build().factor
+        3.0
     """
 
     Config: ClassVar[type]

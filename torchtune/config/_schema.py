@@ -18,13 +18,25 @@ class Component:
 
     In YAML it is a section with a ``_component_`` key; in the settings instance, a resolved ``DictConfig`` for
     ``torchtune.config.instantiate``.
+
+    Example:
+        >>> from typing import Annotated
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Settings:
+        ...     optimizer: Annotated[torchtune.config.Component, torchtune.config.HandedOver("params")]
     """
 
 
 @dataclass(frozen=True)
 class Range:
     """Bounds of a number, in ``Annotated[int, Range(min=1)]``: ``min`` and ``max`` belong to it, ``above`` and
-    ``below`` do not."""
+    ``below`` do not.
+
+    Example:
+        >>> torchtune.config.Range(above=0, max=1).holds(0.5)
+        True
+    """
 
     min: float | None = None
     max: float | None = None
@@ -50,6 +62,10 @@ class HandedOver:
     """Arguments that the recipe passes besides those in YAML: positional (named for messages) and keyword arguments.
 
     ``rules`` are constraints on arguments in YAML that the signature of a component cannot express.
+
+    Example:
+        >>> torchtune.config.HandedOver("params", keywords=("lr",)).keywords
+        ('lr',)
     """
 
     positional: tuple[str, ...] = ()

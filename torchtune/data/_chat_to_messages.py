@@ -93,7 +93,7 @@ class ShareGPTToMessages(_ConversationTransform):
         messages = []
         for turn in _turns(column(sample, name), name):
             as_turn(turn, "from", "value")
-            if turn["from"] not in self.roles:
+            if not isinstance(turn["from"], str) or turn["from"] not in self.roles:
                 raise DataError(f"'{turn['from']}' is not a speaker: use {', '.join(self.roles)}")
             role, content = self.roles[turn["from"]], turn["value"]
             if not isinstance(content, str):
@@ -155,14 +155,18 @@ class OpenAIToMessages(_ConversationTransform):
     def _message(self, turns: list[Any], index: int) -> Message:
         turn = turns[index]
         if not isinstance(turn, Mapping) or "role" not in turn:
-            raise DataError(f"a turn must have 'role' and 'content', not {sorted(turn) if turn else turn!r}")
+            found = sorted(turn) if isinstance(turn, Mapping) else type(turn).__name__
+            raise DataError(f"a turn must have 'role' and 'content', not {found}")
         role = turn["role"]
         if role not in ROLES:
             raise DataError(f"'{role}' is not a role: use {', '.join(ROLES)}")
         if "content" not in turn and not turn.get("tool_calls"):
             raise DataError(f"a turn of '{role}' has no content")
         content = turn.get("content", "")
-        following = turns[index + 1]["role"] if index + 1 < len(turns) and "role" in turns[index + 1] else None
+        if not isinstance(content, str | list | tuple):
+            raise DataError(f"the content of a turn of '{role}' must be a text or a list, not {type(content).__name__}")
+        after = turns[index + 1] if index + 1 < len(turns) else None
+        following = after.get("role") if isinstance(after, Mapping) else None
         waits = role in ("tool", "ipython") or (role == "assistant" and following in ("tool", "ipython"))
         extra = {key: value for key, value in turn.items() if key not in ("role", "content")}
         return Message(

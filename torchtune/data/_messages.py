@@ -135,13 +135,21 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
 def content_part(part: Any) -> dict[str, Any]:
     """Convert a content part of chat APIs. Raises :class:`DataError` if it is neither text nor image."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    found = None
     if isinstance(part, Mapping) and kind in ("text", "image") and "content" in part:
-        return dict(part)
-    if kind == "text" and "text" in part:
-        return {"type": "text", "content": part["text"]}
-    if kind == "image_url":
-        return {"type": "image", "content": part["image_url"]["url"]}
-    raise DataError(f"a part of a turn has the type '{kind}': only text and image_url are known")
+        found = dict(part)
+    elif isinstance(part, Mapping) and kind == "text" and "text" in part:
+        found = {"type": "text", "content": part["text"]}
+    elif isinstance(part, Mapping) and kind == "image_url":
+        image = part.get("image_url")
+        if not isinstance(image, Mapping) or "url" not in image:
+            raise DataError("a part of a turn of type 'image_url' must have an 'image_url' with a 'url'")
+        found = {"type": "image", "content": image["url"]}
+    if found is None:
+        raise DataError(f"a part of a turn has the type '{kind}': only text and image_url are known")
+    if kind == "text" and not isinstance(found["content"], str):
+        raise DataError(f"a part of a turn of type 'text' holds {type(found['content']).__name__}, not a text")
+    return found
 
 
 class MaskingStrategy(Enum):

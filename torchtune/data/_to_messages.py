@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
-from torchtune.data._messages import MaskingStrategy, Message, mask_messages, masking_strategy_of
+from torchtune.data._messages import MaskingStrategy, Message, as_message, mask_messages, masking_strategy_of
 
 
 def column(sample: Mapping[str, Any], name: str) -> Any:
@@ -218,7 +218,7 @@ class ChosenRejectedToMessages(Transform):
 
     def _messages(self, turns: Any, sample: Mapping[str, Any]) -> list[Message]:
         turns = whole_conversation(turns, sample, self._prompt)
-        messages = [Message.from_dict({key: turn[key] for key in turn}) for turn in map(as_turn, turns)]
+        messages = plain_messages(turns)
         if self.new_system_prompt is not None:
             messages = [message for message in messages if message.role != "system"]
             messages.insert(0, Message(role="system", content=self.new_system_prompt))
@@ -244,7 +244,16 @@ def whole_conversation(answer: Any, sample: Mapping[str, Any], prompt: str) -> S
     if not answer or as_turn(answer[0])["role"] != "assistant":
         return answer
     question = column(sample, prompt)
+    if not isinstance(question, str | Sequence):
+        kind = "nothing" if question is None else type(question).__name__
+        raise DataError(f"column '{prompt}' holds {kind}, not a text or a list of turns")
     return [*([{"role": "user", "content": question}] if isinstance(question, str) else question), *answer]
+
+
+def plain_messages(turns: Sequence[Any]) -> list[Message]:
+    """Turns to messages, without fields that messages do not have. Raises :class:`DataError` for what is no turn."""
+    known = ("role", "content", "masked", "ipython", "eot", "extra")
+    return [as_message({key: turn[key] for key in known if key in turn}) for turn in map(as_turn, turns)]
 
 
 def as_turn(turn: Any, role_key: str = "role", content_key: str = "content") -> Mapping[str, Any]:

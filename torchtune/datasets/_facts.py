@@ -95,6 +95,8 @@ def _problem(row: Any, kind: str, reader: str) -> str | None:
     for i, turn in enumerate(row[column]):
         if not isinstance(turn, Mapping) or role_key not in turn:
             return f"turn {i} has no '{role_key}'"
+        if not isinstance(turn[role_key], str):
+            return f"turn {i} has a '{role_key}' that is no text"
         role = {"human": "user", "gpt": "assistant", "observation": "tool"}.get(turn[role_key], turn[role_key])
         if turn.get(content_key) is None and not turn.get("tool_calls"):
             return f"turn {i} of '{role}' has no '{content_key}'"

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torchtune.data import DataError, Message, Transform
+from torchtune.data import DataError, Transform
 from torchtune.data._messages import mask_messages
-from torchtune.data._to_messages import as_turn, check_column_map, column, resolve_masking, whole_conversation
+from torchtune.data._to_messages import check_column_map, column, plain_messages, resolve_masking, whole_conversation
 from torchtune.datasets._load import Source
 from torchtune.datasets._preference import PreferenceDataset, tokenize_answer
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
@@ -24,6 +24,11 @@ class LabelledAnswerToMessages(Transform):
 
     Raises:
         DataError: the map lacks a key; when called, a column is missing or holds something else.
+
+    Example:
+        >>> row = {"prompt": "Who?", "completion": "one cat", "label": 1}
+        >>> torchtune.datasets.LabelledAnswerToMessages()(row)["is_chosen"]
+        True
     """
 
     def __init__(
@@ -40,13 +45,21 @@ class LabelledAnswerToMessages(Transform):
             raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
         answer = column(sample, self.column_map["completion"])
         turns = whole_conversation(answer, sample, self.column_map.get("prompt", "prompt"))
-        messages = [Message.from_dict({key: turn[key] for key in turn}) for turn in map(as_turn, turns)]
+        messages = plain_messages(turns)
         mask_messages(messages, self.masking_strategy)
         return {"messages": messages, "is_chosen": bool(label)}
 
 
 class KTODataset(PreferenceDataset):
-    """Answers that are labelled good or bad, tokenized when the dataset is made; see :class:`PreferenceDataset`."""
+    """Answers that are labelled good or bad, tokenized when the dataset is made; see :class:`PreferenceDataset`.
+
+    Example:
+        >>> rows = [{"prompt": "Who?", "completion": text, "label": text == "one cat"} for text in ("one cat", "no")]
+        >>> transform = torchtune.datasets.LabelledAnswerToMessages()
+        >>> data = torchtune.datasets.KTODataset(source=rows, message_transform=transform, tokenizer=tokenizer)
+        >>> [row["is_chosen"] for row in data]
+        [True, False]
+    """
 
     _sides: ClassVar[tuple[str, ...]] = ("answers",)
 

@@ -168,10 +168,19 @@ def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int]:
     """
     if len(tokens) != len(mask):
         raise DataError(f"the model transform gives {len(tokens)} tokens but {len(mask)} elements of a mask")
-    following = [
-        CROSS_ENTROPY_IGNORE_IDX if masked else token for token, masked in zip(tokens[1:], mask[1:], strict=True)
-    ]
-    return [*following, CROSS_ENTROPY_IGNORE_IDX]
+    labels, end = [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX], 1
+    masked = [bool(flag) for flag in mask] if not isinstance(mask, list) else mask
+    while end < len(masked) and (start := _index(masked, True, end)) < len(masked):  # runs of masked tokens
+        end = _index(masked, False, start)
+        labels[start - 1 : end - 1] = [CROSS_ENTROPY_IGNORE_IDX] * (end - start)
+    return labels
+
+
+def _index(values: list[bool], value: bool, start: int) -> int:
+    try:
+        return values.index(value, start)
+    except ValueError:
+        return len(values)
 
 
 def has_label(sample: Mapping[str, Any]) -> bool:

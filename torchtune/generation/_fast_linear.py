@@ -141,6 +141,7 @@ def _candidates(model: nn.Module) -> list[nn.Module]:
         and "forward" not in vars(module)
         and users[id(module.weight)] == 1
         and _is_plain(module.weight)
+        and getattr(module, "lora_a", module).weight.dtype == module.weight.dtype
     ]
 
 
@@ -202,7 +203,7 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
     finally:
         for module in changed:
             vars(module).pop("forward", None)
-        for packed in packs:
-            packed.restore()
+        while packs:  # each is freed before the next: all together are a second copy of the model
+            packs.pop().restore()
         if tied:
             output.linear = torch.nn.functional.linear

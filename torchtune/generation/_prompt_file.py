@@ -16,7 +16,13 @@ from torchtune.utils._json_lines import json_line, numbered_lines
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of a file: its line, from 1, what stands there, and the conversation that it is."""
+    """A prompt of a file: its line, from 1, what stands there, and the conversation that it is.
+
+    Example:
+        >>> prompt = torchtune.generation.Prompt(1, "Why?", [torchtune.data.Message(role="user", content="Why?")])
+        >>> prompt.messages[0].role
+        'user'
+    """
 
     line: int
     given: Any
@@ -95,6 +101,14 @@ class AnswerFile:
 
     Attributes:
         done: line of a prompt -> the object that stands in the file for it.
+
+    Example:
+        >>> prompt = torchtune.generation.Prompt(1, "Why?", [torchtune.data.Message(role="user", content="Why?")])
+        >>> file = torchtune.generation.AnswerFile(folder / "answers.jsonl", [prompt], {"temperature": 0})
+        >>> file.add(prompt, "Because.", "stop", tokens=2)
+        >>> file.finish()
+        >>> file.done[1]["answer"]
+        'Because.'
     """
 
     def __init__(self, path: str | Path, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:

@@ -28,6 +28,12 @@ class TokenStep:
         rows: indices of the sequences, int64 ``[m]``: sample j of prompt i is ``i * num_samples + j``.
         tokens: int64 ``[m]``.
         log_probs: float32 ``[m]``.
+
+    Example:
+        >>> rows, tokens = torch.tensor([0, 2]), torch.tensor([7, 9])
+        >>> step = torchtune.generation.TokenStep(rows, tokens, torch.tensor([-0.1, -0.2]))
+        >>> dict(zip(step.rows.tolist(), step.tokens.tolist()))
+        {0: 7, 2: 9}
     """
 
     rows: Tensor

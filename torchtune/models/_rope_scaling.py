@@ -14,6 +14,10 @@ class Llama3RopeScaling:
         high_freq_factor: frequencies with wavelengths below ``original_max_seq_len / high_freq_factor`` are unchanged;
             those in between are interpolated.
         original_max_seq_len: pre-training context length.
+
+    Example:
+        >>> torchtune.models.Llama3RopeScaling(factor=32.0).original_max_seq_len
+        8192
     """
 
     factor: float = 8.0
@@ -28,6 +32,10 @@ class LinearRopeScaling:
 
     Attributes:
         factor: divisor of the positions.
+
+    Example:
+        >>> torchtune.models.LinearRopeScaling(factor=4.0).factor
+        4.0
     """
 
     factor: float
@@ -40,6 +48,10 @@ class DynamicRopeScaling:
     Attributes:
         factor: growth rate of the base.
         original_max_seq_len: sequences up to this length are not scaled.
+
+    Example:
+        >>> torchtune.models.DynamicRopeScaling(factor=2.0, original_max_seq_len=2048).factor
+        2.0
     """
 
     factor: float
@@ -59,6 +71,10 @@ class YarnRopeScaling:
         attention_factor: factor of cosine and sine; None: computed from ``factor``, ``mscale`` and ``mscale_all_dim``.
         mscale: numerator's coefficient of the computed factor, if ``mscale_all_dim`` is given too.
         mscale_all_dim: denominator's coefficient; see ``mscale``.
+
+    Example:
+        >>> torchtune.models.YarnRopeScaling(factor=4.0, original_max_seq_len=4096).beta_fast
+        32.0
     """
 
     factor: float
@@ -80,6 +96,11 @@ class YarnRopeScaling:
             return (self.mscale * grown + 1.0) / (self.mscale_all_dim * grown + 1.0)
         return grown + 1.0
 
+    @property
+    def latent_magnitude(self) -> float:
+        """What latent attention's scores are multiplied by beside ``magnitude``."""
+        return ((self.mscale_all_dim or 0.0) * math.log(max(self.factor, 1.0)) / 10 + 1.0) ** 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
@@ -92,6 +113,12 @@ class LongRopeScaling:
         original_max_seq_len: pre-training context length.
         factor: ratio of the extended to the pre-training context length.
         attention_factor: factor of cosine and sine; None: computed from ``factor``.
+
+    Example:
+        >>> factors = {"short_factors": (1.0, 1.0), "long_factors": (2.0, 4.0)}
+        >>> scaling = torchtune.models.LongRopeScaling(**factors, original_max_seq_len=4096, factor=32.0)
+        >>> scaling.original_max_seq_len
+        4096
     """
 
     short_factors: tuple[float, ...]

@@ -40,6 +40,10 @@ class ModelSpec:
             :class:`~torchtune.modules.TransformerDecoder`.
         meshes: modules with parameters sharded over another mesh than the data-parallel one: module name pattern (as
             in ``parallel_plan``) -> mesh dimension, for example ``{"layers.*.mlp.experts": "dp_shard"}``.
+
+    Example:
+        >>> torchtune.models.get_spec("qwen3").architectures
+        ('Qwen3ForCausalLM',)
     """
 
     name: str

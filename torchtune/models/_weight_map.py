@@ -87,6 +87,11 @@ class Group:
     Attributes:
         external: names in the other format, in the order that :meth:`to_tune` takes.
         tune: our names, in the order that :meth:`to_tune` returns.
+
+    Example:
+        >>> group = torchtune.models.Group(("a.weight",), ("b.weight",), torchtune.models.Identity(), None)
+        >>> group.to_tune([torch.ones(2)])
+        [tensor([1., 1.])]
     """
 
     external: tuple[str, ...]
@@ -142,6 +147,10 @@ class WeightMap:
         tied: tensors that the format may repeat.
         ignore: templates of external names without weights (for example cached rotary frequencies).
         modules: (start of external names, start of the names of transformers' modules, by which ``peft`` goes).
+
+    Example:
+        >>> model.spec.weight_map("hf").tune_name("model.norm.weight", model.description)
+        'norm.scale'
     """
 
     rows: tuple[Row, ...]

@@ -109,6 +109,10 @@ class StoredWeight:
         names: parameters that store it. Their names may include that of the full weight.
         by_rows: whether row i of every stored tensor depends on row i of the full weight alone. A rank then converts
             only the rows of its shard; otherwise it converts the full weight and keeps its shard.
+
+    Example:
+        >>> torchtune.modules.conversion.StoredWeight((4, 8), torch.bfloat16, ("weight", "scale")).names
+        ('weight', 'scale')
     """
 
     shape: tuple[int, ...]

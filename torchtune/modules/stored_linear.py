@@ -34,6 +34,15 @@ class StoredLinear(nn.Linear):
     A conversion replaces ``nn.Linear`` by them (see
     :meth:`torchtune.modules.conversion.Conversion.stored_weights`). With an adapter, the layer remains an instance of
     this class and keeps its parameters.
+
+    Example:
+        >>> class Halved(torchtune.modules.StoredLinear):
+        ...     def full_weight(self):
+        ...         return self.weight / 2
+        ...
+        >>> layer = Halved(2, 3)
+        >>> torch.equal(layer.full_weight(), layer.weight / 2)
+        True
     """
 
     # Parameter -> its output and its input dimension (or None), by which tensor parallelism shards it. Parameters that

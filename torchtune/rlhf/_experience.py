@@ -32,6 +32,10 @@ class Prompt:
         row: columns of the dataset's row.
         number: of the row.
         is_blank: it only keeps this process in step with the others: nothing of its answers counts.
+
+    Example:
+        >>> torchtune.rlhf.Prompt(tokens=[5, 6], row={"answer": "7"}, number=0).row["answer"]
+        '7'
     """
 
     tokens: list[int]
@@ -46,6 +50,11 @@ class PromptBatch(Batch):
 
     Attributes:
         prompts: one per document.
+
+    Example:
+        >>> prompt = torchtune.rlhf.Prompt(tokens=[5, 6], row={}, number=0)
+        >>> torchtune.rlhf.PromptBatch(tokens=torch.tensor([5, 6]), prompts=[prompt]).prompts[0].number
+        0
     """
 
     prompts: list[Prompt] = field(default_factory=list)
@@ -131,6 +140,14 @@ class ScoredRollouts:
         texts: of the answers.
         rewards: ``[n, g]``, float64; NaN where an answer was dropped.
         parts: rewards by name, of every answer.
+
+    Example:
+        >>> rollout = torchtune.rlhf.Rollout(torch.tensor([5, 6, 7]), prompt_len=2, log_probs=None, finished=True)
+        >>> prompt = torchtune.rlhf.Prompt(tokens=[5, 6], row={}, number=0)
+        >>> rewards, parts = torch.tensor([[1.0]]), {"exact": [1.0]}
+        >>> scored = torchtune.rlhf.ScoredRollouts([prompt], [rollout], ["the"], rewards, parts)
+        >>> scored.parts["exact"]
+        [1.0]
     """
 
     prompts: list[Prompt]
@@ -234,6 +251,9 @@ class RolloutRecord:
         tokenizer: shows the prompts.
         dims: the processes; of a tensor-parallel group the first writes.
         show_every: steps between two tables of answers in the log; None shows none.
+
+    Example:
+        >>> record = torchtune.rlhf.RolloutRecord(str(folder), tokenizer, torchtune.training.ParallelDims())
     """
 
     def __init__(self, output_dir: str, tokenizer: Any, dims: ParallelDims, show_every: int | None = None) -> None:

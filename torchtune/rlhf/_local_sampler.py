@@ -28,6 +28,11 @@ class LocalSampler:
 
     Raises:
         RolloutError: a number is out of range.
+
+    Example:
+        >>> sampler = torchtune.rlhf.LocalSampler(model, tokenizer, max_new_tokens=4)
+        >>> len(sampler([tokenizer.encode("the cat", add_eos=False)], num_samples=2, seeds=[0]))
+        2
     """
 
     def __init__(

@@ -29,6 +29,11 @@ class NumberedPrompts:
     Args:
         dataset: its examples have ``tokens``.
         stop_tokens: tokens that end an answer; a prompt that ends with one is refused.
+
+    Example:
+        >>> data = torchtune.datasets.text_completion_dataset(tokenizer, source=[{"text": "the cat"}], add_eos=False)
+        >>> torchtune.rlhf.NumberedPrompts(data, tokenizer.stop_tokens)[0]["number"]
+        0
     """
 
     def __init__(self, dataset: Any, stop_tokens: Sequence[int]) -> None:
@@ -77,6 +82,9 @@ class RewardModel:
 
     Raises:
         RolloutError: the model ends in another number of outputs.
+
+    Example:
+        >>> scorer = torchtune.rlhf.RewardModel(judge, tokenizer, penalise_no_eos=True)  # doctest: +SKIP
     """
 
     def __init__(
@@ -186,6 +194,11 @@ class AnswerTokens(NamedTuple):
         log_probs: of the policy, as they were sampled.
         reference: log-probs of the reference.
         values: of the value model, at the states that the tokens follow.
+
+    Example:
+        >>> zeros = torch.zeros(1, 3, dtype=torch.float64)
+        >>> torchtune.rlhf.AnswerTokens(torch.ones(1, 3, dtype=torch.bool), zeros, zeros, zeros).mask.sum()
+        tensor(3)
     """
 
     mask: Tensor
@@ -239,6 +252,11 @@ class TokenAdvantages(NamedTuple):
         advantages: with mean 0 and variance 1 over all tokens of all answers.
         returns: what the value model learns.
         figures: name -> (sum, number of what it is a sum of).
+
+    Example:
+        >>> ones = torch.ones(1, 2, dtype=torch.float64)
+        >>> torchtune.rlhf.TokenAdvantages(ones, ones, {"return": (2.0, 2.0)}).figures["return"]
+        (2.0, 2.0)
     """
 
     advantages: Tensor

@@ -34,6 +34,10 @@ class ReferenceScores(NamedTuple):
     Attributes:
         log_probs: of every document ``[n]``; None for a loss that does without a reference.
         baseline: mean log-ratio of policy and reference over other documents (scalar), where the loss asks for it.
+
+    Example:
+        >>> torchtune.rlhf.ReferenceScores(log_probs=torch.tensor([-3.0])).baseline is None
+        True
     """
 
     log_probs: Tensor | None = None
@@ -55,6 +59,12 @@ class Reference:
         second: another model.
         cached: the examples carry the log-probs.
         fresh: whether no step was done yet.
+
+    Example:
+        >>> dims, loss = torchtune.training.ParallelDims(), torchtune.rlhf.loss.SimPOLoss()
+        >>> reference = torchtune.rlhf.Reference(loss, model, dims)  # SimPO needs none
+        >>> loss.needs_reference
+        False
     """
 
     def __init__(

@@ -26,6 +26,10 @@ def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bo
 
     Raises:
         SharingError: ``share_prefix`` is True, and the model cannot.
+
+    Example:
+        >>> torchtune.rlhf.can_share_prefixes(model)
+        True
     """
     if share_prefix is False:
         return False
@@ -50,8 +54,12 @@ def share_pairs(recipe: PreferenceRecipe, model: nn.Module, share_prefix: bool |
         share_prefix: ``None`` shares where model and data allow it, True requires it, False shares nothing.
 
     Raises:
-        SharingError: ``share_prefix`` is True, and the model cannot; DataError for data that are no pairs, from the
-            batch on.
+        SharingError: ``share_prefix`` is True, and the model cannot.
+        DataError: it is True, and a batch has no pairs, when that is made.
+
+    Example:
+        >>> # In the setup of a recipe:
+        >>> rlhf.share_pairs(self, model, cfg.share_prefix)  # doctest: +SKIP
     """
     if not can_share_prefixes(model, share_prefix):
         return

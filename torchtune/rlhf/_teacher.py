@@ -32,6 +32,10 @@ class Teacher:
 
     Args:
         model: loaded, sharded or not; its parameters are frozen.
+
+    Example:
+        >>> torchtune.rlhf.Teacher(model)  # doctest: +ELLIPSIS
+        <torchtune.rlhf...Teacher object at ...>
     """
 
     def __init__(self, model: nn.Module) -> None:

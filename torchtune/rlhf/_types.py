@@ -18,6 +18,14 @@ class ChosenRejectedOutputs:
         rejected_logits: of the rejected answers.
         chosen_lengths: labelled tokens of the chosen answers ``[p]``.
         rejected_lengths: of the rejected answers ``[p]``.
+
+    Example:
+        >>> lengths = torch.tensor([2])
+        >>> pairs = torchtune.rlhf.ChosenRejectedOutputs(
+        ...     torch.tensor([-4.0]), torch.tensor([-6.0]), chosen_lengths=lengths, rejected_lengths=lengths
+        ... )
+        >>> pairs.chosen_mean
+        tensor([-2.])
     """
 
     chosen_logps: torch.Tensor
@@ -59,6 +67,10 @@ class Trajectory(NamedTuple):
         value_seq_idxs: position of the last value ``[b]``.
         scores: of the reward model ``[b]``.
         seq_lens: position of the last token of the response ``[b]``.
+
+    Example:
+        >>> torchtune.rlhf.Trajectory(*[torch.zeros(1, 2)] * 11).values.shape
+        torch.Size([1, 2])
     """
 
     query_responses: torch.Tensor
@@ -84,6 +96,10 @@ class PPOStats(NamedTuple):
         ratios: mean probability ratio.
         clipfrac: fraction of tokens with a clipped ratio.
         approx_policy_kls: estimated KL of the old policy and the new one.
+
+    Example:
+        >>> torchtune.rlhf.PPOStats(*torch.zeros(6)).loss
+        tensor(0.)
     """
 
     loss: torch.Tensor

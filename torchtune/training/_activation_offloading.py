@@ -42,6 +42,10 @@ class OffloadActivations(saved_tensors_hooks):
     Raises:
         UserError: there is no accelerator that copies to and from.
         ValueError: ``max_fwd_stash_size`` is below 1.
+
+    Example:
+        >>> with torchtune.training.OffloadActivations():  # doctest: +SKIP
+        ...     loss = model(tokens).sum()
     """
 
     def __init__(
@@ -134,7 +138,15 @@ class OffloadActivations(saved_tensors_hooks):
 
 
 class NoOpManager(saved_tensors_hooks):
-    """Inside the block, saved tensors stay where they are, whatever an outer block says."""
+    """Inside the block, saved tensors stay where they are, whatever an outer block says.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with torchtune.training.NoOpManager():
+        ...     loss = weight.square().sum()
+        ...
+        >>> loss.backward()
+    """
 
     def __init__(self) -> None:
         super().__init__(lambda tensor: tensor, lambda tensor: tensor)

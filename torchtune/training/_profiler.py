@@ -56,7 +56,12 @@ def trace_handler(
 
 
 class DummyProfiler:
-    """Has the face of ``torch.profiler.profile`` and does nothing."""
+    """Has the face of ``torch.profiler.profile`` and does nothing.
+
+    Example:
+        >>> with torchtune.training.DummyProfiler() as profiler:
+        ...     profiler.step()
+    """
 
     def __enter__(self) -> "DummyProfiler":
         return self

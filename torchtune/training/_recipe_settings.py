@@ -197,6 +197,9 @@ class RecipeSettings(
     Attributes:
         source: the recipe's own settings.
         declared: names of this class that the recipe declares.
+
+    Example:
+        >>> settings = torchtune.training.RecipeSettings.of(cfg)  # doctest: +SKIP
     """
 
     source: Any = None

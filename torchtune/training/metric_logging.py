@@ -183,6 +183,9 @@ class WandBLogger(MetricLoggerInterface):
 
     Raises:
         UserError: wandb is not installed.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.WandBLogger(project="mine")  # doctest: +SKIP
     """
 
     @staticmethod
@@ -249,6 +252,9 @@ class TensorBoardLogger(MetricLoggerInterface):
 
     Raises:
         UserError: tensorboard is not installed.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.TensorBoardLogger("/tmp/run/logs")  # doctest: +SKIP
     """
 
     @staticmethod
@@ -306,6 +312,9 @@ class CometLogger(MetricLoggerInterface):
 
     Raises:
         UserError: comet_ml is not installed.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.CometLogger(project="mine", online=False)  # doctest: +SKIP
     """
 
     @staticmethod
@@ -375,6 +384,9 @@ class MLFlowLogger(MetricLoggerInterface):
 
     Raises:
         UserError: mlflow is not installed.
+
+    Example:
+        >>> logger = torchtune.training.metric_logging.MLFlowLogger("mine", tracking_uri="mlruns")  # doctest: +SKIP
     """
 
     @staticmethod

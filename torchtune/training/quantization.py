@@ -66,6 +66,11 @@ class Quantizer:
         bits: of a weight.
         activations: how inputs are quantised: ``"int8"``, ``"float8"`` or None.
         group_size: as given.
+
+    Example:
+        >>> from torchtune.training.quantization import Int8WeightOnlyQuantizer, Quantizer
+        >>> isinstance(Int8WeightOnlyQuantizer(), Quantizer)
+        True
     """
 
     mode: ClassVar[str]
@@ -106,7 +111,13 @@ class Quantizer:
 
 
 class QATQuantizer(Quantizer):
-    """Base class of quantizers whose arithmetic is simulated in training."""
+    """Base class of quantizers whose arithmetic is simulated in training.
+
+    Example:
+        >>> from torchtune.training.quantization import Int8WeightOnlyQATQuantizer, QATQuantizer
+        >>> isinstance(Int8WeightOnlyQATQuantizer(), QATQuantizer)
+        True
+    """
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Simulate quantisation in the linear layers of a model, and return it.
@@ -143,6 +154,9 @@ class Int8DynActInt4WeightQuantizer(Quantizer):
 
     Args:
         groupsize: neighbours along the input dimension that share a scale.
+
+    Example:
+        >>> model = torchtune.training.quantization.Int8DynActInt4WeightQuantizer(groupsize=32).quantize(model)
     """
 
     mode, bits, activations = "8da4w", 4, "int8"
@@ -188,6 +202,10 @@ class Float8Quantizer(Quantizer):
 
     Args:
         dynamic_activations: quantise inputs to float8 as well, a scale for each token; for GPUs that multiply float8.
+
+    Example:
+        >>> torchtune.training.quantization.Float8Quantizer(dynamic_activations=False).mode
+        'f8'
     """
 
     mode, bits = "f8", 8
@@ -207,6 +225,10 @@ class Int8DynActInt4WeightQATQuantizer(QATQuantizer):
 
     Args:
         groupsize: neighbours along the input dimension that share a scale.
+
+    Example:
+        >>> qat = torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer(groupsize=32)
+        >>> _ = qat.prepare(model)  # training now sees the rounding
     """
 
     mode, bits, activations = "8da4w-qat", 4, "int8"
@@ -221,6 +243,10 @@ class Int4WeightOnlyQATQuantizer(QATQuantizer):
     Args:
         groupsize: neighbours along the input dimension that share a scale.
         inner_k_tiles: accepted for older configs; how a kernel orders weights is no part of a checkpoint.
+
+    Example:
+        >>> qat = torchtune.training.quantization.Int4WeightOnlyQATQuantizer(groupsize=32)
+        >>> _ = qat.prepare(model)  # training now sees the rounding
     """
 
     mode, bits = "4w-qat", 4
@@ -230,7 +256,11 @@ class Int4WeightOnlyQATQuantizer(QATQuantizer):
 
 
 class Int8WeightOnlyQATQuantizer(QATQuantizer):
-    """int8 weights, a scale for each row; inputs keep their precision."""
+    """int8 weights, a scale for each row; inputs keep their precision.
+
+    Example:
+        >>> _ = torchtune.training.quantization.Int8WeightOnlyQATQuantizer().prepare(model)
+    """
 
     mode, bits = "8w-qat", 8
 
@@ -239,13 +269,23 @@ class Int8WeightOnlyQATQuantizer(QATQuantizer):
 
 
 class Int4WeightOnlyQATQuantizerModuleSwap(Int4WeightOnlyQATQuantizer):
-    """Older name of :class:`Int4WeightOnlyQATQuantizer`."""
+    """Older name of :class:`Int4WeightOnlyQATQuantizer`.
+
+    Example:
+        >>> torchtune.training.quantization.Int4WeightOnlyQATQuantizerModuleSwap(groupsize=32).mode
+        '4w-qat-module-swap'
+    """
 
     mode = "4w-qat-module-swap"
 
 
 class Int8DynActInt4WeightQATQuantizerModuleSwap(Int8DynActInt4WeightQATQuantizer):
-    """Older name of :class:`Int8DynActInt4WeightQATQuantizer`."""
+    """Older name of :class:`Int8DynActInt4WeightQATQuantizer`.
+
+    Example:
+        >>> torchtune.training.quantization.Int8DynActInt4WeightQATQuantizerModuleSwap(groupsize=32).mode
+        '8da4w-qat-module-swap'
+    """
 
     mode = "8da4w-qat-module-swap"
 
@@ -256,6 +296,10 @@ class GGUFQuantizer:
     Args:
         file_type: ``"Q8_0"``, ``"Q5_1"``, ``"Q5_0"``, ``"Q4_1"``, ``"Q4_0"`` (blocks of 32), or ``"BF16"``, ``"F16"``,
             ``"F32"``.
+
+    Example:
+        >>> torchtune.training.quantization.GGUFQuantizer("Q4_0").mode
+        'gguf'
     """
 
     mode = "gguf"

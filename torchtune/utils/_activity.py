@@ -18,6 +18,12 @@ class Activity:
         signs: count of other signs of life, which differ between ranks.
         moved: time of the last of both (``time.monotonic``).
         shape: of the last tokens that the model was given.
+
+    Example:
+        >>> activity = torchtune.utils.Activity(step=3)
+        >>> activity.move("validation")
+        >>> activity.phase
+        'validation'
     """
 
     def __init__(self, step: int | None = 0, phase: str = "training") -> None:

@@ -14,6 +14,11 @@ class AppendedFile:
 
     Args:
         path: of the file; its folder is made.
+
+    Example:
+        >>> file = torchtune.utils.AppendedFile(folder / "log.txt")
+        >>> file.write(b"step 1\\n")
+        7
     """
 
     def __init__(self, path: Path) -> None:

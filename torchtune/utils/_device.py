@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 class DeviceSupport(Enum):
-    """Device types, with a display name and the backend that their processes talk through."""
+    """Device types, with a display name and the backend that their processes talk through.
+
+    Example:
+        >>> torchtune.utils.DeviceSupport.from_type("cpu").name
+        'CPU'
+    """
 
     CPU = ("cpu", "CPU", "gloo")
     CUDA = ("cuda", "GPU", "nccl")

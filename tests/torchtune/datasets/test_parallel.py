@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from torchtune.data import DataError
-from torchtune.datasets import SFTDataset, chat_dataset
+from torchtune.datasets import SFTDataset, chat_dataset, kto_dataset, preference_dataset, prompt_dataset
 from torchtune.datasets._parallel import in_parts, workers
 
 COUNT = 2500
@@ -43,6 +44,29 @@ def test_any_number_of_processes_writes_the_same(
     assert all(one[i] == two[i] for i in range(0, COUNT, 97))
     with pytest.raises(DataError, match=rf"rows {COUNT - 3}, {COUNT - 2}, {COUNT - 1}: a conversation needs at least"):
         build(tokenizer, write(tmp_path / "bad.jsonl", bad=3), 2, monkeypatch, tmp_path / "bad")
+
+
+@pytest.mark.parametrize("builder", [kto_dataset, prompt_dataset, preference_dataset])
+def test_so_do_datasets_of_answers_and_prompts(
+    builder: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtune.datasets._parallel._FEW", 100)
+    rows = [
+        {"prompt": "x" * (n % 7 + 1), "completion": "ab", "chosen": "ab", "rejected": "ba", "label": n % 3 == 0}
+        for n in range(600)
+    ]
+    found, processes = [], []
+    for count in (1, 2):
+        monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / str(count)))
+        with workers(count), monkeypatch.context() as patch:
+            patch.setattr(
+                "torchtune.datasets._parallel.ProcessPoolExecutor",
+                lambda count, *args: processes.append(count) or ProcessPoolExecutor(count, *args),
+            )
+            found.append(builder(tokenizer, source=rows))
+    assert processes == [2]
+    assert found[0].fingerprint == found[1].fingerprint
+    assert all(found[0][i] == found[1][i] for i in (0, 255, 256, 599))
 
 
 def test_a_process_that_is_killed_is_told() -> None:

@@ -1,13 +1,14 @@
 """A continuous batch gives every sequence the tokens that it has alone."""
 
 import contextlib
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from torchtune.generation import fast_linears, generate_tokens
+from torchtune.generation import _fast_linear, fast_linears, generate_tokens
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules import TransformerDecoder
@@ -119,3 +120,18 @@ def test_weights_return_from_their_fast_layout(dtype: torch.dtype) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
     model(torch.tensor([_PROMPTS[0]])).sum().backward()
     assert model.layers[0].attn.q_proj.lora_b.weight.grad.any()
+
+
+def test_weights_are_never_there_twice(model: TransformerDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    packs: list[weakref.ref] = []
+    restore = _fast_linear._Packed.restore
+
+    def restore_after_the_others(packed: _fast_linear._Packed) -> None:
+        assert not any(ref() for ref in packs)
+        packs.append(weakref.ref(packed))
+        restore(packed)
+
+    monkeypatch.setattr(_fast_linear._Packed, "restore", restore_after_the_others)
+    with fast_linears(model, pack=True):
+        pass
+    assert len(packs) == 2 * 4 + 1

@@ -13,13 +13,14 @@ from torchtune.models import ModelError, from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, get_adapter_params
+from torchtune.modules.peft._utils import MIXER_INPUTS, STANDS_FOR
 from torchtune.training import FullModelHFCheckpointer
 
 pytestmark = [
     # peft asks transformers under an older name.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj", "qkv_proj", "qkvz_proj", "in_proj")
+ATTENTION = ("output_proj", *MIXER_INPUTS, *(name for names in STANDS_FOR.values() for name in names))
 PARTS = (*ATTENTION, "w1", "w2", "w3")
 TOKENS = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(1))
 

@@ -30,6 +30,11 @@ class TeacherStates:
         hidden: what ``teacher(..., output="hidden")`` returns [b, s, d]; d need not be the student's.
         projection: ``teacher.output``.
         vocab_size: number of logits that count, the first ones; all by default.
+
+    Example:
+        >>> states = torchtune.modules.loss.TeacherStates(torch.zeros(3, 4), torch.nn.Linear(4, 10))
+        >>> states.select(torch.tensor([0, 2]), 10).logits(slice(0, 2)).shape
+        torch.Size([2, 10])
     """
 
     are_likeliest = False

@@ -82,6 +82,11 @@ class DivergenceLoss(nn.Module, ABC):
 
     Raises:
         ValueError: ``temperature`` is not above 0, or ``top_k`` is below 1.
+
+    Example:
+        >>> from torchtune.modules.loss import DivergenceLoss, ForwardKLLoss
+        >>> issubclass(ForwardKLLoss, DivergenceLoss)
+        True
     """
 
     num_output_chunks = 1

@@ -15,6 +15,10 @@ class SFTLoss(ABC):
 
     Recipes call :meth:`sum_and_count`. A loss that reads hidden states overrides it; one that has only
     :meth:`forward`, the mean over labelled positions of logits, inherits it.
+
+    Example:
+        >>> issubclass(torchtune.modules.loss.LinearCrossEntropyLoss, torchtune.modules.loss.SFTLoss)
+        True
     """
 
     @abstractmethod
@@ -61,7 +65,18 @@ class SFTLoss(ABC):
 
 
 class RLLoss(ABC):
-    """Loss of reinforcement learning on the outputs of several policies."""
+    """Loss of reinforcement learning on the outputs of several policies.
+
+    Example:
+        >>> class Mine(torchtune.modules.loss.RLLoss):
+        ...     def apply_compile_strategy(self, *args, **kwargs):
+        ...         return self
+        ...     def forward(self, logprobs, advantages):
+        ...         return -(logprobs * advantages).mean()
+        ...
+        >>> Mine().forward(torch.tensor([-1.0]), torch.tensor([2.0]))
+        tensor(2.)
+    """
 
     @abstractmethod
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:

@@ -85,7 +85,12 @@ class QuantizedLinear(StoredLinear):
 
 
 class FrozenNF4Linear(QuantizedLinear):
-    """Linear layer with a frozen weight of four bits an element (NF4, double quantisation)."""
+    """Linear layer with a frozen weight of four bits an element (NF4, double quantisation).
+
+    Example:
+        >>> torchtune.modules.low_precision.FrozenNF4Linear(128, 64).full_weight().shape
+        torch.Size([64, 128])
+    """
 
     kind = NF4
     parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {
@@ -122,7 +127,12 @@ class FrozenInt8Linear(QuantizedLinear):
 
 
 class FrozenFloat8Linear(FrozenInt8Linear):
-    """Linear layer with a frozen weight in float8 (e4m3) and a scale for every row."""
+    """Linear layer with a frozen weight in float8 (e4m3) and a scale for every row.
+
+    Example:
+        >>> torchtune.modules.low_precision.FrozenFloat8Linear(16, 8).full_weight().shape
+        torch.Size([8, 16])
+    """
 
     kind = Float8
 

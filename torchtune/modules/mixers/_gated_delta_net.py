@@ -48,6 +48,13 @@ class GatedDeltaNet(RecurrentMixer):
 
     Raises:
         ValueError: ``num_value_heads`` is no multiple of ``num_key_heads``.
+
+    Example:
+        >>> mixer = torchtune.modules.mixers.GatedDeltaNet(
+        ...     embed_dim=8, num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, conv_taps=2, norm_eps=1e-6
+        ... )
+        >>> mixer(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
     """
 
     def __init__(

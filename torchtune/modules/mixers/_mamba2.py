@@ -36,6 +36,13 @@ class Mamba2(RecurrentMixer):
 
     Raises:
         ValueError: ``num_heads`` is no multiple of ``num_groups``.
+
+    Example:
+        >>> mixer = torchtune.modules.mixers.Mamba2(
+        ...     embed_dim=8, num_heads=2, head_dim=4, num_groups=1, state_dim=4, conv_taps=2, norm_eps=1e-6
+        ... )
+        >>> mixer(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
     """
 
     def __init__(

@@ -14,6 +14,10 @@ class RecurrentMixer(nn.Module, ABC):
     It is called as attention is. The state is zero before every position 0 of ``input_pos``: documents of a packed
     batch begin there, and so does the text of a prompt that is padded on the left. A subclass has ``_mix`` and
     ``_new_cache``.
+
+    Example:
+        >>> issubclass(torchtune.modules.mixers.ShortConv, torchtune.modules.mixers.RecurrentMixer)
+        True
     """
 
     pos_embeddings = None

@@ -14,6 +14,11 @@ class ShortConv(RecurrentMixer):
     Args:
         embed_dim: d.
         conv_taps: positions that the convolution sees.
+
+    Example:
+        >>> mixer = torchtune.modules.mixers.ShortConv(embed_dim=8, conv_taps=3)
+        >>> mixer(torch.ones(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
     """
 
     def __init__(self, *, embed_dim: int, conv_taps: int) -> None:

@@ -17,6 +17,11 @@ class StateCache(nn.Module):
         state: shape of the state, ``[b, ...]``; empty for mixers without one.
         tail: shape of the last inputs, ``[b, K - 1, c]``.
         dtype: of ``tail``; the state is float32.
+
+    Example:
+        >>> cache = torchtune.modules.mixers.StateCache((2, 4), (8, 2), torch.float32)
+        >>> sum(buffer.numel() for buffer in cache.buffers()) >= 2 * 4 + 8 * 2
+        True
     """
 
     def __init__(self, state: Sequence[int], tail: Sequence[int], dtype: torch.dtype) -> None:

@@ -128,6 +128,10 @@ class BalancingLoss(Conversion):
 
     Raises:
         ConversionError: ``coefficient`` is negative.
+
+    Example:
+        >>> torchtune.modules.moe.BalancingLoss(coefficient=0.01).phase.name
+        'OBJECTIVE'
     """
 
     phase: ClassVar[Phase] = Phase.OBJECTIVE
@@ -169,6 +173,10 @@ class LossFreeBalancing(Conversion):
 
     Args:
         rate: see above.
+
+    Example:
+        >>> torchtune.modules.moe.LossFreeBalancing(rate=0.01).phase.name
+        'OBJECTIVE'
     """
 
     phase: ClassVar[Phase] = Phase.OBJECTIVE
@@ -248,6 +256,10 @@ class ExpertLoad:
 
     Args:
         model: the model; without experts there are no metrics.
+
+    Example:
+        >>> torchtune.modules.moe.ExpertLoad(model).metrics()  # it has no experts
+        {}
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -97,6 +97,11 @@ class ClampedExperts(GroupedExperts):
         hidden_dim: width in between.
         num_experts: e.
         limit: see above.
+
+    Example:
+        >>> experts = torchtune.modules.moe.ClampedExperts(dim=8, hidden_dim=4, num_experts=2)
+        >>> experts(torch.ones(3, 8), torch.tensor([1, 2])).shape  # one token for the first expert
+        torch.Size([3, 8])
     """
 
     def __init__(self, *, dim: int, hidden_dim: int, num_experts: int = 1, limit: float = 7.0) -> None:
@@ -140,6 +145,11 @@ class UngatedExperts(GroupedExperts):
         hidden_dim: width in between.
         num_experts: e.
         activation: elementwise.
+
+    Example:
+        >>> experts = torchtune.modules.moe.UngatedExperts(dim=8, hidden_dim=4, num_experts=2)
+        >>> experts(torch.ones(3, 8), torch.tensor([1, 2])).shape  # one token for the first expert
+        torch.Size([3, 8])
     """
 
     def __init__(

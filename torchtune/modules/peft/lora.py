@@ -15,7 +15,12 @@ from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 
 
 class TrainableParams(Enum):
-    """Which parameters of a part of a model are trained."""
+    """Which parameters of a part of a model are trained.
+
+    Example:
+        >>> torchtune.modules.peft.TrainableParams("lora") is torchtune.modules.peft.TrainableParams.LORA
+        True
+    """
 
     FULL = "full"
     LORA = "lora"

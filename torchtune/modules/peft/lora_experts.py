@@ -33,6 +33,11 @@ class LoRAGroupedExperts(GroupedExperts):
 
     Raises:
         ConversionError: ``rank`` below 1 or ``dropout`` outside [0, 1].
+
+    Example:
+        >>> experts = torchtune.modules.moe.LoRAGroupedExperts(dim=8, hidden_dim=4, rank=2, alpha=4, num_experts=2)
+        >>> len(experts.adapter_params())
+        6
     """
 
     # initialize_parameters() does not read the base weights.

@@ -29,6 +29,11 @@ class QATLoRALinear(FakeQuantized, LoRALinear):
 
     Raises:
         ConversionError: ``rank`` below 1 or ``dropout`` above 0.
+
+    Example:
+        >>> layer = torchtune.modules.peft.QATLoRALinear(8, 4, rank=2, alpha=4)
+        >>> layer(torch.ones(1, 8)).shape
+        torch.Size([1, 4])
     """
 
     def __init__(

@@ -21,6 +21,10 @@ class AnswerLoss(nn.Module, ABC):
     Attributes:
         needs_reference: whether it compares with a reference model.
         min_examples: fewest examples of a micro-batch.
+
+    Example:
+        >>> issubclass(torchtune.rlhf.loss.KTOLoss, torchtune.rlhf.loss.AnswerLoss)
+        True
     """
 
     needs_reference: ClassVar[bool] = True

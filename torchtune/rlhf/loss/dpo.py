@@ -24,6 +24,10 @@ class PreferenceLoss(AnswerLoss):
     the rewards of the chosen and of the rejected answers, ``[p]`` each; rewards take no gradient.
 
     A subclass writes :meth:`compare`.
+
+    Example:
+        >>> issubclass(torchtune.rlhf.loss.DPOLoss, torchtune.rlhf.loss.PreferenceLoss)
+        True
     """
 
     @property

@@ -110,6 +110,11 @@ class FullModelMetaCheckpointer(FullModelHFCheckpointer):
 
     :meth:`save` writes what the other checkpointers write; :meth:`save_checkpoint` writes one file under Meta's names.
     See :class:`FullModelHFCheckpointer` for the arguments.
+
+    Example:
+        >>> checkpointer = torchtune.training.FullModelMetaCheckpointer(
+        ...     "/tmp/Llama-3.1-8B", ["consolidated.00.pth"], model_type="LLAMA3", output_dir="/tmp/run"
+        ... )  # doctest: +SKIP
     """
 
     _legacy_names = "meta"
@@ -145,6 +150,11 @@ class FullModelTorchTuneCheckpointer(FullModelMetaCheckpointer):
 
     :meth:`save` writes what the other checkpointers write; :meth:`save_checkpoint` writes one file under our names.
     See :class:`FullModelHFCheckpointer` for the arguments.
+
+    Example:
+        >>> checkpointer = torchtune.training.FullModelTorchTuneCheckpointer(
+        ...     "/tmp/run/epoch_0", ["model.pt"], model_type="LLAMA3", output_dir="/tmp/next"
+        ... )  # doctest: +SKIP
     """
 
     _legacy_names = "tune"

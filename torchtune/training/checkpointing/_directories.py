@@ -41,6 +41,10 @@ class ResumePoint:
 
     Attributes:
         path: its folder.
+
+    Example:
+        >>> torchtune.training.checkpointing.ResumePoint(folder / "epoch_0").path.name
+        'epoch_0'
     """
 
     path: Path

@@ -28,6 +28,9 @@ class GGUFFile:
     Raises:
         CheckpointError: it is missing, truncated or no GGUF file.
         UserError: the ``gguf`` package is not installed.
+
+    Example:
+        >>> file = torchtune.training.checkpointing.GGUFFile("/tmp/SmolLM2-135M-Instruct.Q8_0.gguf")  # doctest: +SKIP
     """
 
     kind = "gguf"

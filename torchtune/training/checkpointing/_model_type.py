@@ -17,7 +17,12 @@ VAL_DATALOADER_KEY = "val_dataloader"
 
 
 class ModelType(Enum):
-    """Kinds of models that ``model_type:`` may name. The model's own spec decides; this is checked against it."""
+    """Kinds of models that ``model_type:`` may name. The model's own spec decides; this is checked against it.
+
+    Example:
+        >>> torchtune.training.ModelType["QWEN3"].name
+        'QWEN3'
+    """
 
     GEMMA = "gemma"
     GEMMA2 = "gemma2"

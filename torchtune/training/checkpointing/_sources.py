@@ -184,6 +184,10 @@ class FormattedCheckpointFiles:
 
     Raises:
         CheckpointError: the pattern or the number is malformed.
+
+    Example:
+        >>> torchtune.training.FormattedCheckpointFiles("model-{}-of-{}.safetensors", "2").build_checkpoint_filenames()
+        ['model-1-of-2.safetensors', 'model-2-of-2.safetensors']
     """
 
     def __init__(self, filename_format: str, max_filename: str) -> None:

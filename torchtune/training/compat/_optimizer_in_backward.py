@@ -17,6 +17,12 @@ class OptimizerInBackwardWrapper:
 
     Args:
         optim_map: optimizer of every parameter, by the parameter's name.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizers = torchtune.training.OptimizerInBackwardWrapper({"weight": torch.optim.SGD([weight], lr=0.1)})
+        >>> optimizers.get_optim_key("lr")
+        0.1
     """
 
     def __init__(self, optim_map: dict[str, Optimizer]) -> None:

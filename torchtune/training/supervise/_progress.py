@@ -25,6 +25,12 @@ class ProgressBar:
         initial: steps before a resume.
         file: stderr by default.
         interval: seconds between plain lines.
+
+    Example:
+        >>> with open(folder / "bar", "w") as file:
+        ...     bar = torchtune.training.ProgressBar(total=2, file=file)
+        ...     bar.advance(1)
+        ...     bar.close()
     """
 
     def __init__(self, total: int, initial: int = 0, file: IO[str] | None = None, interval: float = 10.0) -> None:

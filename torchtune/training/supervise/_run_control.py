@@ -60,6 +60,11 @@ class RunControl:
     Attributes:
         finished: whether this is the last step of the run.
         exit_code: 75 after SIGTERM, so that schedulers requeue the job; 130 after SIGINT; 0 without a signal.
+
+    Example:
+        >>> control = torchtune.training.RunControl(torchtune.training.ParallelDims(), folder)
+        >>> control.ending
+        False
     """
 
     def __init__(

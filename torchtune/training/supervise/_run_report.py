@@ -106,6 +106,9 @@ class RunReport:
 
     Raises:
         RecipeSettingsError: the recipe lacks an attribute of ``TrainedRecipe``, or a setting.
+
+    Example:
+        >>> report = torchtune.training.RunReport(recipe)  # doctest: +SKIP
     """
 
     def __init__(self, recipe: TrainedRecipe) -> None:

@@ -14,6 +14,11 @@ class StopSignal:
     The loop reads ``requested`` after every step. The first signal and the end of the block restore the previous
     handlers. torchrun repeats the scheduler's signal, so under torchrun the second one is ignored; torchrun itself
     kills the process after its grace period. Outside the main thread, ``requested`` stays False.
+
+    Example:
+        >>> with torchtune.training.StopSignal() as stop:
+        ...     stop.requested
+        False
     """
 
     def __init__(self) -> None:

@@ -91,6 +91,9 @@ class StepGuard:
             a spike; None disables it.
         keep_best: metric of the best validation, see :class:`BestValidation`.
         patience: validations without a better one that end the run.
+
+    Example:
+        >>> guard = torchtune.training.StepGuard(optimizer, loader, dims, "run", max_skipped_steps=5)  # doctest: +SKIP
     """
 
     def __init__(

@@ -101,6 +101,11 @@ class Watchdog:
 
     Raises:
         ValueError: ``timeout`` is not above 0.
+
+    Example:
+        >>> activity = torchtune.utils.Activity()
+        >>> with torchtune.training.Watchdog(activity, None, timeout=None):  # no timeout: it watches nothing
+        ...     activity.sign()
     """
 
     def __init__(self, activity: Activity, dims: ParallelDims | None, timeout: float | None) -> None:

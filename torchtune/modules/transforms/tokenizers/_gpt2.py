@@ -19,6 +19,12 @@ class GPT2BaseTokenizer(BaseTokenizer):
 
     Raises:
         DataError: a file is missing or broken.
+
+    Example:
+        >>> vocab, merges = folder / "vocab.json", folder / "merges.txt"
+        >>> _ = vocab.write_text('{"a": 0, "b": 1, "ab": 2}'), merges.write_text("a b\\n")
+        >>> torchtune.modules.transforms.tokenizers.GPT2BaseTokenizer(vocab, merges).encode("ab")
+        [2]
     """
 
     def __init__(

@@ -16,6 +16,10 @@ class SentencePieceBaseTokenizer(BaseTokenizer):
 
     Raises:
         DataError: the file is missing or broken.
+
+    Example:
+        >>> from torchtune.modules.transforms.tokenizers import SentencePieceBaseTokenizer
+        >>> reader = SentencePieceBaseTokenizer("/tmp/Llama-2-7b-hf/tokenizer.model")  # doctest: +SKIP
     """
 
     def __init__(self, path: str) -> None:

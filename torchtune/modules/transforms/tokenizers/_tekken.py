@@ -25,6 +25,10 @@ class TekkenTokenizer(BaseTokenizer):
 
     Raises:
         DataError: the file is missing, broken or of another kind.
+
+    Example:
+        >>> from torchtune.modules.transforms.tokenizers import TekkenTokenizer
+        >>> reader = TekkenTokenizer("/tmp/Mistral-Nemo-Instruct-2407/tekken.json")  # doctest: +SKIP
     """
 
     def __init__(self, path: str) -> None:

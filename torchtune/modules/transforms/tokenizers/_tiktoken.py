@@ -64,6 +64,16 @@ class TikTokenBaseTokenizer(BaseTokenizer):
 
     Raises:
         DataError: the file is missing or broken.
+
+    Example:
+        >>> import base64
+        >>> lines = [base64.b64encode(bytes([i])).decode() + f" {i}" for i in range(256)]
+        >>> _ = (folder / "bytes.tiktoken").write_text("\\n".join(lines))
+        >>> reader = torchtune.modules.transforms.tokenizers.TikTokenBaseTokenizer(
+        ...     str(folder / "bytes.tiktoken"), "bytes", r"\\w+|\\W+", 256, 257, {"<s>": 256, "</s>": 257}
+        ... )
+        >>> reader.encode("ab")
+        [256, 97, 98, 257]
     """
 
     def __init__(
