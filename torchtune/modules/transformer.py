@@ -444,17 +444,17 @@ class TransformerDecoder(nn.Module):
     def prefix_obstacle(self) -> str | None:
         """Why documents cannot share a prefix in this model (:class:`torchtune.data.Documents`); None: they can."""
         for index, layer in enumerate(self.layers):
-            attn = getattr(layer, "attn", None)
-            if not isinstance(attn, MultiHeadAttention):
-                return f"layer {index} has {type(attn or layer).__name__} in the place of attention to single positions"
-            if not getattr(attn.attention, "shares_prefixes", False):
-                return f"layer {index} computes attention with a function of its own"
+            for attn in getattr(layer, "mixers", [layer]):
+                if not isinstance(attn, MultiHeadAttention):
+                    return f"layer {index} has {type(attn).__name__}, which goes on from no other document"
+                if not getattr(attn.attention, "shares_prefixes", False):
+                    return f"layer {index} computes attention with a function of its own"
+                if attn.attn_dropout:
+                    return "attention has dropout (attn_dropout), which draws anew for every document"
+                if getattr(attn.pos_embeddings, "by_reach", False):
+                    return "the angles of all positions depend on the length of the document (LongRoPE, dynamic RoPE)"
             if getattr(layer, "mask_mod", None) is not None:
                 return f"layer {index} changes masks"
-            if attn.attn_dropout:
-                return "attention has dropout (attn_dropout), which draws anew for every document"
-            if getattr(attn.pos_embeddings, "by_reach", False):
-                return "the angles of all positions depend on the length of the document (LongRoPE, dynamic RoPE)"
         return None
 
     def _has_states(self) -> bool:

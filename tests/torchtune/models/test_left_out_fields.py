@@ -132,33 +132,26 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         {"embedding_multiplier": 2.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.2}
         | {"shared_intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 3}
-        | {"layer_types": [["mamba", "attention"][i in (0, 3)] for i in range(5)]}
-        | {
-            "position_embedding_type": "rope",
-            "rope_parameters": _PLAIN,
-            "mamba_n_heads": 16,
-            "mamba_n_groups": 2,
-            "mamba_d_state": 6,
-            "mamba_d_conv": 3,
-            "mamba_d_head": 6,
-        }
-        | {"time_step_limit": (0.01, 5.0)},
+        | {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "time_step_limit": (0.01, 5.0)}
+        | {"position_embedding_type": "rope", "rope_parameters": _PLAIN, "mamba_chunk_size": 16}
+        | {"mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_d_head": 6},
     ),
     "falcon_h1": (
         "FalconH1",
-        {"embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7, "mlp_bias": True}
+        {"num_hidden_layers": 1, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7}
         | {"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "mlp_multipliers": [0.9, 0.6]}
         | {"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 0.5, 1.2, 1.1, 0.6]}
         | {"mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_d_head": 6}
-        | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "rope_parameters": _PLAIN},
+        | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "rope_parameters": _PLAIN}
+        | {"mamba_chunk_size": 16, "mlp_bias": True},
     ),
     "nemotron_h": (
         "NemotronH",
-        {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "head_dim": 12, "mlp_hidden_act": "silu"}
+        {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "head_dim": 12, "mlp_hidden_act": "silu"}
         | {"mamba_num_heads": 16, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 6, "conv_kernel": 3}
         | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "time_step_min": 0.1}
         | {"moe_shared_expert_intermediate_size": 20, "n_group": 2, "norm_topk_prob": False}
-        | {"routed_scaling_factor": 1.5, "moe_latent_size": 8},
+        | {"routed_scaling_factor": 1.5, "moe_latent_size": 8, "chunk_size": 16},
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "rope_parameters": _LLAMA3}),
     "hunyuan": (

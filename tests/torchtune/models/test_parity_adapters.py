@@ -52,6 +52,19 @@ def test_experts_in_one_tensor_take_no_adapters_and_the_mlp_beside_them_does() -
     assert report.num_parameters == 30 * 2 * (2816 + 2112)
 
 
+def test_what_peft_refuses_has_no_adapter_and_the_report_says_so() -> None:
+    from torchtune.models.nemotron_h import nemotron3_nano_30b_a3b
+
+    with torch.device("meta"):
+        model = nemotron3_nano_30b_a3b()
+    with pytest.raises(ModelError, match=r"'layers.0.attn.output_proj': peft adapts no such module of nemotron_h"):
+        LoRA(target_modules=["output_proj"]).convert(model)
+    report = LoRA(attn_modules=["q_proj", "output_proj"]).convert(model)
+    assert "none for layers.0.attn.output_proj and its like (23), which peft refuses" in report.note
+    outputs = [path for path in report.replaced if path.endswith("output_proj")]
+    assert outputs == [f"layers.{i}.attn.output_proj" for i in model.description.attn_layers]
+
+
 def load(folder: Path, output: Path, conversion: LoRA) -> tuple[FullModelHFCheckpointer, TransformerDecoder]:
     """Base and, where the folder has one, adapter."""
     with torch.device("meta"):
