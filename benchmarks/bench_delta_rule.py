@@ -1,6 +1,6 @@
-"""The gated delta rule, forward and backward, beside the fallback of ``transformers`` in plain torch.
+"""The gated delta rule and Mamba 2, forward and backward, beside the fallbacks of ``transformers`` in plain torch.
 
-    python benchmarks/bench_delta_rule.py              # 2,048 tokens, 16 key and 32 value heads of 128
+    python benchmarks/bench_delta_rule.py              # 2,048 tokens, 16 key and 32 value heads of 128 (delta rule)
     python benchmarks/bench_delta_rule.py --tiny       # the same code on few tokens, to see that it runs
 
 Both sides take turns on the same random inputs. The figures are medians of their seconds, the median ratio of a turn,
@@ -8,17 +8,21 @@ and the most memory that a side has allocated beyond its inputs.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from torchtune.modules.mixers._delta_rule import gated_delta_rule
+from torchtune.modules.mixers._state_space import state_space
 
 KEY_HEADS, VALUE_HEADS, SIZE = 16, 32, 128
+MAMBA_HEADS, MAMBA_SIZE, DECAYS = 64, 64, torch.linspace(-16, -1, 64)  # one group, as in Granite 4-H
 Side = Callable[..., torch.Tensor]
 
 
@@ -38,6 +42,21 @@ def _inputs(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
     v = torch.randn(1, tokens, VALUE_HEADS, SIZE, dtype=dtype)
     g, beta = -torch.rand(1, tokens, VALUE_HEADS), torch.rand(1, tokens, VALUE_HEADS).to(dtype)
     return [tensor.requires_grad_() for tensor in (q, k, v, g, beta)]
+
+
+def _our_mamba(c: torch.Tensor, b: torch.Tensor, x: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+    return state_space(c, b, x, DECAYS * dt, dt, torch.zeros(x.shape[:2], dtype=torch.bool))[0]
+
+
+def _their_mamba(c: torch.Tensor, b: torch.Tensor, x: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+    return mamba2_chunk_scan(x, dt, DECAYS, b, c, chunk_size=256)
+
+
+def _mamba_inputs(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    c, b = (torch.randn(1, tokens, 1, SIZE, dtype=dtype) for _ in range(2))
+    x, dt = torch.randn(1, tokens, MAMBA_HEADS, MAMBA_SIZE, dtype=dtype), torch.rand(1, tokens, MAMBA_HEADS) / 10
+    return [tensor.requires_grad_() for tensor in (c, b, x, dt)]
 
 
 def _step(side: Side, inputs: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
@@ -64,16 +83,18 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs = _inputs(128 if args.tiny else 2048, dtype)
-        (_, ours), (_, theirs) = _step(_ours, inputs), _step(_theirs, inputs)
+    kinds = {"delta rule": (_inputs, _ours, _theirs), "Mamba 2": (_mamba_inputs, _our_mamba, _their_mamba)}
+    for (name, (make, own, other)), dtype in itertools.product(kinds.items(), (torch.float32, torch.bfloat16)):
+        inputs = make(128 if args.tiny else 2048, dtype)
+        (_, ours), (_, theirs) = _step(own, inputs), _step(other, inputs)
         apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
-        turns = [(_step(_ours, inputs)[0], _step(_theirs, inputs)[0]) for _ in range(args.turns)]
+        turns = [(_step(own, inputs)[0], _step(other, inputs)[0]) for _ in range(args.turns)]
         first, second = (statistics.median(side) for side in zip(*turns, strict=True))
-        ratio = statistics.median(other / own for own, other in turns)
+        ratio = statistics.median(b / a for a, b in turns)
         print(
-            f"{dtype}: {first:.2f} s, transformers {second:.2f} s, ratio {ratio:.2f}; largest relative difference "
-            f"{apart:.1e}; peak {_peak_mib(_ours, inputs):,.0f} MiB, transformers {_peak_mib(_theirs, inputs):,.0f} MiB"
+            f"{name}, {dtype}: {first:.2f} s, transformers {second:.2f} s, ratio {ratio:.2f}; largest relative "
+            f"difference {apart:.1e}; peak {_peak_mib(own, inputs):,.0f} MiB, transformers "
+            f"{_peak_mib(other, inputs):,.0f} MiB"
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -100,6 +100,21 @@ class Documents:
             prefixes = ()
         documents = cls(lengths, torch.tensor(starts, dtype=torch.int32), prefixes, shared)
         return documents if device is None else documents.to(device)
+
+    def in_chunks(self, size: int) -> "Documents":
+        """Boundaries of the chunks of ``size`` positions that each document consists of; its last may be shorter."""
+        if self.max_length <= size:
+            return self
+        lengths, begins, ends = [], [], []
+        for before, length in zip(self.before, self.lengths, strict=True):
+            cuts = [0, *range(size - before % size, length, size), length]
+            begins.append(len(lengths))
+            lengths += [end - start for start, end in pairwise(cuts)]
+            ends.append(len(lengths) - 1)
+        prefixes = [-1] * len(lengths)
+        for begin, before, index in zip(begins, self.before, self.prefixes, strict=False):
+            prefixes[begin] = ends[index] if before % size else -1  # it goes on in the last chunk of what it shares
+        return Documents.from_lengths(lengths, self.cu_seqlens.device, prefixes)
 
     @property
     def max_length(self) -> int:

@@ -19,6 +19,7 @@ from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.classifier import ClassifierHead
 from torchtune.modules.feed_forward import FeedForward, SquaredReLU
+from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter, UngatedExperts
 from torchtune.modules.position_embeddings import (
@@ -153,7 +154,36 @@ def _intermediate_dim(d: Description, index: int) -> int:
     return (index in d.shared_kv and d.shared_kv_intermediate_dim) or d.intermediate_dim
 
 
+def _latent_attention(d: Description, index: int, rope: nn.Module) -> LatentAttention:
+    norm = partial(RMSNorm, eps=1e-6, unit_offset=d.norm_unit_offset, rounds_last=d.norm_rounds_last)
+    of_queries = d.q_latent_dim or d.embed_dim
+    down = nn.Linear(d.embed_dim, d.q_latent_dim, bias=d.q_bias) if d.q_latent_dim else None
+    yarn = d.rope_scaling.latent_magnitude if isinstance(d.rope_scaling, YarnRopeScaling) else 1.0
+    return LatentAttention(
+        embed_dim=d.embed_dim,
+        num_heads=d.num_heads,
+        key_dim=d.head_dim,
+        rope_dim=d.rope_dim,
+        value_dim=d.value_dim,
+        kv_dim=d.kv_latent_dim,
+        q_down_proj=down,
+        q_down_norm=norm(d.q_latent_dim) if d.q_latent_dim else None,
+        q_proj=nn.Linear(of_queries, d.num_heads * d.head_dim, bias=False),
+        kv_down_proj=nn.Linear(d.embed_dim, d.kv_latent_dim + d.rope_dim, bias=d.k_bias),
+        kv_down_norm=norm(d.kv_latent_dim),
+        kv_proj=nn.Linear(d.kv_latent_dim, d.num_heads * (d.head_dim - d.rope_dim + d.value_dim), bias=False),
+        output_proj=nn.Linear(d.num_heads * d.value_dim, d.embed_dim, bias=d.attn_output_bias),
+        pos_embeddings=None if index in d.unrotated_layers else rope,
+        max_seq_len=d.max_seq_len,
+        attn_dropout=d.attn_dropout,
+        scale=d.attn_scale or yarn * d.head_dim**-0.5,
+        growth=_growth(d, index),
+    )
+
+
 def _attention(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> MultiHeadAttention:
+    if d.kv_latent_dim:
+        return _latent_attention(d, index, ropes[0])
     windowed = index in d.window_layers
     head_dim, num_kv_heads = d.attn_heads(index)
     q_dim, kv_dim = d.num_heads * head_dim * (1 + d.attn_gate), num_kv_heads * head_dim
@@ -180,8 +210,15 @@ def _attention(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -
         window=d.window if windowed else None,
         sinks=d.attn_sinks,
         gated=d.attn_gate,
-        growth=(d.query_growth, d.query_growth_span) if d.query_growth else None,
+        growth=_growth(d, index),
+        chunk=d.chunk if index in d.chunk_layers else None,
+        qk_norm_eps=d.norm_eps if d.qk_unit_norm and index not in d.unrotated_layers else None,
     )
+
+
+def _growth(d: Description, index: int) -> tuple[float, int, int] | None:
+    grows = d.query_growth and (not d.query_growth_layers or index in d.query_growth_layers)
+    return (d.query_growth, d.query_growth_span, d.query_growth_first) if grows else None
 
 
 def _feed_forward(d: Description, width: int, gate_scale: float = 1.0) -> FeedForward:
@@ -216,7 +253,7 @@ def _mixture(d: Description) -> MoE:
     kind = GroupedExperts if d.mlp_gated else UngatedExperts
     experts = kind(**sizes, activation=_ACTIVATIONS[d.activation]())
     if not d.shared_expert_dim:
-        return MoE(experts=experts, router=router)
+        return MoE(experts=experts, router=router, scales_input=d.router_scales_input)
     gate = nn.Linear(d.embed_dim, 1, bias=False) if d.shared_expert_gate else None
     names = ("input", "output", "shared_input", "shared_output") if d.expert_norms else ()
     return MoE(
@@ -224,6 +261,7 @@ def _mixture(d: Description) -> MoE:
         router=router,
         shared_expert=_feed_forward(d, d.shared_expert_dim),
         shared_gate=gate,
+        scales_input=d.router_scales_input,
         norms={name: _norm(d, d.embed_dim) for name in names} or None,
         latent=(nn.Linear(d.embed_dim, latent, bias=False), nn.Linear(latent, d.embed_dim, bias=False))
         if latent

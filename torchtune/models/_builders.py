@@ -17,7 +17,7 @@ Builder = Callable[..., TransformerDecoder]
 _LORA_DOC = """
     Args:
         lora_attn_modules: attention projections with an adapter; in mixers, ``q_proj``, ``k_proj`` and ``v_proj``
-            mean the projection of the input.
+            mean the projection of the input, in latent attention those to and from latents.
         apply_lora_to_mlp: whether the feed-forward projections have an adapter.
         apply_lora_to_output: whether the output projection has one; it must not be tied to the embeddings.{numbers}
         lora_rank: rank of the adapters.

@@ -21,6 +21,9 @@ _LARGEST = {
     "num_heads": 2**14,
     "head_dim": 2**14,
     "full_head_dim": 2**14,
+    "kv_latent_dim": 2**16,
+    "q_latent_dim": 2**16,
+    "value_dim": 2**14,
     "layer_embed_dim": 2**16,
     "layer_embed_vocab": 2**28,
     "shared_kv_intermediate_dim": 2**22,
@@ -66,11 +69,14 @@ class Description:
     v_bias: bool = False
     attn_output_bias: bool = False
     qk_norm: Literal["none", "before_rope", "after_rope"] = "none"  # RMSNorm over each head of queries and keys
+    qk_unit_norm: bool = False  # RMSNorm, without weight, over each head of queries and keys after rope, where it is
     qk_norm_whole: bool = False  # that norm (before rope) spans all heads at once
     attn_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attn_softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     window: int | None = None  # sliding window: positions that a query sees, its own included
     window_layers: tuple[int, ...] = ()  # layers with sliding-window attention
+    chunk: int | None = None  # attention stays within chunks of so many positions of a document ...
+    chunk_layers: tuple[int, ...] = ()  # ... in these layers
     full_head_dim: int = 0  # of layers without a window; 0: head_dim
     full_num_kv_heads: int = 0  # of layers without a window; 0: num_kv_heads
     full_keys_as_values: bool = False  # layers without a window have no v_proj: values are the projected keys
@@ -78,6 +84,11 @@ class Description:
     shared_kv_layers: int = 0  # the last layers have no keys: they use those of the last one before them of their kind
     attn_sinks: bool = False  # attention sinks: a learned logit per head in the softmax's denominator
     attn_gate: bool = False  # q_proj also returns a gate per head, and its sigmoid scales the head's output
+
+    # Latent attention (MLA): keys and values of all heads are projections of one latent for each position
+    kv_latent_dim: int = 0  # width of that latent; 0: ordinary attention
+    q_latent_dim: int = 0  # queries are projections of a latent of this width; 0: of the input
+    value_dim: int = 0  # size of a value; the last rope_dim channels of a key rotate and are common to all heads
 
     # Layers without attention, or without a feed-forward
     attnless_layers: tuple[int, ...] = ()  # a feed-forward alone
@@ -97,6 +108,8 @@ class Description:
     unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions (NoPE)
     query_growth: float = 0.0  # queries are scaled by 1 + query_growth * ln(1 + position // query_growth_span)
     query_growth_span: int = 0
+    query_growth_first: int = 0  # number of the first position, in that formula
+    query_growth_layers: tuple[int, ...] = ()  # layers in which they are; (): all
 
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
@@ -125,6 +138,7 @@ class Description:
     shared_expert_gate: bool = False  # the sigmoid of a projection of the token scales the shared expert's output
     expert_norms: bool = False  # experts and shared expert have norms of their own, before and after, for mlp_norm
     router_norm: bool = False  # the router sees tokens of length 1, scaled by channel, and scales each expert's weight
+    router_scales_input: bool = False  # routing weights multiply an expert's input, not its output
     router_balance: float = 0.0  # coefficient of the load-balancing loss, if training enables it
 
     # Norms
@@ -170,6 +184,7 @@ class Description:
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
         self._check_positions()
+        self._check_latents()
         self._check_experts()
         self._check_layer_kinds()
         if self.mixer is not None and (problem := self.mixer.problem()):
@@ -200,12 +215,30 @@ class Description:
             raise ModelError(
                 f"window (got {self.window}) and window_layers (got {len(self.window_layers)} layers) go together."
             )
+        if bool(self.chunk) != bool(self.chunk_layers) or set(self.chunk_layers) & set(self.window_layers):
+            raise ModelError(f"chunk (got {self.chunk}) and chunk_layers go together, in layers without a window.")
         if self.query_growth and self.query_growth_span < 1:
             raise ModelError(
                 f"query_growth ({self.query_growth}) needs query_growth_span, got {self.query_growth_span}."
             )
-        if self.attn_dropout and (self.window or self.attn_softcap or self.attn_sinks):
-            raise ModelError("attn_dropout must be 0 in a model with an attention window, soft cap or sinks.")
+        if self.attn_dropout and (self.window or self.chunk or self.attn_softcap or self.attn_sinks):
+            raise ModelError("attn_dropout must be 0 in a model with an attention window, chunks, soft cap or sinks.")
+
+    def _check_latents(self) -> None:
+        if bool(self.kv_latent_dim) != bool(self.value_dim) or (self.q_latent_dim and not self.kv_latent_dim):
+            raise ModelError(
+                f"kv_latent_dim (got {self.kv_latent_dim}) and value_dim ({self.value_dim}) go together, and "
+                f"q_latent_dim ({self.q_latent_dim}) needs them."
+            )
+        if self.kv_latent_dim and self.num_kv_heads != self.num_heads:
+            raise ModelError(
+                f"kv_latent_dim needs num_kv_heads = num_heads ({self.num_heads}), got {self.num_kv_heads}."
+            )
+        with_heads = ("window", "chunk", "attn_softcap", "attn_sinks", "attn_gate", "v_norm", "shared_kv_layers")
+        with_heads = (*with_heads, "has_qk_norm", "qk_unit_norm")
+        both = [name for name in with_heads if self.kv_latent_dim and getattr(self, name)]
+        if both:
+            raise ModelError(f"kv_latent_dim and {both[0]} do not go together.")
 
     def _check_experts(self) -> None:
         if bool(self.num_experts) != bool(self.expert_dim) or not 0 <= self.experts_per_token <= self.num_experts:
@@ -223,7 +256,7 @@ class Description:
         groups, top = self.router_groups, self.router_top_groups
         if not 1 <= top <= groups or self.num_experts % groups or (groups > 1 and self.num_experts < 2 * groups):
             raise ModelError(
-                f"router_top_groups ({top}) of router_groups ({groups}) do not fit {self.num_experts} experts."
+                f"router_top_groups ({top}) of router_groups ({groups}) do not fit num_experts ({self.num_experts})."
             )
         if self.num_experts and not self.experts_per_token:
             raise ModelError(f"experts_per_token must be at least 1 with num_experts = {self.num_experts}.")
@@ -269,7 +302,8 @@ class Description:
     @property
     def key_layers(self) -> tuple[int, ...]:
         """Layers with a projection of keys."""
-        return tuple(i for i in self.attn_layers if i < self.num_layers - self.shared_kv_layers)
+        without = self.shared_kv_layers if not self.kv_latent_dim else self.num_layers
+        return tuple(i for i in self.attn_layers if i < self.num_layers - without)
 
     @property
     def value_layers(self) -> tuple[int, ...]:
@@ -317,6 +351,26 @@ class Description:
     def mixer_norm_layers(self) -> tuple[int, ...]:
         """Layers with a mixer that has a norm."""
         return self.mixer_layers if getattr(self.mixer, "has_norm", True) else ()
+
+    @property
+    def latent_layers(self) -> tuple[int, ...]:
+        """Layers with latent attention."""
+        return self.attn_layers if self.kv_latent_dim else ()
+
+    @property
+    def query_bias_layers(self) -> tuple[int, ...]:
+        """Layers whose queries have a bias; with latent attention, ``q_bias`` is that of the latent of queries."""
+        return self.attn_layers if self.q_bias and not self.kv_latent_dim else ()
+
+    @property
+    def input_query_layers(self) -> tuple[int, ...]:
+        """Layers whose queries are projections of the input."""
+        return () if self.q_latent_dim else self.attn_layers
+
+    @property
+    def latent_query_layers(self) -> tuple[int, ...]:
+        """Layers whose queries are projections of a latent."""
+        return self.attn_layers if self.q_latent_dim else ()
 
     @property
     def shared_expert_layers(self) -> tuple[int, ...]:

@@ -22,6 +22,8 @@ _THEIR_NAMES = {
     "max_seq_len": "max_position_embeddings",
     "experts_per_token": "num_experts_per_tok",
     "expert_dim": "moe_intermediate_size",
+    "router_groups": "n_group",
+    "router_top_groups": "topk_group",
     "expert_latent_dim": "moe_latent_size",
     "attn_dropout": "attention_dropout",
     "window": "sliding_window",
@@ -49,7 +51,7 @@ class HFFormat:
         has_mlp_bias: whether a flag for biases of the feed-forward exists.
         bias_fields: names of the two flags, of attention and of the feed-forward; they may be the same.
         qk_norm: as in a description.
-        mixer_kind: entry of ``layer_types`` of layers without attention, which ``read_more`` reads.
+        mixer_kind: entry of ``layer_types`` of layers without attention, or in chunks, which ``read_more`` reads.
         windows: whether ``sliding_window`` alone enables sliding windows, ``use_sliding_window`` must be true as well,
             or the architecture has none.
         window_layers: which layers have a sliding window if ``layer_types`` is absent: all (there is no such field),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune.models._description import ModelError
+from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_fields import Fields, is_number, is_whole
 from torchtune.models._rope_scaling import (
     DynamicRopeScaling,
@@ -195,6 +195,12 @@ def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> RopeSca
     if unread:
         raise fields.refusal(f"{name}.{min(unread)}", scaling[min(unread)])
     return scaling_type(**values)
+
+
+def write_growth(d: Description) -> dict[str, Any]:
+    """``rope_scaling`` of a ``config.json`` that also says how queries grow with their position."""
+    growth = {"original_max_position_embeddings": d.query_growth_span, "llama_4_scaling_beta": d.query_growth}
+    return {"rope_scaling": {**(write_scaling(d.rope_scaling) or {"rope_type": "default"}), **growth}}
 
 
 def write_kinds(base: float, scaling: RopeScaling | None, window_base: float | None) -> dict[str, Any]:

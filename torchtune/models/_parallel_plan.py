@@ -40,6 +40,11 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
             "tensor_parallel_dim: a model whose layers embed tokens or share keys and values cannot be split by tensor "
             "parallelism: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
         )
+    if model.description is not None and model.description.kv_latent_dim:
+        raise ParallelError(
+            "tensor_parallel_dim: a model with latent attention cannot be split by tensor parallelism: set it to 1, "
+            "and data_parallel_shard_dim to -1 to shard the weights instead."
+        )
     block: dict[str, ParallelStyle] = {
         "attn": GatherInput(),
         "attn.q_proj": ByColumns(),

@@ -12,7 +12,9 @@ _TEXT_ARCHITECTURES = {
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -74,7 +76,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         ModelError: no model family reads the text decoder, or ``architectures`` is not a list of names.
     """
     architecture_of(config)
-    inner = config.get("text_config")
+    inner, quantization = config.get("text_config"), config.get("quantization_config")
     if not isinstance(inner, Mapping):
         return {key: value for key, value in config.items() if key != "quantization_config" or not _is_readable(value)}
     if str(inner.get("model_type")) not in _TEXT_ARCHITECTURES:
@@ -83,12 +85,17 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(_TEXT_ARCHITECTURES)}."
         )
     shared = {key: config[key] for key in _SHARED_FIELDS if config.get(key) is not None}
+    if quantization and not _is_readable(quantization):
+        shared["quantization_config"] = quantization
     return {**inner, **shared, "architectures": [_TEXT_ARCHITECTURES[inner["model_type"]]]}
 
 
 def _is_readable(quantization: object) -> bool:
     """Whether checkpoints of this ``quantization_config`` are read as the values that their weights stand for."""
-    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "compressed-tensors"
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    return method == "compressed-tensors" or (
+        method == "fp8" and quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    )
 
 
 def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

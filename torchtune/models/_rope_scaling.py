@@ -96,6 +96,11 @@ class YarnRopeScaling:
             return (self.mscale * grown + 1.0) / (self.mscale_all_dim * grown + 1.0)
         return grown + 1.0
 
+    @property
+    def latent_magnitude(self) -> float:
+        """What latent attention's scores are multiplied by beside ``magnitude``."""
+        return ((self.mscale_all_dim or 0.0) * math.log(max(self.factor, 1.0)) / 10 + 1.0) ** 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:

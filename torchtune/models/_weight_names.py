@@ -42,7 +42,12 @@ _FUSED = {
     "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim",) * 2, ("mlp_layers", "mlp_bias")),
 }
 # Projections that not every attention or feed-forward has.
-_WHERE = {"attn.k_proj": "key_layers", "attn.v_proj": "value_layers", "mlp.w3": "mlp_gate_layers"}
+_WHERE = {
+    "attn.q_proj": "input_query_layers",
+    "attn.k_proj": "key_layers",
+    "attn.v_proj": "value_layers",
+    "mlp.w3": "mlp_gate_layers",
+}
 _HF, _META, _GGUF = 1, 2, 3
 _LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{layer}."}
 
@@ -55,7 +60,8 @@ def _rows(column: int, qk: Op) -> tuple[Row, ...]:
         external, ours = _LAYER[column] + row[column], "layers.{layer}." + row[0]
         when = _WHERE.get(row[0], "mlp_layers" if row[0].startswith("mlp.") else "attn_layers")
         rows.append(Row(f"{external}.weight", f"{ours}.weight", op, when))
-        rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=(when, row[4])))
+        when = "query_bias_layers" if row[4] == "q_bias" else (when, row[4])
+        rows.append(Row(f"{external}.bias", f"{ours}.bias", op, when=when))
     for row in _NORMS:
         where = "key_layers" if row[0] == "attn.k_norm" else "attn_layers"
         op, when = (qk, (where, row[4])) if row[4] == "has_qk_norm" else (Identity(), row[4])
@@ -109,7 +115,7 @@ def hf_names(
     )
 
 
-def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) -> WeightMap:
+def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bias: str | None = None) -> WeightMap:
     """Add mixtures of experts to a weight map; the checkpoint has one tensor per expert and matrix.
 
     Args:
@@ -118,9 +124,12 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) ->
         gate: their name of an expert's ``gate_proj``.
         up: their name of an expert's ``up_proj``.
         down: their name of an expert's ``down_proj``.
+        bias: their name, in the mixture, of what routers add to scores for the selection.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.", "layers.{layer}.mlp."
     rows = [Row(f"{theirs}gate.weight", f"{ours}router.gate.weight", when="expert_layers")]
+    if bias is not None:
+        rows.append(Row(f"{theirs}{bias}", f"{ours}router.selection_bias", when="expert_layers"))
     for name, matrix in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
         external = f"{theirs}experts.{{expert}}.{matrix}.weight"
         where = "expert_gate_layers" if name == "gate_proj" else "expert_layers"
@@ -128,18 +137,19 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str) ->
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 
-def with_fused_experts(weight_map: WeightMap, block: str) -> WeightMap:
+def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = True) -> WeightMap:
     """The map of checkpoints that hold the experts of a layer in two tensors, from one that names them one by one.
 
     Args:
         weight_map: Hugging Face map.
         block: their name of the mixture in a layer, the parent of ``experts``.
+        transpose: whether their matrices are ``[out, in]``, else ``[in, out]`` as ours.
     """
     theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
     rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
     both = (f"{ours}gate_proj", f"{ours}up_proj")
-    rows.append(Row(f"{theirs}gate_up_proj", both, FusedExperts(2), "expert_layers"))
-    rows.append(Row(f"{theirs}down_proj", f"{ours}down_proj", FusedExperts(), "expert_layers"))
+    rows.append(Row(f"{theirs}gate_up_proj", both, FusedExperts(2, transpose), "expert_layers"))
+    rows.append(Row(f"{theirs}down_proj", f"{ours}down_proj", FusedExperts(1, transpose), "expert_layers"))
     return replace(weight_map, rows=tuple(rows))
 
 
@@ -177,6 +187,25 @@ def mixers(weight_map: WeightMap, names: Names, place: str = "attn") -> WeightMa
     for theirs, ours, *op in names:
         when = "mixer_norm_layers" if ours.startswith("norm.") else "mixer_layers"
         rows.append(Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.{place}.{ours}", *op, when=when))
+    return replace(weight_map, rows=(*weight_map.rows, *rows))
+
+
+def latent_attention(weight_map: WeightMap) -> WeightMap:
+    """Add latent attention to a weight map, with DeepSeek's names."""
+    theirs, ours = f"{_LAYER[_HF]}self_attn.", "layers.{layer}.attn."
+    rows = [
+        Row(f"{theirs}{external}", f"{ours}{name}", when=when)
+        for external, name, when in (
+            ("q_a_proj.weight", "q_down_proj.weight", "latent_query_layers"),
+            ("q_a_proj.bias", "q_down_proj.bias", ("latent_query_layers", "q_bias")),
+            ("q_a_layernorm.weight", "q_down_norm.scale", "latent_query_layers"),
+            ("q_b_proj.weight", "q_proj.weight", "latent_query_layers"),
+            ("kv_a_proj_with_mqa.weight", "kv_down_proj.weight", "latent_layers"),
+            ("kv_a_proj_with_mqa.bias", "kv_down_proj.bias", ("latent_layers", "k_bias")),
+            ("kv_a_layernorm.weight", "kv_down_norm.scale", "latent_layers"),
+            ("kv_b_proj.weight", "kv_proj.weight", "latent_layers"),
+        )
+    ]
     return replace(weight_map, rows=(*weight_map.rows, *rows))
 
 

@@ -283,17 +283,22 @@ class FusedExperts(Op):
 
     Attributes:
         parts: how many.
+        transpose: whether it is so; else it is ``[experts, in, parts * out]``.
     """
 
     parts: int = 1
+    transpose: bool = True
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """One fused tensor to its parts."""
         (fused,) = tensors
-        return [part.transpose(1, 2).contiguous() for part in fused.chunk(self.parts, dim=1)]
+        fused = fused.transpose(1, 2) if self.transpose else fused
+        return [part.contiguous() for part in fused.chunk(self.parts, dim=2)]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """The parts to one fused tensor."""
+        if not self.transpose:
+            return [torch.cat(list(tensors), dim=2)]
         return [torch.cat([part.transpose(1, 2) for part in tensors], dim=1)]
 
     def external_slices(
@@ -301,9 +306,10 @@ class FusedExperts(Op):
     ) -> list[ExternalSlice]:
         """One slice of the fused tensor."""
         experts, inner, outer = slices
-        start = which * shapes[0][1] // self.parts
-        rows = slice(start + outer.start, start + outer.stop)
-        return [] if is_empty(slices) else [ExternalSlice(0, (experts, rows, inner), transposed=True)]
+        start = which * shapes[0][1 if self.transpose else 2] // self.parts
+        whole = slice(start + outer.start, start + outer.stop)
+        theirs = (experts, whole, inner) if self.transpose else (experts, inner, whole)
+        return [] if is_empty(slices) else [ExternalSlice(0, theirs, transposed=self.transpose)]
 
 
 @dataclass(frozen=True)

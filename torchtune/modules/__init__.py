@@ -15,6 +15,7 @@ from torchtune.modules.common_utils import (
 from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.kv_cache import KVCache
+from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import RMSNorm, rms_norm
@@ -26,6 +27,7 @@ __all__ = [
     "FeedForward",
     "FlashAttentionKernel",
     "KVCache",
+    "LatentAttention",
     "MultiHeadAttention",
     "RMSNorm",
     "RotaryPositionalEmbeddings",

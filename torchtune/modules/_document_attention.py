@@ -26,6 +26,7 @@ class Boundaries:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths.
         max_length: upper bound of the numbers of keys, rounded up so that it takes few values.
         block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
+        chunks: size -> boundaries of the documents' chunks of that size.
         shared: what documents share.
     """
 
@@ -33,20 +34,25 @@ class Boundaries:
     max_length: int
     block_masks: dict[int, "BlockMask"] = field(default_factory=dict)
     shared: SharedPrefixes | None = None
+    chunks: dict[int, "Boundaries"] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, documents: Documents, step: int = 512, block_masks: Iterable[int] = ()) -> "Boundaries":
+    def of(
+        cls, documents: Documents, step: int = 512, block_masks: Iterable[int] = (), chunks: Iterable[int] = ()
+    ) -> "Boundaries":
         """Make the boundaries of documents.
 
         Args:
             documents: the documents of the batch.
             step: ``max_length`` is a multiple of it.
             block_masks: windows of the layers that run FlexAttention.
+            chunks: sizes of the chunks in which layers attend.
         """
         shared, sizes = documents.shared, (documents.cu_seqlens, documents.num_tokens)
         keys = () if shared is None else (shared.cu_keys, len(shared.keys))
         masks = {window: document_block_mask(*sizes, window, *keys) for window in block_masks}
-        return cls(documents.cu_seqlens, -(-documents.max_length // step) * step, masks, shared)
+        parts = {size: cls.of(documents.in_chunks(size), step, block_masks) for size in chunks}
+        return cls(documents.cu_seqlens, -(-documents.max_length // step) * step, masks, shared, parts)
 
 
 class _Gather(torch.autograd.Function):

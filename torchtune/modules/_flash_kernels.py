@@ -98,6 +98,6 @@ class FlashAttentionKernel(Conversion):
 
 
 def _uses_flash(layer: MultiHeadAttention) -> bool:
-    dtype = next(layer.q_proj.parameters()).dtype
+    dtype = next(layer.parameters()).dtype
     kind = {"head_dim": layer.head_dim, "window": layer.window or 0, "softcap": layer.softcap or 0.0}
     return choose_kernel(torch.device("cuda"), dtype, **kind) is Kernel.VARLEN

@@ -40,7 +40,11 @@ class MultiHeadAttention(nn.Module):
         window: sliding window in positions, the query's own included.
         gated: ``q_proj`` maps ``d -> n * 2h``: for each head the query, then a gate. The gate's sigmoid scales the
             output of the head.
-        growth: (beta, span): queries are scaled by ``1 + beta * ln(1 + position // span)`` (Llama 4, Ministral 3).
+        growth: (beta, span, first): queries are scaled by ``1 + beta * ln(1 + (position + first) // span)`` (Llama 4,
+            Ministral 3).
+        chunk: attention stays within chunks of this many positions of a document.
+        qk_norm_eps: eps of an RMSNorm, without weight, of each query and key head, after RoPE; by default there is
+            none.
         sinks: add attention sinks: a parameter ``sinks`` ``[n]``, a logit per head in the softmax's denominator.
 
     Raises:
@@ -77,8 +81,10 @@ class MultiHeadAttention(nn.Module):
         window: int | None = None,
         sinks: bool = False,
         gated: bool = False,
-        growth: tuple[float, int] | None = None,
+        growth: tuple[float, int, int] | None = None,
         v_norm_eps: float | None = None,
+        chunk: int | None = None,
+        qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         if num_heads % num_kv_heads != 0:
@@ -102,6 +108,8 @@ class MultiHeadAttention(nn.Module):
         self.gated = gated
         self.growth = growth
         self.v_norm_eps = v_norm_eps
+        self.chunk = chunk
+        self.qk_norm_eps = qk_norm_eps
         self.kv_cache = kv_cache
         self.cache_enabled = kv_cache is not None
         self.q_proj = q_proj
@@ -178,6 +186,7 @@ class MultiHeadAttention(nn.Module):
             window=self.window,
             softcap=self.softcap,
             **({} if self.sinks is None else {"sinks": self.sinks}),
+            **({} if self.chunk is None else {"chunk": self.chunk}),
         )
         out = out.flatten(-2).to(x.dtype)
         out = self.output_proj(out if gate is None else out * gate.sigmoid())
@@ -198,9 +207,9 @@ class MultiHeadAttention(nn.Module):
 
     def _grown(self, q: Tensor, input_pos: Tensor | None) -> Tensor:
         """Queries ``[b, s, n, h]``, scaled by their positions."""
-        beta, span = self.growth
+        beta, span, first = self.growth
         positions = torch.arange(q.shape[1], device=q.device) if input_pos is None else input_pos
-        factors = 1 + beta * (positions // span).float().log1p()
+        factors = 1 + beta * ((positions + first) // span).float().log1p()
         return q * factors[..., None, None].to(q.dtype)
 
     def _heads(
@@ -218,4 +227,4 @@ class MultiHeadAttention(nn.Module):
             x = self.pos_embeddings(x, input_pos=input_pos)
         if norm is not None and not self.qk_norm_before_rope:
             x = norm(x)
-        return x
+        return x if self.qk_norm_eps is None else rms_norm(x, self.qk_norm_eps)

@@ -41,6 +41,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, ``softmax(q kᵀ / √h) v``, with grouped-query support.
 
@@ -61,32 +62,39 @@ def attention(
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator (Xiao et al. 2023,
             arXiv:2309.17453).
+        chunk: positions of a document form chunks of this size, and a query sees those of its own chunk (Llama 4).
+            With a mask, the number of visible keys tells a query's position.
 
     Returns:
         Tensor ``[b, s, n, h]``.
 
     Raises:
-        ValueError: both ``documents`` and ``mask`` are given, or dropout with a window, a soft cap or sinks.
+        ValueError: both ``documents`` and ``mask`` are given, dropout with a window, chunks, a soft cap or sinks, or
+            chunks with a ``BlockMask``.
 
     Example:
         >>> q = k = v = torch.randn(1, 2, 3, 4)  # [b, n, s, h]
         >>> torchtune.modules.attention(q, k, v).shape
         torch.Size([1, 2, 3, 4])
     """
-    if dropout_p > 0.0 and (window or softcap or sinks is not None):
-        raise ValueError("Attention with a window, a soft cap or sinks has no dropout: set attn_dropout to 0.")
+    if dropout_p > 0.0 and (window or chunk or softcap or sinks is not None):
+        raise ValueError("Attention with a window, chunks, a soft cap or sinks has no dropout: set attn_dropout to 0.")
     scored = softcap is not None or sinks is not None  # the kernel must change the scores
     if documents is not None:
         if mask is not None:
             raise ValueError("Attention takes either documents or a mask, not both.")
+        documents = documents if chunk is None else _chunks_of(documents, chunk)
         return _packed_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
     if mask is not None and not isinstance(mask, Tensor):
+        if chunk is not None:
+            raise ValueError("Attention in chunks takes documents or a bool mask, not a BlockMask.")
         if dropout_p > 0.0:
             raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
         heads = (t.transpose(1, 2) for t in (q, k, v))
         return compile_friendly_flex_attention(*heads, mask, window, softcap, sinks).transpose(1, 2)
     if q.shape[1] == 1 < k.shape[1] and mask is None and is_causal:  # a token after all cached keys
         is_causal = False
+        window = window if chunk is None else (k.shape[1] - 1) % chunk + 1
         if window is not None:
             k, v, window = k[:, -window:], v[:, -window:], None
     special = scored or (window is not None and window < k.shape[1])
@@ -95,13 +103,18 @@ def attention(
         and is_causal
         and not dropout_p
         and q.shape[1] == k.shape[1]
-        and (special or q.device.type == "cpu")
+        and (special or q.device.type == "cpu" or (chunk is not None and chunk < q.shape[1]))
     ):
         b, s = q.shape[:2]  # every row is a document
+        if chunk is not None and chunk < s:
+            rows = _chunks_of(Documents.from_lengths([s] * b, q.device), chunk)
+            return _packed_attention(q, k, v, rows, 0.0, window or 0, softcap or 0.0, sinks)
         rows = Boundaries(torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device), s)
         return _packed_attention(q, k, v, rows, 0.0, window or 0, softcap or 0.0, sinks)
     if mask is not None and window is not None and window < k.shape[1]:
         mask = mask & _in_window(mask, window)
+    if mask is not None and chunk is not None and chunk < k.shape[1]:
+        mask = mask & _in_window(mask, (mask.sum(-1, keepdim=True) - 1) % chunk + 1)
     if scored:
         return _scored_attention(q, k, v, mask, softcap, sinks)
     return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
@@ -179,7 +192,15 @@ def _packed_attention(
     return out[0].transpose(0, 1).reshape(q.shape)
 
 
-def _in_window(mask: Tensor, window: int) -> Tensor:
+def _chunks_of(documents: Documents | Boundaries, size: int) -> Boundaries:
+    if isinstance(documents, Documents):
+        return Boundaries.of(documents.in_chunks(size))
+    if size not in documents.chunks:
+        raise ValueError(f"These boundaries do not say where chunks of {size} begin: give the documents.")
+    return documents.chunks[size]
+
+
+def _in_window(mask: Tensor, window: int | Tensor) -> Tensor:
     """bool ``[b, s, t]``: the ``window`` keys that end with the last one a query sees in ``mask``."""
     index = torch.arange(mask.shape[-1], device=mask.device)
     last = (mask * index).amax(-1, keepdim=True)

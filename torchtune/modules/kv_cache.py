@@ -32,6 +32,7 @@ class KVCache(nn.Module):
         num_kv_heads: n_kv.
         head_dim: h.
         dtype: of keys and values.
+        value_dim: size of a value, if it differs from ``head_dim``; 0 for keys alone.
 
     Example:
         >>> sizes = {"batch_size": 1, "max_seq_len": 8, "num_kv_heads": 2, "head_dim": 4}
@@ -40,11 +41,20 @@ class KVCache(nn.Module):
         0
     """
 
-    def __init__(self, batch_size: int, max_seq_len: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        value_dim: int | None = None,
+    ) -> None:
         super().__init__()
-        shape = (batch_size, num_kv_heads, max_seq_len, head_dim)
-        self.register_buffer("k_cache", torch.zeros(shape, dtype=dtype), persistent=False)
-        self.register_buffer("v_cache", torch.zeros(shape, dtype=dtype), persistent=False)
+        shape = (batch_size, num_kv_heads, max_seq_len)
+        self.register_buffer("k_cache", torch.zeros(*shape, head_dim, dtype=dtype), persistent=False)
+        value_dim = head_dim if value_dim is None else value_dim
+        self.register_buffer("v_cache", torch.zeros(*shape, value_dim, dtype=dtype), persistent=False)
         self.register_buffer("cache_pos", torch.arange(0, max_seq_len), persistent=False)
         self.batch_size = batch_size
         self.place: Place | None = None

@@ -400,12 +400,12 @@ class TransformerDecoder(nn.Module):
         """Make the boundaries for the attention kernels, once for all layers; log the kernels at the first call."""
         attentions = (getattr(layer, "attn", None) for layer in self.layers)
         kinds = {
-            (attn.head_dim, attn.window, attn.softcap, attn.sinks is not None)
+            (attn.head_dim, attn.window, attn.softcap, attn.sinks is not None, attn.chunk)
             for attn in attentions
             if isinstance(attn, MultiHeadAttention)
         }
-        windows = set()
-        for head_dim, window, softcap, sinks in kinds:
+        windows, chunks = set(), {kind[-1] for kind in kinds} - {None}
+        for head_dim, window, softcap, sinks, _ in kinds:
             options = {"head_dim": head_dim, "window": window or 0, "softcap": softcap or 0.0, "sinks": sinks}
             if not torch.compiler.is_compiling():
                 log_attention_backend(
@@ -413,7 +413,7 @@ class TransformerDecoder(nn.Module):
                 )
             if choose_kernel(h.device, h.dtype, **options) is Kernel.FLEX:
                 windows.add(window or 0)
-        return None if documents is None else Boundaries.of(documents, block_masks=windows)
+        return None if documents is None else Boundaries.of(documents, block_masks=windows, chunks=chunks)
 
     def _check(self, h: Tensor, mask: _MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
         if documents is not None and documents.shared is not None and (reason := self.prefix_obstacle()):
@@ -444,17 +444,17 @@ class TransformerDecoder(nn.Module):
     def prefix_obstacle(self) -> str | None:
         """Why documents cannot share a prefix in this model (:class:`torchtune.data.Documents`); None: they can."""
         for index, layer in enumerate(self.layers):
-            attn = getattr(layer, "attn", None)
-            if not isinstance(attn, MultiHeadAttention):
-                return f"layer {index} has {type(attn or layer).__name__} in the place of attention to single positions"
-            if not getattr(attn.attention, "shares_prefixes", False):
-                return f"layer {index} computes attention with a function of its own"
+            for attn in getattr(layer, "mixers", [layer]):
+                if not isinstance(attn, MultiHeadAttention):
+                    return f"layer {index} has {type(attn).__name__}, which goes on from no other document"
+                if not getattr(attn.attention, "shares_prefixes", False):
+                    return f"layer {index} computes attention with a function of its own"
+                if attn.attn_dropout:
+                    return "attention has dropout (attn_dropout), which draws anew for every document"
+                if getattr(attn.pos_embeddings, "by_reach", False):
+                    return "the angles of all positions depend on the length of the document (LongRoPE, dynamic RoPE)"
             if getattr(layer, "mask_mod", None) is not None:
                 return f"layer {index} changes masks"
-            if attn.attn_dropout:
-                return "attention has dropout (attn_dropout), which draws anew for every document"
-            if getattr(attn.pos_embeddings, "by_reach", False):
-                return "the angles of all positions depend on the length of the document (LongRoPE, dynamic RoPE)"
         return None
 
     def _has_states(self) -> bool:

@@ -90,6 +90,20 @@ _SHARED_EXPERT = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+_LATENTS = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+_MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
 # name -> (architecture of transformers, what its config says beyond the small sizes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 6}),
@@ -293,6 +307,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_mtp_layers": 0,
         },
     ),
+    "llama4": (
+        "Llama4",
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 7,
+            "floor_scale": 9,
+            "rope_parameters": _LLAMA3_ROPE,
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3", {**_LATENTS, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}),
+    "deepseek_v3_direct": (  # queries without a latent, values wider than keys, no groups
+        "DeepseekV3",
+        {**_LATENTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "q_lora_rank": None, "v_head_dim": 28}
+        | {"rope_interleave": False, "attention_bias": True, "rope_parameters": {**_YARN, **_MSCALES}},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENTS, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "mistral4": (
+        "Mistral4",
+        {**_LATENTS, "first_k_dense_replace": 0}
+        | {
+            "rope_parameters": {**_YARN, **_MSCALES, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "tie_word_embeddings": True},
@@ -377,8 +420,10 @@ def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tens
 
 
 _EXPERT = ("gate_proj", "up_proj", "down_proj")
+# Whose files hold the experts of a layer together.
+_FUSED = ("mistral4", "Mistral4", "llama4", "Llama4")
 # Whose files call the matrices of experts as Mixtral's do.
-OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2", "lfm2_moe", "Lfm2Moe")
+_OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2", "lfm2_moe", "Lfm2Moe")
 
 
 def _of_granite4(name: str) -> str:
@@ -391,9 +436,9 @@ def _of_granite4(name: str) -> str:
     return name
 
 
-def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], *, mixtral: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of a model of transformers under the names of its files, which hold experts one by one."""
-    gate, up, down, block = ("w1", "w3", "w2", "block_sparse_moe") if mixtral else (*_EXPERT, "mlp")
+def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], of: str = "") -> dict[str, torch.Tensor]:
+    """Tensors of a model of transformers, ``of`` a row or an architecture, under the names of its files."""
+    gate, up, down, block = ("w1", "w3", "w2", "block_sparse_moe") if of in _OF_MIXTRAL else (*_EXPERT, "mlp")
     found = {}
     tensors = [(_of_granite4(name), tensor) for name, tensor in tensors]
     if any(".mixer." in name for name, _ in tensors):  # of Nemotron
@@ -406,7 +451,7 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], *, mixtral: bool = Fals
         if ".mixer.experts." in key:
             found |= {f"{path}.{expert}.{leaf}.weight": matrix for expert, matrix in enumerate(tensor)}
             continue
-        if f"{path}.gate_up_proj_bias" in names or not is_mlp:  # gpt-oss's and Gemma's files hold them together
+        if f"{path}.gate_up_proj_bias" in names or not is_mlp or of in _FUSED:  # and gpt-oss, Gemma
             found[key] = tensor
         elif leaf == "gate_up_proj" and tensor.dim() == 3:
             for expert, matrix in enumerate(tensor):

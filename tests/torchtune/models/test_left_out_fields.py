@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torchtune.models.conftest import OF_MIXTRAL, on_disk
+from tests.torchtune.models.conftest import on_disk
 from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.models import Description, ModelError, build
 from torchtune.models._spec import spec_for_architecture
@@ -55,6 +55,21 @@ _GEMMA4 = {
 }
 _ON = {"use_sliding_window": True, "sliding_window": 4}
 _EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.02}
+_LATENTS = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.3,
+    "norm_topk_prob": False,
+    "attention_bias": True,
+}
 _LINEAR = {
     "layer_types": [["linear_attention", "full_attention"][i in (0, 3)] for i in range(5)],
     "head_dim": 16,
@@ -117,33 +132,26 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         {"embedding_multiplier": 2.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.2}
         | {"shared_intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 3}
-        | {"layer_types": [["mamba", "attention"][i in (0, 3)] for i in range(5)]}
-        | {
-            "position_embedding_type": "rope",
-            "rope_parameters": _PLAIN,
-            "mamba_n_heads": 16,
-            "mamba_n_groups": 2,
-            "mamba_d_state": 6,
-            "mamba_d_conv": 3,
-            "mamba_d_head": 6,
-        }
-        | {"time_step_limit": (0.01, 5.0)},
+        | {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "time_step_limit": (0.01, 5.0)}
+        | {"position_embedding_type": "rope", "rope_parameters": _PLAIN, "mamba_chunk_size": 16}
+        | {"mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_d_head": 6},
     ),
     "falcon_h1": (
         "FalconH1",
-        {"embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7, "mlp_bias": True}
+        {"num_hidden_layers": 1, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7}
         | {"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "mlp_multipliers": [0.9, 0.6]}
         | {"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 0.5, 1.2, 1.1, 0.6]}
         | {"mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_d_head": 6}
-        | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "rope_parameters": _PLAIN},
+        | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "rope_parameters": _PLAIN}
+        | {"mamba_chunk_size": 16, "mlp_bias": True},
     ),
     "nemotron_h": (
         "NemotronH",
-        {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"], "head_dim": 12, "mlp_hidden_act": "silu"}
+        {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "head_dim": 12, "mlp_hidden_act": "silu"}
         | {"mamba_num_heads": 16, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 6, "conv_kernel": 3}
         | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "time_step_min": 0.1}
         | {"moe_shared_expert_intermediate_size": 20, "n_group": 2, "norm_topk_prob": False}
-        | {"routed_scaling_factor": 1.5, "moe_latent_size": 8},
+        | {"routed_scaling_factor": 1.5, "moe_latent_size": 8, "chunk_size": 16},
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "rope_parameters": _LLAMA3}),
     "hunyuan": (
@@ -180,6 +188,23 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | {"norm_topk_prob": False, "routed_scaling_factor": 1.5, "first_k_dense_replace": 2, "use_qk_norm": True}
         | {"head_dim": 12, "attention_bias": True},
+    ),
+    "llama4": (
+        "Llama4",
+        {**_EXPERTS, "num_local_experts": 5, "head_dim": 12, "intermediate_size_mlp": 56, "moe_layers": [0, 2, 3]}
+        | {"no_rope_layers": [1, 0, 1, 0, 1], "attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.4}
+        | {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"] + ["full_attention"] * 2}
+        | {"rope_parameters": _LLAMA3, "attention_bias": True},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**_LATENTS, "n_group": 2, "topk_group": 1, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2}},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENTS, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense"]}),
+    "mistral4": (
+        "Mistral4",
+        {**_LATENTS, "first_k_dense_replace": 2, "rope_interleave": False}
+        | {"rope_parameters": {**_YARN, "mscale_all_dim": 1.2, "mscale": 0.7, "llama_4_scaling_beta": 0.3}},
     ),
     "lfm2": (
         "Lfm2",
@@ -270,7 +295,7 @@ def _logits_differ_by(architecture: str, config: Any, description: Description) 
     config.initializer_range = 0.1 if description.mixer else 0.3  # a recurrence magnifies rounding
     theirs = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
     ours = build(description, spec_for_architecture(f"{architecture}ForCausalLM")).eval()
-    weights = on_disk(theirs.state_dict().items(), mixtral=architecture in OF_MIXTRAL)
+    weights = on_disk(theirs.state_dict().items(), architecture)
     if description.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     ours.load_state_dict(dict(ours.spec.weight_map("hf").to_tune(weights.items(), description)))
@@ -284,11 +309,17 @@ def _runs(config: Any) -> bool:
     """Whether transformers can: it makes no mask for a window without a size, and no positions without a base.
 
     Nor has it positions for a kind of layer that Gemma 4's ``rope_parameters`` lacks, and it does not stretch a base
-    for heads without a stated size.
+    for heads without a stated size. In latent attention, it needs the factor of YaRN, and the right share of a head.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     if "alpha" in parameters and config.head_dim is None:
         return False
+    if hasattr(config, "kv_lora_rank"):
+        rope = config.rope_parameters
+        share = 1.0 if rope["rope_type"] == "default" else rope.get("partial_rotary_factor") or 1.0
+        turning = int((config.head_dim or 0) * share) if rope["rope_type"] else None
+        if turning != config.qk_rope_head_dim or (rope.get("mscale_all_dim") and rope["factor"] is None):
+            return False
     kinds = set(getattr(config, "layer_types", None) or ())
     if "attention_k_eq_v" in config.to_dict() and kinds - parameters.keys():
         return False

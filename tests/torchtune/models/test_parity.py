@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.torchtune.models.conftest import CLASSIFIERS, OF_MIXTRAL, load_model, make_hf_model, on_disk
+from tests.torchtune.models.conftest import CLASSIFIERS, load_model, make_hf_model, on_disk
 from torchtune.data import Documents
 from torchtune.generation import generate
 from torchtune.modules import local_kv_cache
@@ -41,7 +41,7 @@ def test_gradients_of_every_parameter_equal(pair: Any) -> None:
     (pair.model(TOKENS) * weights).sum().backward()
     (pair.hf(TOKENS).logits * weights).sum().backward()
     grads = ((name, parameter.grad) for name, parameter in pair.hf.named_parameters())
-    theirs = on_disk(grads, mixtral=pair.name in OF_MIXTRAL)
+    theirs = on_disk(grads, pair.name)
     grads = [(name, parameter.grad) for name, parameter in pair.model.named_parameters() if parameter.requires_grad]
     ours = dict(pair.model.spec.weight_map("hf").to_external(grads, pair.model.description, partial=True))
     assert ours.keys() == theirs.keys()
@@ -73,7 +73,8 @@ def test_saved_again_bit_equal_and_loadable_by_transformers(
     original = load_file(pair.folder / "model.safetensors")
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
-    again, loading = AutoModelForCausalLM.from_pretrained(
+    kind = AutoModelForCausalLM if type(pair.hf.config) in AutoModelForCausalLM._model_mapping else type(pair.hf)
+    again, loading = kind.from_pretrained(
         tmp_path,
         output_loading_info=True,
         dtype=torch.float32,

@@ -13,13 +13,14 @@ from torchtune.models import ModelError, from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, get_adapter_params
+from torchtune.modules.peft._utils import MIXER_INPUTS, STANDS_FOR
 from torchtune.training import FullModelHFCheckpointer
 
 pytestmark = [
     # peft asks transformers under an older name.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-ATTENTION = ("q_proj", "k_proj", "v_proj", "output_proj", "qkv_proj", "qkvz_proj", "in_proj")
+ATTENTION = ("output_proj", *MIXER_INPUTS, *(name for names in STANDS_FOR.values() for name in names))
 PARTS = (*ATTENTION, "w1", "w2", "w3")
 TOKENS = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(1))
 
@@ -49,6 +50,19 @@ def test_experts_in_one_tensor_take_no_adapters_and_the_mlp_beside_them_does() -
             lora_gemma4_26b_a4b(["q_proj"], apply_lora_to_mlp=True)
         (report,) = apply_conversions(gemma4_26b_a4b(), [LoRA(rank=2, target_modules=["*.shared_expert.w1"])])
     assert report.num_parameters == 30 * 2 * (2816 + 2112)
+
+
+def test_what_peft_refuses_has_no_adapter_and_the_report_says_so() -> None:
+    from torchtune.models.nemotron_h import nemotron3_nano_30b_a3b
+
+    with torch.device("meta"):
+        model = nemotron3_nano_30b_a3b()
+    with pytest.raises(ModelError, match=r"'layers.0.attn.output_proj': peft adapts no such module of nemotron_h"):
+        LoRA(target_modules=["output_proj"]).convert(model)
+    report = LoRA(attn_modules=["q_proj", "output_proj"]).convert(model)
+    assert "none for layers.0.attn.output_proj and its like (23), which peft refuses" in report.note
+    outputs = [path for path in report.replaced if path.endswith("output_proj")]
+    assert outputs == [f"layers.{i}.attn.output_proj" for i in model.description.attn_layers]
 
 
 def load(folder: Path, output: Path, conversion: LoRA) -> tuple[FullModelHFCheckpointer, TransformerDecoder]:

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.torchtune.models.conftest import OF_MIXTRAL, on_disk
+from tests.torchtune.models.conftest import on_disk
 from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.models import ModelError
 from torchtune.modules.conversion import apply_conversions
@@ -115,6 +115,12 @@ SIZES = [
     ("qwen3_next", "qwen3_next_80b_a3b", 79_674_391_296, None),
     ("glm4_moe", "glm4_5_air", 106_852_251_264, None),
     ("glm4_moe", "glm4_5", 352_797_829_024, None),
+    ("llama4", "llama4_scout_17b_16e", 107_769_861_120, None),
+    ("llama4", "llama4_maverick_17b_128e", 400_711_848_960, None),
+    ("glm4_moe_lite", "glm4_7_flash", 29_943_393_920, None),
+    ("deepseek_v3", "deepseek_v3", 671_026_419_200, None),
+    ("deepseek_v3", "moonlight_16b_a3b", 15_960_110_208, None),
+    ("mistral4", "mistral4_119b", 118_972_826_624, None),
     ("lfm2", "lfm2_350m", 354_483_968, None),
     ("lfm2", "lfm2_700m", 742_489_344, None),
     ("lfm2", "lfm2_1_2b", 1_170_340_608, None),
@@ -165,7 +171,7 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
         if key.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar"))
     ]
     tensors = [*theirs.named_parameters(), *untrained]
-    expected = {key: value.shape for key, value in on_disk(tensors, mixtral=family in OF_MIXTRAL).items()}
+    expected = {key: value.shape for key, value in on_disk(tensors, family).items()}
     ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
     assert {key: value.shape for key, value in ours} == expected
     assert model.spec.from_hf_config(config) == model.description

@@ -15,8 +15,10 @@ from torchtune.modules import (
     create_block_causal_mask,
 )
 from torchtune.modules import _document_attention as document_attention_module
+from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention_utils import attention_backend, packed_block_causal_mask
 from torchtune.modules.conversion import ConversionError
+from torchtune.training.measure._flops import FlopCount
 from torchtune.utils import simulated
 
 # The last one has lengths for both ways in which the CPU computes, and runs of equal length.
@@ -317,3 +319,52 @@ def test_newer_flash_attention_is_refused_where_it_would_do_nothing() -> None:
 def test_newer_flash_attention_needs_cuda() -> None:
     with pytest.raises(ConversionError, match="FA3 runs on CUDA, and there is none"):
         FlashAttentionKernel("FA3").convert(nn.ModuleDict({"attn": _layer()}).bfloat16())
+
+
+@pytest.mark.parametrize("form", ["documents", "mask", "last"])
+def test_chunks_of_documents_see_themselves(form: str) -> None:
+    """Positions p and q of a document meet if p // 4 == q // 4 and q is not after p; the formula in float64."""
+    q, k, v = (torch.randn(1, 19, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
+    v = v.expand(-1, -1, 2, -1)
+    lengths = (11, 8) if form == "documents" else (19,)
+    position = Documents.from_lengths(lengths).positions()
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    sees = (document[:, None] == document) & (position[:, None] // 4 == position // 4) & (position[:, None] >= position)
+    scores = torch.einsum("bsgmh,btgh->bgmst", q.double().unflatten(2, (2, 2)), k.double()) / 8**0.5
+    weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+    expected = torch.einsum("bgmst,btgh->bsgmh", weights, v.double()).flatten(2, 3).float()
+    if form == "documents":
+        found = attention(q, k, v, documents=Documents.from_lengths(lengths), chunk=4)
+        assert count_pairs(lengths, 4) == int(sees.sum())
+    elif form == "mask":
+        found = attention(q, k, v, mask=torch.ones(1, 19, 19, dtype=torch.bool).tril(), chunk=4)
+        torch.testing.assert_close(attention(q, k, v, chunk=4), found, atol=1e-5, rtol=1e-5)
+    else:
+        found, expected = attention(q[:, -1:], k, v, chunk=4), expected[:, -1:]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [4, 5, 6])
+def test_chunks_of_documents_that_share_their_beginning(size: int) -> None:
+    lengths = (6, 3, 9)
+    q, k, v = (torch.randn(1, 18, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
+    v = v.expand(-1, -1, 2, -1)
+    found = attention(q, k, v, documents=Documents.from_lengths(lengths, prefixes=(-1, 0, 0)), chunk=size)
+    prefix, *others = (list(part) for part in zip(*(t.split(lengths, 1) for t in (q, k, v)), strict=True))
+    expected = [attention(*prefix, chunk=size)]
+    for other in others:
+        whole = (torch.cat(pair, 1) for pair in zip(prefix, other, strict=True))
+        expected.append(attention(*whole, chunk=size)[:, 6:])
+    torch.testing.assert_close(found, torch.cat(expected, 1), atol=1e-5, rtol=1e-5)
+
+
+def count_pairs(lengths: tuple[int, ...], chunk: int) -> float:
+    return FlopCount(0.0, 0.0, {}, {chunk: 1.0}).attention(lengths)
+
+
+def test_chunks_refuse_what_does_not_say_where_they_begin() -> None:
+    q = torch.randn(1, 8, 2, 8)
+    with pytest.raises(ValueError, match="where chunks of 4 begin: give the documents"):
+        attention(q, q, q, documents=Boundaries.of(Documents.from_lengths((8,))), chunk=4)
+    with pytest.raises(ValueError, match="chunks, a soft cap or sinks has no dropout"):
+        attention(q, q, q, dropout_p=0.1, chunk=4)

@@ -17,6 +17,13 @@ from torchtune.training import ParallelDims
 
 SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "intermediate_dim": 16}
 
+KINDS = {
+    "plain": {},
+    "window and sinks": {"window": 7, "window_layers": (0,), "attn_sinks": True},
+    "chunks": {"chunk": 6, "chunk_layers": (0,)},
+    "latents": {"num_kv_heads": 4, "head_dim": 6, "rope_dim": 2, "kv_latent_dim": 8, "value_dim": 4},
+}
+
 
 def make(**changes: Any) -> nn.Module:
     torch.manual_seed(0)
@@ -54,6 +61,7 @@ def test_what_is_shared_stands_once() -> None:
     assert shared.documents.prefixes == (-1, 0, 0, -1, 3, 3, -1, 6, 6, -1, -1, -1, 11, 11)
     assert (shared.num_documents, shared.terms) == (batch.num_documents, batch.terms) == (10, 5)
     assert torch.equal(shared.input_pos[0], shared.documents.positions())
+    assert shared.documents.max_length == batch.documents.max_length
     assert shared.per_document["is_chosen"].tolist() == [True, False] * 5
     assert share_prefixes(shared, [0] * 10) is shared
     counts = shared.chosen_and_rejected(shared.sum_per_document(shared.labels >= 0))
@@ -71,11 +79,10 @@ def test_what_is_shared_stands_once() -> None:
 
 
 @pytest.mark.parametrize("loss", [DPOLoss(0.5), IPOLoss(0.1), RewardLoss()], ids=lambda loss: type(loss).__name__)
-@pytest.mark.parametrize("kind", ["plain", "window and sinks"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients_are_those_of_answers_alone(loss: Any, kind: str) -> None:
     """The reference runs every answer as a row of its own, without documents."""
-    changes = {} if kind == "plain" else {"window": 7, "window_layers": (0,), "attn_sinks": True}
-    model = make(**changes)
+    model = make(**KINDS[kind])
     if isinstance(loss, RewardLoss):
         model.output = nn.Linear(16, 1, bias=False)
     rows, found = pairs(), []
@@ -123,10 +130,12 @@ def test_models_that_cannot_share_do_not() -> None:
     mixer = DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5)
     assert can_share_prefixes(make())
     assert not can_share_prefixes(make(), False)
-    replaced = make()
+    replaced, beside = make(), make()
+    beside.layers[1].mixer = make(mixer=mixer, mixer_layers=(0,)).layers[0].attn  # next to attention
     replaced.layers[1].attn.attention = lambda *tensors, **_: tensors[0]
     for model, reason in (
-        (make(mixer=mixer, mixer_layers=(0,)), "layer 0 has .* in the place of attention"),
+        (make(mixer=mixer, mixer_layers=(0,)), "layer 0 has GatedDeltaNet, which goes on from no other document"),
+        (beside, "layer 1 has GatedDeltaNet"),
         (make(attn_dropout=0.1), "attn_dropout"),
         (replaced, "layer 1 computes attention with a function of its own"),
         (nn.Linear(2, 2), "no TransformerDecoder"),

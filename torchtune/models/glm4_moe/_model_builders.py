@@ -6,34 +6,19 @@ from typing import Any
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_experts import read_experts, router_fields, write_experts
 from torchtune.models._hf_fields import Fields
 from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import Row
 from torchtune.models._weight_names import HF_HALF, experts, shared_expert
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    layers = fields.take("num_hidden_layers")
-    number = fields.take("num_local_experts", 128)
-    fields.take("num_nextn_predict_layers", fields.take("num_mtp_layers", 1))  # more weights, which are not trained
-    return {
-        "num_experts": fields.take("n_routed_experts", number),
-        "expertless_layers": tuple(range(min(fields.take("first_k_dense_replace", 1), layers))),
-        "shared_expert_dim": fields.take("n_shared_experts", 1) * fields.take("moe_intermediate_size", 1408),
-        "qk_norm": "before_rope" if fields.take("use_qk_norm", False) else "none",
-        "expert_dim": fields.take("moe_intermediate_size", 1408),
-    }
+    norm = "before_rope" if fields.take("use_qk_norm", False) else "none"
+    return {**read_experts(fields, 128, 1408, first_dense=1), "qk_norm": norm}
 
 
 def _write(d: Description) -> dict[str, Any]:
-    return {
-        "n_routed_experts": d.num_experts,
-        "first_k_dense_replace": len(d.expertless_layers),
-        "n_shared_experts": d.shared_expert_dim // d.expert_dim,
-        "moe_intermediate_size": d.expert_dim,
-        "use_qk_norm": d.has_qk_norm,
-        "num_nextn_predict_layers": 0,
-    }
+    return {**write_experts(d), "use_qk_norm": d.has_qk_norm}
 
 
 _FORMAT = HFFormat(
@@ -44,13 +29,7 @@ _FORMAT = HFFormat(
     output_bias=False,
     ropes=("partial",),
     fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
-    own=(
-        ("num_experts_per_tok", "experts_per_token", 8),
-        ("norm_topk_prob", "router_normalize", True),
-        ("routed_scaling_factor", "router_scale", 1.0),
-        ("n_group", "router_groups", 1),
-        ("topk_group", "router_top_groups", 1),
-    ),
+    own=router_fields(experts_per_token=8),
     read_more=_read,
     write_more=_write,
     defaults=(
@@ -60,18 +39,13 @@ _FORMAT = HFFormat(
         ("partial_rotary_factor", 0.5),
     ),
 )
-_EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")
-_BIAS = Row(
-    "model.layers.{layer}.mlp.gate.e_score_correction_bias",
-    "layers.{layer}.mlp.router.selection_bias",
-    when="expert_layers",
-)
+_EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj", "gate.e_score_correction_bias")
 SPEC = ModelSpec(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
-    weight_maps={"hf": shared_expert(replace(_EXPERTS, rows=(*_EXPERTS.rows, _BIAS)), "mlp.shared_experts")},
+    weight_maps={"hf": shared_expert(_EXPERTS, "mlp.shared_experts")},
     untrained_layers="eh_proj.weight",
 )
 

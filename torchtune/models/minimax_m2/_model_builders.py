@@ -1,6 +1,5 @@
 """The size of MiniMax-M2: sigmoid routers with a bias over 256 experts, norms over all heads, partial rotation."""
 
-from dataclasses import replace
 from typing import Any
 
 from torchtune.models._builders import model_builders
@@ -8,7 +7,6 @@ from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
 from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import Row
 from torchtune.models._weight_names import HF_HALF, experts
 
 # What published files say of things that are fixed here, and fields that no code reads.
@@ -54,18 +52,12 @@ _FORMAT = HFFormat(
         ("rope_theta", 5_000_000.0),
     ),
 )
-_EXPERTS = experts(HF_HALF, "block_sparse_moe", "w1", "w3", "w2")
-_BIAS = Row(
-    "model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
-    "layers.{layer}.mlp.router.selection_bias",
-    when="expert_layers",
-)
 SPEC = ModelSpec(
     name="minimax_m2",
     architectures=("MiniMaxM2ForCausalLM",),
     from_hf_config=_FORMAT.read,
     to_hf_config=_FORMAT.write,
-    weight_maps={"hf": replace(_EXPERTS, rows=(*_EXPERTS.rows, _BIAS))},
+    weight_maps={"hf": experts(HF_HALF, "block_sparse_moe", "w1", "w3", "w2", "e_score_correction_bias")},
 )
 
 SIZES = {

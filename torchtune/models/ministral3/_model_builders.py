@@ -1,12 +1,11 @@
 """The sizes of Ministral 3, the text decoders: YaRN, and queries that grow with their position."""
 
 from dataclasses import replace
-from typing import Any
 
 from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_rope import write_scaling
+from torchtune.models._hf_rope import write_growth, write_scaling
 from torchtune.models._rope_scaling import YarnRopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_INTERLEAVED
@@ -19,18 +18,13 @@ _YARN = YarnRopeScaling(
 _DEFAULT = {**(write_scaling(_YARN) or {}), "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
 
 
-def _write(d: Description) -> dict[str, Any]:
-    growth = {"original_max_position_embeddings": d.query_growth_span, "llama_4_scaling_beta": d.query_growth}
-    return {"rope_scaling": {**(write_scaling(d.rope_scaling) or {"rope_type": "default"}), **growth}}
-
-
 FORMAT = HFFormat(
     "Ministral3ForCausalLM",
     "ministral3",
     "interleaved",
     windows="sliding_window",
     ropes=("growth",),
-    write_more=_write,
+    write_more=write_growth,
     defaults=(
         ("head_dim", 128),
         ("max_position_embeddings", 262_144),

@@ -9,6 +9,7 @@ from torch import nn
 from torchtune.modules import _torchao
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, nearest_module_names
 from torchtune.modules.transformer import text_decoder
+from torchtune.utils import is_simulated
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -29,7 +30,7 @@ class Float8Training(Conversion):
         recipe: one scale for a tensor (``"tensorwise"``, the fastest), or for each row (``"rowwise"``), or for each
             row with weight gradients in high precision (``"rowwise_with_gw_hp"``, the most accurate).
         emulate: compute in high precision with operands rounded to float8, on any device; None does so where there is
-            no GPU with float8 products (compute capability 8.9).
+            no GPU with float8 products (compute capability 8.9); a simulated device has them.
         enable_fsdp_float8_all_gather: let FSDP round its shards and send a byte for each element of a weight, instead
             of its dtype; the results are the same. The scales of all weights take an all-reduce for each forward pass.
             Without FSDP it changes nothing.
@@ -63,7 +64,8 @@ class Float8Training(Conversion):
                 "one for each row and, in backward passes, each column: set recipe=tensorwise, or leave it out."
             )
         if emulate is None:
-            emulate = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
+            has_products = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+            emulate = not (has_products or is_simulated())
         self.recipe, self.emulate, self.gathers_float8 = recipe, emulate, enable_fsdp_float8_all_gather
 
     def convert(self, model: nn.Module) -> ConversionReport:

@@ -174,6 +174,7 @@ class MoE(nn.Module):
         shared_gate: projection ``d -> 1``; its sigmoid scales the output of ``shared_expert``.
         norms: norms of the inputs and outputs of ``experts`` and of ``shared_expert``, by name: ``input``, ``output``,
             ``shared_input``, ``shared_output``. The router sees tokens before them.
+        scales_input: scores multiply the inputs of experts, not their outputs.
         latent: projections ``d -> l`` of what the experts see and ``l -> d`` of their sum, for experts of width l; the
             router and the shared expert see tokens of width d.
 
@@ -195,9 +196,11 @@ class MoE(nn.Module):
         shared_expert: nn.Module | None = None,
         shared_gate: nn.Module | None = None,
         norms: Mapping[str, nn.Module] | None = None,
+        scales_input: bool = False,
         latent: tuple[nn.Module, nn.Module] | None = None,
     ) -> None:
         super().__init__()
+        self.scales_input = scales_input
         self.experts = experts
         self.router = router
         self.shared_expert = shared_expert
@@ -217,9 +220,11 @@ class MoE(nn.Module):
         if self.latent_in is not None:
             normed = self.latent_in(normed)
         rows = permute_rows(normed, order, inverse, copies)
+        if self.scales_input:
+            rows = rows * scores.flatten()[order].unsqueeze(-1).to(rows.dtype)
         rows = self.experts(rows, counts) if self.exchange is None else self.exchange(self.experts, rows, counts)
         by_token = permute_rows(rows, inverse, order).unflatten(0, (-1, copies))
-        out = (by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
+        out = (by_token if self.scales_input else by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
         if self.latent_out is not None:
             out = self.latent_out(out)
         if self.norms is not None:

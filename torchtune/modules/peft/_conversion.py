@@ -18,6 +18,7 @@ from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
     MIXER_INPUTS,
     MLP_MODULES,
+    STANDS_FOR,
     get_adapter_params,
     is_adapter_key,
     set_trainable_params,
@@ -46,7 +47,8 @@ class LoRA(Conversion):
         alpha: the update is scaled by alpha / rank.
         dropout: dropout on the adapters' input, in training.
         attn_modules: projections of attention, out of q_proj, k_proj, v_proj, output_proj; ``None`` means all four. In
-            a mixer in the place of attention, or beside it, each of the first three means the projection of its input.
+            a mixer in the place of attention, or beside it, each of the first three means the projection of its input;
+            in latent attention, k_proj and v_proj mean kv_down_proj and kv_proj, and q_proj also q_down_proj.
         apply_to_mlp: also adapt w1, w2, w3 of every MLP, or its experts.
         apply_to_output: also adapt the output projection; it must not be tied to the embedding.
         target_modules: patterns as of :mod:`fnmatch` on module paths, or on their end: ``q_proj``, ``mlp.w*``,
@@ -120,7 +122,7 @@ class LoRA(Conversion):
             return {pattern: (pattern, f"*.{pattern}") for pattern in self.target_modules}
         targets = {}
         for asked in self.attn_modules:
-            names = [f"attn.{asked}"]
+            names = [f"attn.{name}" for name in STANDS_FOR.get(asked, (asked,))]
             if asked != "output_proj":
                 names += [f"{place}.{name}" for place in ("attn", "mixer") for name in MIXER_INPUTS]
             targets[asked] = tuple(f"{start}{name}" for name in names for start in ("", "*."))

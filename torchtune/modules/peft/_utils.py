@@ -13,8 +13,14 @@ from torchtune.utils import deprecate_parameter
 
 LORA_ATTN_MODULES = Literal["q_proj", "k_proj", "v_proj", "output_proj"]
 MLP_MODULES = ("w1", "w2", "w3")
-# Projections of the input in layers without attention: they stand for q_proj, k_proj and v_proj there.
+# Projections of the input of mixers: they stand for q_proj, k_proj and v_proj there.
 MIXER_INPUTS = ("qkv_proj", "qkvz_proj", "in_proj")
+# What these names stand for in attention, with latents or without.
+STANDS_FOR = {
+    "q_proj": ("q_proj", "q_down_proj"),
+    "k_proj": ("k_proj", "kv_down_proj", "kv_proj"),
+    "v_proj": ("v_proj", "kv_down_proj", "kv_proj"),
+}
 
 
 @runtime_checkable

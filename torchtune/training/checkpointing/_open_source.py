@@ -8,6 +8,7 @@ import torch
 from torchtune.models import Description, ModelSpec, Slices, rename_prefix, text_prefixes
 from torchtune.training.checkpointing._compressed_tensors import CompressedFiles, is_compressed
 from torchtune.training.checkpointing._errors import CheckpointError
+from torchtune.training.checkpointing._fp8 import Fp8Files, has_fp8
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._mxfp4 import Mxfp4Files, has_mxfp4
 from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
@@ -85,6 +86,8 @@ def open_source(paths: Sequence[Path]) -> Source:
         files = SafetensorsFiles(paths)
         if has_mxfp4(files.names()):
             return Mxfp4Files(paths)
+        if has_fp8(files.names()):
+            return _text_of(Fp8Files(paths))
         return _text_of(CompressedFiles(paths) if is_compressed(files.names()) else files)
     if suffixes == {".gguf"}:
         if len(paths) > 1:

@@ -17,7 +17,7 @@ that the hardware does. Norms, rotations, activations, the softmax and the optim
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,20 +80,31 @@ class FlopCount:
         token: for every token, without attention.
         label: for every token that carries a label.
         pair: for every pair of a query and a key that it sees, by the window of the layers (None: no window).
+        chunked: for every such pair in layers that attend within chunks, by their size.
     """
 
     token: float
     label: float
     pair: Mapping[int | None, float]
+    chunked: Mapping[int, float] = field(default_factory=dict)
 
     def attention(self, lengths: Iterable[int], before: Iterable[int] | None = None) -> float:
         """Operations of attention in documents of these lengths, which go on from ``before`` other positions."""
         lengths = list(lengths)
         spans = list(zip([0] * len(lengths) if before is None else before, lengths, strict=True))
-        return sum(
-            each * sum(_pairs(start + length, window) - _pairs(start, window) for start, length in spans)
+        spans = [(start, start + length) for start, length in spans]
+        found = sum(
+            each * sum(_pairs(end, window) - _pairs(start, window) for start, end in spans)
             for window, each in self.pair.items()
         )
+        for size, each in self.chunked.items():
+            found += each * sum(_chunk_pairs(end, size) - _chunk_pairs(start, size) for start, end in spans)
+        return found
+
+
+def _chunk_pairs(length: int, size: int) -> int:
+    """Pairs of a position and one that it sees, in chunks of ``size``."""
+    return length // size * _pairs(size, None) + _pairs(length % size, None)
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -123,7 +134,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     if labels_only is None:
         labels_only = getattr(decoder, "skip_output_layer", False)
     flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
-    by_token, by_pair = 0.0, Counter()
+    by_token, by_pair, by_chunk = 0.0, Counter(), Counter()
     shapes = full_shapes(model)
     if getattr(decoder, "layer_embeddings", None) is not None:
         matrix = decoder.layer_embeddings.projection.weight
@@ -135,12 +146,15 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
             if isinstance(attention, RecurrentMixer):
                 by_token += 6 * attention.state_elements * (3 if flows else 1)
             elif attention is not None:
-                width = decoder.num_heads * getattr(attention, "head_dim", decoder.head_dim)
-                by_pair[getattr(attention, "window", None)] += 2 * width * (6 if flows else 2)
+                head = getattr(attention, "head_dim", decoder.head_dim)
+                width = decoder.num_heads * sum(getattr(attention, name, head) for name in ("key_dim", "value_dim")) / 2
+                chunk = getattr(attention, "chunk", None)
+                of, size = (by_chunk, chunk) if chunk else (by_pair, getattr(attention, "window", None))
+                of[size] += 2 * width * (6 if flows else 2)
     by_label = sum(matrix.numel() * _passes(matrix, flows) for matrix in _output_matrices(decoder))
     if not labels_only:
         by_token, by_label = by_token + by_label, 0.0
-    return FlopCount(by_token, by_label, dict(by_pair))
+    return FlopCount(by_token, by_label, dict(by_pair), dict(by_chunk))
 
 
 def _passes(matrix: "torch.Tensor", flows: bool) -> int:

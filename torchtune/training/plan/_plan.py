@@ -173,12 +173,12 @@ def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, in
 
 
 def _mixer_elements(mixer: torch.nn.Module, shapes: Mapping[torch.nn.Parameter, tuple[int, ...]]) -> int:
+    rows = {name: shapes[child.weight][0] for name, child in mixer.named_children() if name.endswith("_proj")}
     if not isinstance(mixer, RecurrentMixer):
-        return 2 * shapes[mixer.q_proj.weight][0] + (4 * shapes[mixer.k_proj.weight][0] if mixer.k_proj else 0)
-    linears = {name: child for name, child in mixer.named_children() if name.endswith("_proj")}
-    inputs = sum(shapes[child.weight][0] for name, child in linears.items() if name != "output_proj")
+        return 2 * rows["q_proj"] + 4 * (rows.get("k_proj") or rows.get("kv_proj", 0))
+    inputs = sum(rows.values()) - rows["output_proj"]
     # Projected and convolved; what is read and its gate; a float32 state for every 64 positions.
-    return 3 * inputs + 2 * shapes[linears["output_proj"].weight][1] + 2 * mixer.state_elements // 64
+    return 3 * inputs + 2 * shapes[mixer.output_proj.weight][1] + 2 * mixer.state_elements // 64
 
 
 def _inner_width(mlp: torch.nn.Module, width: int) -> int:

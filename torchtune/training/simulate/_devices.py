@@ -24,6 +24,7 @@ class Accelerator:
         link: to others of the same machine, one way, in GB/s.
         network: to other machines, one way for each device, in GB/s.
         per_machine: devices of a machine.
+        multiplies_float8: whether it has products in float8; else these are emulated in float32.
     """
 
     name: str
@@ -33,11 +34,17 @@ class Accelerator:
     link: float
     network: float
     per_machine: int = 8
+    multiplies_float8: bool = True
 
     @property
     def bf16(self) -> float:
         """Dense bf16 peak in FLOP/s."""
         return peak_flops(self.name)
+
+    @property
+    def float8(self) -> float:
+        """Dense peak of float8 products in FLOP/s, summed in float32: twice that of bf16 where there are any."""
+        return 2 * self.bf16 if self.multiplies_float8 else self.fp32 * 1e12
 
 
 # SXM or OAM variants where there are several. Networks: 400 Gbit/s a device, 200 with an A100, 100 with PCIe cards.
@@ -45,7 +52,7 @@ _TABLE = (
     Accelerator("H100", 79.1, 3350, 67.0, 450, 50),
     Accelerator("H200", 139.8, 4800, 67.0, 450, 50),
     Accelerator("B200", 178.4, 8000, 80.0, 900, 50),
-    Accelerator("A100", 79.2, 2039, 19.5, 300, 25),
+    Accelerator("A100", 79.2, 2039, 19.5, 300, 25, multiplies_float8=False),
     Accelerator("L40S", 44.4, 864, 91.6, 32, 12.5),
     Accelerator("RTX 4090", 23.5, 1008, 82.6, 32, 12.5),
     Accelerator("RTX 5090", 31.4, 1792, 104.8, 64, 12.5),

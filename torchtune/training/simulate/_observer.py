@@ -144,7 +144,7 @@ class Observer(TorchDispatchMode):
             return
         if not produced or _is_view(func):
             return
-        dtype = produced[0].dtype
+        dtype = (inputs if func._overloadpacket is _aten._scaled_mm else produced)[0].dtype
         flops = self._flops(func, args, kwargs, out)
         if func in _COPIES and any(map(self.ledger.is_on_host, (*inputs, *produced))):
             work.hosted += produced[0].numel() * produced[0].element_size()

@@ -68,6 +68,7 @@ def _compute(work: Work, device: Accelerator) -> float:
     seconds = 0.0
     for (flops, moved, dtype), calls in work.calls.items():
         peak = device.fp32 * 1e12 if dtype in (torch.float32, torch.float64) else device.bf16
+        peak = device.float8 if dtype.itemsize == 1 else peak
         slowest = max(flops / (peak * ARITHMETIC), moved / (device.bandwidth * 1e9 * MEMORY))
         seconds += calls * slowest
     return seconds

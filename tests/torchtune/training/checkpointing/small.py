@@ -37,7 +37,7 @@ _GEMMA4 = {
     "global_head_dim": 16,
 }
 # Their configs have the word Text in their names.
-OF_TEXT = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
+OF_TEXT = ("Llama4", "Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
 # Name -> architecture of transformers, and what it says beyond the sizes.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),

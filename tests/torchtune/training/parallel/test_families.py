@@ -49,7 +49,12 @@ SPLIT: dict[str, dict[str, Any]] = {
     "SeedOss": {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "SmolLM3": {"no_rope_layers": [1, 0]},
 }
+_LATENTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}
 WITH_EXPERTS = {
+    "DeepseekV3": {**_LATENTS, "first_k_dense_replace": 0},
+    "Llama4": {"num_local_experts": 2},
+    "Glm4MoeLite": {**_LATENTS, "mlp_layer_types": ["sparse"]},
+    "Mistral4": _LATENTS,
     "Glm4Moe": {"n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 0},
     "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1},
     "Lfm2Moe": {"layer_types": ["full_attention"], "num_dense_layers": 0, "num_experts": 2, "num_experts_per_tok": 1},

@@ -23,7 +23,11 @@ FULL_MANY, LORA_MANY = "full_finetune_distributed", "lora_finetune_distributed"
 BF16 = {"dtype": "bf16"}
 QLORA_BASE = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 32}
 LORA_ADAPTER = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
-FLOAT8 = {"_component_": "torchtune.modules.low_precision.Float8Training", "enable_fsdp_float8_all_gather": True}
+FLOAT8 = {
+    "_component_": "torchtune.modules.low_precision.Float8Training",
+    "enable_fsdp_float8_all_gather": True,
+    "emulate": True,  # real ones are on a CPU
+}
 # name -> (processes, recipe, settings)
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "full fp32": (1, FULL, {}),

@@ -13,6 +13,9 @@ from torchtune._cli.estimate import Estimate
 from torchtune.training.simulate._devices import parse_cluster, parse_memory
 from torchtune.training.simulate._fit import Candidate, Search, candidates
 from torchtune.training.simulate._ledger import Ledger
+from torchtune.training.simulate._observer import Observer
+from torchtune.training.simulate._roofline import step_time
+from torchtune.training.simulate._torch_private import FakeTensorMode
 from torchtune.utils import UserError
 
 
@@ -121,6 +124,26 @@ def test_the_fastest_is_found_whatever_a_lever_costs_on_a_device(
     assert found[0] == min((one for one in everything if one.peak <= limit), key=lambda one: one.seconds)
     assert found[0].overrides == wanted
     assert len(told) <= len(everything)
+
+
+def test_products_in_float8_take_half_the_time_of_bf16() -> None:
+    times = {}
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        with FakeTensorMode():
+            left, right = torch.empty(4096, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype).t()
+            one = torch.ones(())
+            with Observer() as observer:
+                if dtype is torch.bfloat16:
+                    torch.mm(left, right)
+                else:
+                    torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+        (work,) = observer.work.values()
+        assert work.flops == {dtype: 2 * 4096**3}
+        for name in ("H100", "A100"):
+            computing = step_time(observer, parse_cluster(name)[1]).computing
+            times[name, dtype] = computing
+    assert times["H100", torch.float8_e4m3fn] == pytest.approx(times["H100", torch.bfloat16] / 2, rel=0.01)
+    assert times["A100", torch.float8_e4m3fn] == pytest.approx(times["A100", torch.bfloat16] * 312 / 19.5, rel=0.01)
 
 
 def test_help_is_light() -> None:

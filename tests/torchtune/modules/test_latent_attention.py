@@ -1,0 +1,130 @@
+"""Latent attention against its formula, and its cache of latents against attention over whole sequences."""
+
+import pytest
+import torch
+
+from torchtune.data import Documents
+from torchtune.models import Description, ModelError, build, get_spec
+from torchtune.modules import LatentAttention, RMSNorm, RotaryPositionalEmbeddings, local_kv_cache
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.low_precision import QuantizeBase
+from torchtune.modules.parallel._styles import ParallelError
+from torchtune.modules.peft import LoRA, get_adapter_params
+from torchtune.training.measure._flops import count_flops
+
+HEADS, KEY, TURNING, VALUE, LATENT = 3, 10, 4, 14, 16
+TINY = Description(
+    vocab_size=64,
+    num_layers=2,
+    embed_dim=32,
+    intermediate_dim=48,
+    max_seq_len=64,
+    num_heads=HEADS,
+    num_kv_heads=HEADS,
+    head_dim=KEY,
+    rope_dim=TURNING,
+    kv_latent_dim=LATENT,
+    q_latent_dim=12,
+    value_dim=VALUE,
+)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Channels (2i, 2i + 1) of ``[s, 4]`` rotated by position times 10000 ** (-i / 2)."""
+    angles = torch.arange(len(x)).double()[:, None] * torch.tensor([1.0, 0.01])
+    pairs = torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+def normed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
+
+
+def formula(attn: LatentAttention, x: torch.Tensor) -> torch.Tensor:
+    """Equations 9 to 19 of arXiv:2405.04434 for one sequence ``[s, d]``, head by head."""
+    weights = {name: parameter.double() for name, parameter in attn.named_parameters()}
+    latent, common = (x @ weights["kv_down_proj.weight"].T).split([LATENT, TURNING], -1)
+    latent, common = normed(latent, weights["kv_down_norm.scale"]), turned(common)
+    queries = normed(x @ weights["q_down_proj.weight"].T, weights["q_down_norm.scale"]) @ weights["q_proj.weight"].T
+    parts, heads = latent @ weights["kv_proj.weight"].T, []
+    for head in range(HEADS):
+        q = queries[:, head * KEY : (head + 1) * KEY]
+        q = torch.cat([q[:, : KEY - TURNING], turned(q[:, KEY - TURNING :])], -1)
+        width = KEY - TURNING + VALUE
+        k, v = parts[:, head * width : (head + 1) * width].split([KEY - TURNING, VALUE], -1)
+        scores = q @ torch.cat([k, common], -1).T / KEY**0.5
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+        heads.append(scores.softmax(-1) @ v)
+    return torch.cat(heads, -1) @ weights["output_proj.weight"].T
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = build(TINY, get_spec("deepseek_v3")).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, float("scale" in name), 0.3)
+    return model
+
+
+def test_packed_documents_are_what_the_formula_says_of_each(model: torch.nn.Module) -> None:
+    attn, x = model.layers[0].attn, torch.randn(1, 17, 32)
+    documents = Documents.from_lengths((9, 1, 7))
+    found = attn(x, documents=documents, input_pos=documents.positions()[None])[0]
+    expected = torch.cat([formula(attn, part.double()) for part in x[0].split(documents.lengths)])
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora", "qlora"])
+def test_latents_are_cached_and_compared_as_keys_would_be(model: torch.nn.Module, kind: str) -> None:
+    torch.manual_seed(1)
+    decoder = build(TINY, get_spec("deepseek_v3")).eval()
+    decoder.load_state_dict(model.state_dict())
+    if kind != "plain":
+        lora = LoRA(rank=2, attn_modules=["q_proj", "k_proj"])
+        apply_conversions(decoder, [QuantizeBase("int8"), lora] if kind == "qlora" else [lora])
+        assert len(lora.adapted_paths(decoder)) == 2 * 4
+        for parameter in get_adapter_params(decoder).values():
+            torch.nn.init.normal_(parameter, std=0.2)
+    tokens, mask = torch.randint(0, 64, (2, 12)), torch.ones(12, 12, dtype=torch.bool).tril().expand(2, -1, -1)
+    with torch.no_grad():
+        expected = decoder(tokens)
+        with local_kv_cache(decoder, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=12):
+            cache = decoder.layers[0].attn.kv_cache
+            assert sum(kept.numel() for kept in (cache.k_cache, cache.v_cache)) == 2 * 12 * (LATENT + TURNING)
+            parts = [decoder(tokens[:, :5], mask=mask[:, :5], input_pos=torch.arange(5))]
+            for i in range(5, 12):
+                parts.append(decoder(tokens[:, i : i + 1], mask=mask[:, i : i + 1], input_pos=torch.tensor([i])))
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_operations_are_those_of_keys_and_values(model: torch.nn.Module) -> None:
+    count = count_flops(model)
+    of_layer = sum(p.numel() for p in model.layers[0].parameters() if p.dim() == 2)
+    assert count.pair == {None: 2 * 6 * HEADS * (KEY + VALUE)}
+    assert count.token == 6 * (2 * of_layer + 64 * 32)
+
+
+def test_what_latents_exclude_is_refused(model: torch.nn.Module) -> None:
+    with pytest.raises(ParallelError, match="tensor_parallel_dim: a model with latent attention cannot be split"):
+        model.spec.parallel_plan(model)
+    numbers = {"vocab_size": 8, "num_layers": 1, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 8}
+    heads = {"num_heads": 2, "num_kv_heads": 2}
+    with pytest.raises(ModelError, match=r"value_dim \(0\) go together"):
+        Description(**numbers, **heads, kv_latent_dim=4)
+    with pytest.raises(ModelError, match="kv_latent_dim and attn_sinks do not go together"):
+        Description(**numbers, **heads, kv_latent_dim=4, value_dim=4, attn_sinks=True)
+    with pytest.raises(ModelError, match=r"needs num_kv_heads = num_heads \(2\), got 1"):
+        Description(**numbers, num_heads=2, num_kv_heads=1, kv_latent_dim=4, value_dim=4)
+    sizes = {"embed_dim": 8, "num_heads": 1, "key_dim": 8, "rope_dim": 2}
+    projections = dict.fromkeys(
+        ("q_proj", "kv_down_proj", "kv_proj", "output_proj", "q_down_proj"), torch.nn.Identity()
+    )
+    with pytest.raises(ValueError, match="q_down_proj and q_down_norm"):
+        LatentAttention(**sizes, **projections, value_dim=8, kv_dim=6, kv_down_norm=RMSNorm(6))
+
+
+def test_positions_need_no_table(model: torch.nn.Module) -> None:
+    attn, x = model.layers[0].attn, torch.randn(1, 5, 32)
+    assert isinstance(attn.pos_embeddings, RotaryPositionalEmbeddings)
+    assert torch.equal(attn(x), attn(x, rope=attn.pos_embeddings.cos_sin(torch.arange(5))))

@@ -1,0 +1,191 @@
+"""Multi-head latent attention (MLA): the keys and values of all heads are projections of one vector per position."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.data._documents import Documents
+from torchtune.modules._document_attention import Boundaries
+from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.attention_utils import _MaskType
+from torchtune.modules.kv_cache import KVCache
+from torchtune.modules.position_embeddings import apply_rope
+
+
+class LatentAttention(MultiHeadAttention):
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
+
+    A key is ``key_dim`` wide: its first channels are projected from the latent, head by head; its last ``rope_dim``
+    channels are rotated and common to all heads. The KV cache holds latents and common channels, ``kv_dim + rope_dim``
+    numbers per position and layer. A single new position is compared with the latents themselves: its queries are
+    projected to the latents' space, instead of all cached latents to keys and values.
+
+    Args:
+        embed_dim: d, size of the input.
+        num_heads: n.
+        key_dim: h, size of a query and of a key.
+        rope_dim: r, channels of them that rotate, the last ones.
+        value_dim: v, size of a value.
+        kv_dim: c, size of the latent.
+        q_proj: ``d -> n * h``, or from the output of ``q_down_norm``.
+        kv_down_proj: ``d -> c + r``.
+        kv_down_norm: norm of the latent.
+        kv_proj: ``c -> n * (h - r + v)``, for each head the first channels of its key, then its value.
+        output_proj: ``n * v -> d``.
+        q_down_proj: projection of the input to the latent of queries; by default there is none.
+        q_down_norm: norm of that latent; required with ``q_down_proj``.
+        pos_embeddings: rotary embedding of ``rope_dim`` channels.
+        max_seq_len: informational.
+        attn_dropout: dropout probability of attention weights in training.
+        scale: scale of the scores; by default ``h ** -0.5``.
+        growth: as in :class:`MultiHeadAttention`.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+
+    Example:
+        >>> from torchtune.modules import LatentAttention
+        >>> linear = torch.nn.Linear
+        >>> attention = LatentAttention(
+        ...     embed_dim=8, num_heads=2, key_dim=6, rope_dim=2, value_dim=4, kv_dim=3, q_proj=linear(8, 12),
+        ...     kv_down_proj=linear(8, 5), kv_down_norm=torchtune.modules.RMSNorm(3), kv_proj=linear(3, 16),
+        ...     output_proj=linear(8, 8)
+        ... )
+        >>> attention(torch.ones(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self,
+        *,
+        embed_dim: int,
+        num_heads: int,
+        key_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        kv_dim: int,
+        q_proj: nn.Module,
+        kv_down_proj: nn.Module,
+        kv_down_norm: nn.Module,
+        kv_proj: nn.Module,
+        output_proj: nn.Module,
+        q_down_proj: nn.Module | None = None,
+        q_down_norm: nn.Module | None = None,
+        pos_embeddings: nn.Module | None = None,
+        max_seq_len: int = 4096,
+        attn_dropout: float = 0.0,
+        scale: float | None = None,
+        growth: tuple[float, int, int] | None = None,
+    ) -> None:
+        if (q_down_proj is None) != (q_down_norm is None):
+            raise ValueError("q_down_proj and q_down_norm must be given together.")
+        super().__init__(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=max(key_dim, value_dim),  # kernels take queries, keys and values of one size
+            q_proj=q_proj,
+            k_proj=None,
+            v_proj=None,
+            output_proj=output_proj,
+            pos_embeddings=pos_embeddings,
+            max_seq_len=max_seq_len,
+            attn_dropout=attn_dropout,
+            scale=key_dim**-0.5 if scale is None else scale,
+            growth=growth,
+        )
+        self.key_dim = key_dim
+        self.rope_dim = rope_dim
+        self.value_dim = value_dim
+        self.kv_dim = kv_dim
+        self.q_down_proj = q_down_proj
+        self.q_down_norm = q_down_norm
+        self.kv_down_proj = kv_down_proj
+        self.kv_down_norm = kv_down_norm
+        self.kv_proj = kv_proj
+
+    def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
+        """Make a cache of latents for ``batch_size`` rows of ``max_seq_len`` positions, on the default device."""
+        if self.kv_cache is None:
+            self.kv_cache = KVCache(batch_size, max_seq_len, 1, self.kv_dim + self.rope_dim, dtype, value_dim=0)
+            self.cache_enabled = True
+
+    def reset_cache(self) -> None:
+        """Empty the cache. Raises ``RuntimeError`` if there is none."""
+        if self.kv_cache is None:
+            raise RuntimeError("There is no key-value cache to reset: call setup_cache() first.")
+        self.kv_cache.reset()
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        mask: _MaskType | None = None,
+        input_pos: Tensor | None = None,
+        documents: Documents | Boundaries | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """``[b, s, d]`` to ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments."""
+        q = self._queries(x, input_pos, rope)
+        latents = self._latents(x if y is None else y, input_pos, rope)
+        if self.kv_cache is not None and self.cache_enabled:
+            latents = self.kv_cache.update(latents[:, None], latents[:, None, :, :0])[0][:, 0].to(x.dtype)
+            if x.shape[1] == 1:
+                return self.output_proj(self._by_latents(q, latents, mask).flatten(-2))
+        k, v = self._expanded(latents)
+        dropout = self.attn_dropout if self.training else 0.0
+        options = {"documents": documents, "mask": mask, "is_causal": self.is_causal, "dropout_p": dropout}
+        out = self.attention(*(_widened(t, self.head_dim) for t in (q, k, v)), **options)
+        return self.output_proj(out[..., : self.value_dim].flatten(-2).to(x.dtype))
+
+    def _queries(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Queries ``[b, s, n, h]``, rotated and scaled for kernels with heads of ``head_dim`` channels."""
+        if self.q_down_proj is not None:
+            x = self.q_down_norm(self.q_down_proj(x))
+        q = self.q_proj(x).unflatten(-1, (-1, self.key_dim))
+        first, last = q.split([self.key_dim - self.rope_dim, self.rope_dim], dim=-1)
+        q = torch.cat((first, self._turned(last, input_pos, rope)), dim=-1) * self.query_factor
+        return q if self.growth is None else self._grown(q, input_pos)
+
+    def _latents(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Normalised latents, then the channels of keys that rotate: ``[b, t, c + r]``."""
+        latent, common = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
+        common = self._turned(common.unsqueeze(2), input_pos, rope).squeeze(2)
+        return torch.cat((self.kv_down_norm(latent), common), dim=-1)
+
+    def _turned(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        if rope is not None:
+            return apply_rope(x, *rope, self.pos_embeddings.layout)
+        return x if self.pos_embeddings is None else self.pos_embeddings(x, input_pos=input_pos)
+
+    def _expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[b, t, n, h]`` and values ``[b, t, n, v]``."""
+        latent, common = latents.split([self.kv_dim, self.rope_dim], dim=-1)
+        parts = self.kv_proj(latent).unflatten(-1, (-1, self.key_dim - self.rope_dim + self.value_dim))
+        first, v = parts.split([self.key_dim - self.rope_dim, self.value_dim], dim=-1)
+        return torch.cat((first, common.unsqueeze(2).expand(-1, -1, parts.shape[2], -1)), dim=-1), v
+
+    def _by_latents(self, q: Tensor, latents: Tensor, mask: _MaskType | None) -> Tensor:
+        """Attention of one position ``[b, 1, n, h]`` to latents ``[b, t, c + r]``: values ``[b, 1, n, v]``.
+
+        ``q · (W k) = (Wᵀ q) · k``, and the values' projection is applied to the weighted sum of latents: with one
+        "key head" for all query heads.
+        """
+        if type(self.kv_proj) is nn.Linear:
+            matrix = self.kv_proj.weight
+        else:  # an adapter, or a weight in few bits
+            matrix = self.kv_proj(torch.eye(self.kv_dim, dtype=latents.dtype, device=latents.device)).t()
+        of_heads = matrix.unflatten(0, (-1, self.key_dim - self.rope_dim + self.value_dim))
+        of_keys, of_values = of_heads.split([self.key_dim - self.rope_dim, self.value_dim], dim=1)
+        first, last = q.split([self.key_dim - self.rope_dim, self.rope_dim], dim=-1)
+        projected = torch.cat((torch.einsum("bsnh,nhc->bsnc", first, of_keys), last), dim=-1)
+        projected = projected * (latents.shape[-1] / self.head_dim) ** 0.5  # kernels scale by their head's size
+        keys = latents.unsqueeze(2)
+        found = self.attention(projected, keys, keys, mask=mask)[..., : self.kv_dim]
+        return torch.einsum("bsnc,nvc->bsnv", found, of_values)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Zeros after the last channels of ``[b, s, n, h]``; they change neither scores nor values."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
