@@ -7,6 +7,7 @@ import socket
 import threading
 import urllib.request
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -379,6 +380,8 @@ def load_rows(
         place = _broken_line(names)
         reason = place or f"{shown}: {_first_line(error.__cause__ or error)}"
         raise DataError(f"Cannot read the data file {reason}.") from error
+    except (EOFError, zlib.error, StopIteration) as error:  # the last one: what is left of a file that failed before
+        raise DataError(f"Cannot load {shown}: a file is not packed to its end, pack it again.") from error
     except (ValueError, TypeError, OSError) as error:
         if "corresponds to no data" in str(error):
             raise DataError(f"There are no rows in {shown} (split {split}).") from error

@@ -93,7 +93,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _is_readable(quantization: object) -> bool:
     """Whether checkpoints of this ``quantization_config`` are read as the values that their weights stand for."""
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    return method == "compressed-tensors" or (method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3")
+    return method == "compressed-tensors" or (
+        method == "fp8" and quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    )
 
 
 def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,18 @@ def test_broken_lines(reader: str, text: bytes, words: str, tmp_path: Path) -> N
         READERS[reader](path)
 
 
+@pytest.mark.parametrize("reader", ["mapped", "shown", "answered"])
+@pytest.mark.parametrize("damage", [slice(0, 60), slice(15, None)], ids=["cut", "changed"])
+def test_damaged_gzip_files(reader: str, damage: slice, tmp_path: Path) -> None:
+    path, packed = (
+        tmp_path / "rows.jsonl.gz",
+        gzip.compress("".join(f'{{"prompt": {n}}}\n' for n in range(99)).encode()),
+    )
+    path.write_bytes(packed[:10] + packed[damage] if damage.start else packed[damage])
+    with pytest.raises(UserError, match=r"rows\.jsonl\.gz"):
+        READERS[reader](path)
+
+
 def test_rows_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtune.datasets._lines._BLOCK", 7)  # lines begin and end anywhere in a block
     texts = ['{"a": 0}\n\n{"a": 1}\n', '\n \n{"a": 2}', '{"a": 3}\n{"a": 4}\nbroken\n    ']

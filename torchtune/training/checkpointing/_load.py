@@ -31,7 +31,7 @@ from torchtune.training.parallel._shards import full_tensor, my_shard
 from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
 
 # Fields that no shape of a tensor tells.
-_UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation")
+_UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation", "chunk")
 
 
 def identity(model: nn.Module) -> tuple[ModelSpec, Description]:

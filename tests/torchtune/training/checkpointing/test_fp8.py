@@ -121,6 +121,10 @@ def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(p
 
 def test_a_scheme_that_is_not_known_is_refused_by_name(published: Path, tmp_path: Path) -> None:
     config = read(published / "config.json")
+    minimax = {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": minimax}))
+    with torch.device("meta"):
+        assert from_hf_config(tmp_path).description == from_hf_config(published).description
     for scheme in ({"quant_method": "modelopt"}, {"quant_method": "fp8", "fmt": "e3m4"}):
         for unread in ({**config, "quantization_config": scheme}, _composite(scheme)):
             (tmp_path / "config.json").write_text(json.dumps(unread))
