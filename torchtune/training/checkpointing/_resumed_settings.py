@@ -49,7 +49,7 @@ ON_RESUME: dict[str, OnResume] = {
     **_of(OnResume.NEW, "num_samples sampler rewards advantages num_iterations tokens_per_batch drop_unfinished"),
     **_of(OnResume.NEW, "output_dir checkpointer save_every_n_steps save_every_n_minutes enable_async_checkpointing"),
     **_of(OnResume.NEW, "save_adapter_weights_only max_skipped_steps loss_spike_threshold hang_timeout_minutes"),
-    **_of(OnResume.NEW, "device compile cudnn_deterministic_mode"),
+    **_of(OnResume.NEW, "device compile cudnn_deterministic_mode share_prefix"),
     **_of(OnResume.NEW, "enable_activation_checkpointing ac_mode ac_option enable_activation_offloading"),
     **_of(OnResume.NEW, "enable_fp8_training fp8_recipe_name fake_quant_after_n_steps show_samples_every_n_steps"),
     **_of(OnResume.NEW, "data_parallel_replicate_dim data_parallel_shard_dim tensor_parallel_dim tensor_parallel_plan"),
