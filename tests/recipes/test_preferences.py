@@ -14,6 +14,7 @@ from tests.recipes.runs import PREFERENCE, Run, start, write_config
 from tests.tiny import write_checkpoint
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss import LossError
+from torchtune.training import plan_data
 from torchtune.utils import UserError
 
 FULL, LORA = "full_dpo_single_device", "lora_dpo_single_device"
@@ -89,6 +90,9 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path: Path) ->
     assert plain.documents.max_length == first.documents.max_length
     assert (first.documents.num_prefixes, plain.documents.num_prefixes) == (3, 0)
     assert first.num_tokens < 0.8 * plain.num_tokens
+    rows = apart.recipe.loader.dataset
+    tokens = sum(len(row[f"{side}_input_ids"]) for row in rows for side in ("chosen", "rejected"))
+    assert f"{len(rows)} rows, {tokens:,} tokens, " in dict(plan_data(apart.recipe.cfg))["data"]
 
 
 @pytest.mark.parametrize("name", PREFERENCE)

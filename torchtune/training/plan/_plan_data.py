@@ -71,7 +71,8 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
 
 def measure(dataset: Any, tokenizer: Any, sample: int) -> tuple[int | None, str]:
     """(examples, what to say) of a setting; None where the rows are not known."""
-    tokens, exact, packed, unknown = 0, True, False, []
+    counts: list[float | None] = []
+    exact, packed, unknown = True, False, []
     sizes: list[int] = []
     for node in nodes_of(dataset):
         try:
@@ -82,22 +83,24 @@ def measure(dataset: Any, tokenizer: Any, sample: int) -> tuple[int | None, str]
             continue
         scale = seen.total / seen.read if seen.read else 1.0
         sizes.append(math.ceil(len(built) * scale))
-        tokens += round((count_tokens(built) or 0) * scale)
+        found = count_tokens(built)
+        counts.append(None if found is None else found * scale)
         exact, packed = exact and scale == 1.0, packed or hasattr(built, "packs")
     if unknown:
         return None, "; ".join(unknown)
     kind = "packs" if packed else "rows"
     examples = sum(sizes)
+    tokens = "" if None in counts else f", {round(sum(counts)):,} tokens"
     if is_mixture(dataset):
         per_epoch = mixture_examples(dataset, sizes)
         if exact:
-            return per_epoch, f"{examples:,} {kind}, {tokens:,} tokens, mixed: {per_epoch:,} {kind} per epoch"
+            return per_epoch, f"{examples:,} {kind}{tokens}, mixed: {per_epoch:,} {kind} per epoch"
         examples, kind = per_epoch, f"{kind} per epoch of a mixture"
     if exact:
-        return examples, f"{examples:,} {kind}, {tokens:,} tokens, all tokenized to count them"
+        return examples, f"{examples:,} {kind}{tokens}, all tokenized to count them"
     return (
         examples,
-        f"about {examples:,} {kind}, {tokens:,} tokens, estimated from the first {sample:,} rows of each source",
+        f"about {examples:,} {kind}{tokens}, estimated from the first {sample:,} rows of each source",
     )
 
 

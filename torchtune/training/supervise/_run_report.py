@@ -71,7 +71,9 @@ def _fingerprint(model: torch.nn.Module) -> list[int]:
 
 
 def count_tokens(dataset: Any) -> int | None:
-    """Tokens of a dataset, if known without reading all rows."""
+    """Tokens of a dataset, of preference data those of all answers, if known without reading all rows."""
+    if stores := getattr(dataset, "stores", None):
+        return sum(int(store.lengths.sum()) for store in stores.values())
     lengths = None if getattr(dataset, "store", dataset) is None else getattr(dataset, "lengths", None)
     return None if lengths is None else int(sum(map(int, lengths)))
 
