@@ -8,14 +8,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_gpu.py"
 
 
 def test_tiny_shapes_are_measured_on_both_sides() -> None:
-    arguments = ["--tiny", "--only", "llama-8b-lora,qwen3-0.6b-full", "--steps", "1", "--warmup", "1"]
+    arguments = ["--tiny", "--only", "llama-8b-lora", "--steps", "1", "--warmup", "1"]
     done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     cells = [line.split() for line in done.stdout.splitlines()[2:]]
-    assert [(cell[0], cell[1]) for cell in cells] == [
-        ("llama-8b-lora", "ours"),
-        ("llama-8b-lora", "transformers"),
-        ("qwen3-0.6b-full", "ours"),
-        ("qwen3-0.6b-full", "transformers"),
-    ]
+    assert [(cell[0], cell[1]) for cell in cells] == [("llama-8b-lora", "ours"), ("llama-8b-lora", "transformers")]
     assert all(float(cell[2]) > 0 and float(cell[4]) > 0 for cell in cells)

@@ -60,6 +60,7 @@ def test_resume_equals_uninterrupted(name: str, tmp_path: Path, dtype: str) -> N
     checks.resume_equals_uninterrupted(name, tmp_path, dtype=dtype)
 
 
+@pytest.mark.parametrize("name", ["full_finetune_distributed", "lora_finetune_single_device"], indirect=True)
 @pytest.mark.parametrize("precision", ["fp32_master", "param_dtype"])
 def test_resume_in_every_precision(name: str, tmp_path: Path, precision: str) -> None:
     checks.resume_equals_uninterrupted(name, tmp_path, dtype="bf16", optimizer_precision=precision)

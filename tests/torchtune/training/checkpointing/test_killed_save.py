@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "kills"), [(1, 16), (2, 24)], ids=["one process", "two ranks"])
+@pytest.mark.parametrize(("size", "kills"), [(1, 8), (2, 12)], ids=["one process", "two ranks"])
 def test_killed_at_any_moment(tmp_path: Path, size: int, kills: int) -> None:
     """Two ranks save now and then behind training's back; one is killed before the other, or both."""
     folder, output = write_folder(tmp_path / "source"), tmp_path / "output"
