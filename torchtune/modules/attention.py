@@ -125,13 +125,20 @@ class MultiHeadAttention(nn.Module):
 
     def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
         """Make a KV cache for ``batch_size`` rows of ``max_seq_len`` positions, on the default device."""
-        if self.kv_cache is None and self.k_proj is not None:
-            self.kv_cache = KVCache(batch_size, max_seq_len, self.num_kv_heads, self.head_dim, dtype)
+        if self.kv_cache is None and self._has_keys():
+            self.kv_cache = self._new_cache(batch_size, dtype, max_seq_len)
             self.cache_enabled = True
+
+    def _has_keys(self) -> bool:
+        """Whether keys are of this layer, not of an earlier one."""
+        return self.k_proj is not None
+
+    def _new_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> KVCache:
+        return KVCache(batch_size, max_seq_len, self.num_kv_heads, self.head_dim, dtype)
 
     def reset_cache(self) -> None:
         """Empty the cache. Raises ``RuntimeError`` if there is none."""
-        if self.k_proj is None:
+        if not self._has_keys():
             return
         if self.kv_cache is None:
             raise RuntimeError("There is no key-value cache to reset: call setup_cache() first.")

@@ -104,17 +104,12 @@ class LatentAttention(MultiHeadAttention):
         self.kv_down_norm = kv_down_norm
         self.kv_proj = kv_proj
 
-    def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
-        """Make a cache of latents for ``batch_size`` rows of ``max_seq_len`` positions, on the default device."""
-        if self.kv_cache is None:
-            self.kv_cache = KVCache(batch_size, max_seq_len, 1, self.kv_dim + self.rope_dim, dtype, value_dim=0)
-            self.cache_enabled = True
+    def _has_keys(self) -> bool:
+        return True
 
-    def reset_cache(self) -> None:
-        """Empty the cache. Raises ``RuntimeError`` if there is none."""
-        if self.kv_cache is None:
-            raise RuntimeError("There is no key-value cache to reset: call setup_cache() first.")
-        self.kv_cache.reset()
+    def _new_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> KVCache:
+        """Of latents and of the rotated part of keys."""
+        return KVCache(batch_size, max_seq_len, 1, self.kv_dim + self.rope_dim, dtype, value_dim=0)
 
     def forward(
         self,
