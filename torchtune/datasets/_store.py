@@ -142,7 +142,8 @@ def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
         except (TypeError, OverflowError):
             pass  # told below
         else:
-            if not len(ids) or (ids.min() >= 0 and ((targets >= 0) == (targets != CROSS_ENTROPY_IGNORE_IDX)).all()):
+            negative = np.count_nonzero(targets < 0)
+            if not (ids < 0).any() and negative == np.count_nonzero(targets == CROSS_ENTROPY_IGNORE_IDX):
                 return ids, targets
     try:
         ids, targets = np.asarray(tokens), np.asarray(labels)
