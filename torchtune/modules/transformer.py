@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchtune.data._documents import Documents
 from torchtune.modules._document_attention import Boundaries
+from torchtune.modules._products import fast_products
 from torchtune.modules.attention import Keys, MultiHeadAttention
 from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
 from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
@@ -110,12 +111,13 @@ class TransformerSelfAttentionLayer(nn.Module):
             b, s, _ = x.shape
             mask = self.mask_mod(mask, b, s, s)
         h = x
-        if self.attn is not None:
-            sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
-            h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
-            h, keys = h if returns_keys else (h, None)
-        if self.mlp is not None:
-            h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
+        with fast_products(x):
+            if self.attn is not None:
+                sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
+                h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
+                h, keys = h if returns_keys else (h, None)
+            if self.mlp is not None:
+                h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
         if self.layer_embed is not None:
             h = self.layer_embed(h, embedded)
         if self.layer_scale is not None:
@@ -394,7 +396,8 @@ class TransformerDecoder(nn.Module):
             h = h * self.hidden_scale
         if output == "hidden" or (output is None and self.skip_output_layer):
             return h
-        return self.output(h).float()
+        with fast_products(h):
+            return self.output(h).float()
 
     def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
         """Make the boundaries for the attention kernels, once for all layers; log the kernels at the first call."""
