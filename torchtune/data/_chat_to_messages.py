@@ -21,6 +21,8 @@ def _turns(value: Any, name: str) -> Sequence[Any]:
 
 def _without_nulls(value: Any) -> Any:
     """Remove null fields from nested data: table formats add every field that another row has."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -185,4 +185,7 @@ def _index(values: list[bool], value: bool, start: int) -> int:
 
 def has_label(sample: Mapping[str, Any]) -> bool:
     """Whether any position of a sample is trained on."""
-    return any(label != CROSS_ENTROPY_IGNORE_IDX for label in sample["labels"])
+    labels = sample["labels"]
+    if type(labels) is list:
+        return labels.count(CROSS_ENTROPY_IGNORE_IDX) < len(labels)
+    return any(label != CROSS_ENTROPY_IGNORE_IDX for label in labels)
