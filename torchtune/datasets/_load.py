@@ -358,7 +358,7 @@ def load_rows(
             elif names or Path(where).is_dir():
                 rows = datasets.load_dataset(where, **kwargs)
             else:
-                with _without_waiting_for_the_hub():
+                with without_waiting_for_the_hub():
                     rows = datasets.load_dataset(where, **kwargs)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
@@ -407,7 +407,7 @@ def _reported_once() -> Iterator[None]:
 
 
 @contextmanager
-def _without_waiting_for_the_hub() -> Iterator[None]:
+def without_waiting_for_the_hub() -> Iterator[None]:
     """Inside the block, the datasets package reads its cache alone where the hub does not answer at once.
 
     It retries for 25 to 40 seconds otherwise, and fails in the same way.
