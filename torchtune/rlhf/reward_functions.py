@@ -4,7 +4,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -364,7 +364,10 @@ def _called(
     name: str, reward: RewardFunction, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int]
 ) -> list[float]:
     try:
-        values = list(reward(rows, texts))
+        values = reward([dict(row) for row in rows], texts)  # copies: it may change them, and others read them too
+        if isinstance(values, Mapping | Set):
+            raise RolloutError(f"it returned a {type(values).__name__}, and it must return a list")
+        values = list(values)
     except Exception as error:  # of somebody else's function, whatever it may be
         where = [number for number, row, text in zip(numbers, rows, texts, strict=True) if _raises(reward, row, text)]
         what = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
@@ -387,7 +390,7 @@ def _called(
 
 def _raises(reward: RewardFunction, row: Row, text: str) -> bool:
     try:
-        reward([row], [text])
+        reward([dict(row)], [text])
     except Exception:  # noqa: BLE001 - of somebody else's function
         return True
     return False
