@@ -97,7 +97,8 @@ class InferenceRecipe:
         training.set_seed(cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
 
     def setup(self, cfg: Settings) -> None:
-        """Load tokenizer and model."""
+        """Read the prompts, then load tokenizer and model."""
+        self.prompts = generation.read_prompts(cfg.prompts, cfg.prompt.get("system")) if cfg.prompts else []
         folder = cfg.checkpointer.get("checkpoint_dir")
         self.tokenizer = hf_tokenizer(folder) if cfg.tokenizer is None else config.instantiate(cfg.tokenizer)
         checkpointer = config.instantiate(cfg.checkpointer)
@@ -148,7 +149,7 @@ class InferenceRecipe:
         answers = generation.answer_prompts(
             self.model,
             self.tokenizer,
-            generation.read_prompts(cfg.prompts, cfg.prompt.get("system")),
+            self.prompts,
             output,
             {"system": cfg.prompt.get("system")},
             source=cfg.prompts,

@@ -10,7 +10,7 @@ import yaml
 from tests.recipes.runs import class_of, load_recipe
 from tests.tiny import write_checkpoint
 from torchtune.config import load_and_check
-from torchtune.evaluation import EvaluationError
+from torchtune.evaluation import EvaluationError, find_tasks
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytestmark = pytest.mark.filterwarnings("default")  # of the harness and what it imports
@@ -50,8 +50,6 @@ def reference(checkpoint: Path, **settings: Any) -> dict[str, Any]:
     """The harness's own model."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
-
-    from torchtune.evaluation import find_tasks
 
     model = HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32", batch_size=1, max_length=96)
     return lm_eval.simple_evaluate(
@@ -127,3 +125,11 @@ def test_what_is_asked_for_and_not_there(checkpoint: Path, tmp_path: Path) -> No
         run(checkpoint, tmp_path, include_path=str(tmp_path / "none"))
     with pytest.raises(EvaluationError, match="max_seq_length is 9999 and the model's context 4096"):
         run(checkpoint, tmp_path, max_seq_length=9999)
+    with pytest.raises(EvaluationError, match="no task is named"):
+        find_tasks([])
+    settings = {"task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "none.jsonl")}}
+    settings |= {"test_split": "test", "output_type": "multiple_choice", "doc_to_text": "a", "doc_to_target": 0}
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.yaml").write_text(yaml.safe_dump({**settings, "doc_to_choice": ["a", "b"]}))
+    with pytest.raises(EvaluationError, match=r"mine: the data cannot be loaded \(Unable to find '.*none.jsonl'\)"):
+        run(checkpoint, tmp_path, tasks=["mine"], include_path=str(tmp_path / "tasks"))

@@ -11,6 +11,7 @@ from tests.recipes.runs import class_of, load_recipe
 from tests.tiny import write_checkpoint
 from torchtune.config import ConfigError, load_and_check
 from torchtune.generation import GenerationError, generate_tokens, read_prompts
+from torchtune.utils import UserError
 
 
 def recipe_of(folder: Path, **settings: Any) -> tuple[Any, Any]:
@@ -109,6 +110,10 @@ def test_answers_to_a_file(tmp_path: Path) -> None:
     output.write_bytes(b"".join(sampled.splitlines(keepends=True)[3:]))
     recipe.answer_file(cfg)
     assert output.read_bytes() == sampled  # by seed and line, whatever was answered before
+    cfg.output = str(tmp_path)
+    with pytest.raises(UserError, match=r"cannot be written \(Is a directory\)"):
+        recipe.answer_file(cfg)
+    cfg.output = None
     # A tokenizer that keeps less than a prompt would cut it, and the turn that is to be answered with it.
     recipe.tokenizer.max_seq_len = 40
     with pytest.raises(GenerationError, match=r"line 9: tokenizer.max_seq_len = 40 cuts it"):

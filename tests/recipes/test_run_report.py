@@ -13,7 +13,8 @@ import torch
 from tests.recipes.runs import after_each_step, load_recipe, read_log, write_config
 from torchtune._cli import tune
 from torchtune.config import load_and_check
-from torchtune.training.supervise._run_report import _fingerprint
+from torchtune.training import RecipeSettings, RecipeSettingsError
+from torchtune.training.supervise._run_report import _fingerprint, never_validated
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 
@@ -85,9 +86,18 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
 
 @pytest.mark.parametrize("name", [LORA, FULL])
 def test_a_run_that_trains_nothing_is_warned_of(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(name, tmp_path, caplog, optimizer__lr=0.0, max_steps_per_epoch=2)
+    validation = {"dataset_val": "${dataset}", "run_val_every_n_steps": 3}
+    run(name, tmp_path, caplog, optimizer__lr=0.0, max_steps_per_epoch=2, **validation)
     assert caplog.messages[-1].startswith("NOTHING WAS TRAINED: no trained parameter differs")
     assert caplog.records[-1].levelname == "WARNING"
+    assert "dataset_val: it is never measured: run_val_every_n_steps is 3 and the run has 2 steps" in caplog.text
+
+
+def test_a_best_validation_without_a_validation_is_refused() -> None:
+    cfg = RecipeSettings(dataset_val={"_component_": "a.b"}, run_val_every_n_steps=5, keep_best="val_loss")
+    assert never_validated(cfg, 5) is None
+    with pytest.raises(RecipeSettingsError, match="keep_best: there would be no validation to compare"):
+        never_validated(cfg, 4)
 
 
 def test_only_the_last_save_of_adapters_alone_is_an_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -39,6 +39,8 @@ def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
             dataset = instantiate_dataset(node, tokenizer)
         tokens = count_tokens(dataset)
         if tokens is None:
+            if getattr(dataset, "is_stream", False):
+                raise UserError(f"{name}: a stream is tokenized while a run trains: leave out streaming to prepare it.")
             raise UserError(
                 f"{name}: its rows are transformed when they are read (images): there is nothing to prepare."
             )

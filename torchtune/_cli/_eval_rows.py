@@ -31,14 +31,15 @@ def eval_rows(args: argparse.Namespace) -> None:
         columns = {"prompt": args.prompt, "answer": args.answer, "system": args.system}
         rows = evaluation.read_eval_rows(data, **columns, limit=args.limit)
         evaluation.check_scores(scores, rows, data)
+    path = args.output / f"{data.stem}.results.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     models = [(args.against, None)] if args.against else []
     found = [_evaluate(*each, args, data, rows, scores, node, length) for each in [*models, (args.model, args.adapter)]]
-    path = args.output / f"{data.stem}.results.json"
-    args.output.mkdir(parents=True, exist_ok=True)
+    print("\n".join([*_table(found), *_remarks(found, args)]))
     results = {"data": str(data), "rows": len(rows), "models": [_result(each, args) for each in found]}
     with atomic_write(path) as file:
         file.write((json.dumps(results, indent=2) + "\n").encode())
-    print("\n".join([*_table(found), *_remarks(found, args), f"results     {path}"]))
+    print(f"results     {path}")
 
 
 def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a run has left, for ``tune eval``: its best checkpoint and its validation data."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def checkpoint_of(model: str) -> str:
     if not saved:
         raise UserError(f"{folder}: the run has no complete checkpoint: wait for one, or start the run again.")
     found = saved[-1] if best is None else folder / best
-    print(f"model       {found}, the {'last' if best is None else 'best'} checkpoint of the run")
+    print(f"model       {found}, the {'last' if best is None else 'best'} checkpoint of the run", file=sys.stderr)
     return str(found)
 
 

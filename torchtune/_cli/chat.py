@@ -7,7 +7,10 @@ from typing import Any
 
 from torchtune._cli.subcommand import Subcommand
 
-_HELP = "/reset forgets the conversation, /system TEXT starts a new one with that system prompt, /quit ends the chat."
+_HELP = (
+    "/reset forgets the conversation, /system TEXT starts a new one with that system prompt (/system alone without "
+    "one), /quit ends the chat."
+)
 
 
 class Chat(Subcommand):
@@ -33,15 +36,19 @@ class Chat(Subcommand):
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        add("--model", required=True, help="folder of the checkpoint, or repository of the hub, owner/name")
+        add(
+            "--model",
+            required=True,
+            help="folder of a checkpoint or of a run (its best, or last), or a repository on the hub",
+        )
         add("--adapter", help="folder or repository of a LoRA adapter of that model")
         add("--system", help="system prompt")
-        add("--temperature", type=float, default=0.6, help="randomness; 0 always takes the likeliest token")
+        add("--temperature", type=float, default=0.6, help="randomness; 0 always takes the likeliest token (0.6)")
         add("--top-k", type=int, help="sample among the k likeliest tokens")
-        add("--max-new-tokens", type=int, default=1024, help="longest answer, in tokens")
-        add("--seed", type=int, help="seed of sampling")
+        add("--max-new-tokens", type=int, default=1024, help="longest answer, in tokens (1024)")
+        add("--seed", type=int, help="seed of sampling; by default another one each time")
         add("--device", help="cuda, cpu, mps …; by default the best one")
-        add("--dtype", choices=["bf16", "fp32"], default="bf16", help="of weights and activations")
+        add("--dtype", choices=["bf16", "fp32"], default="bf16", help="of weights and activations (bf16)")
 
     def _chat_cmd(self, args: argparse.Namespace) -> None:
         from torchtune.utils import UserError
@@ -50,6 +57,9 @@ class Chat(Subcommand):
             value = getattr(args, name)
             if value is not None and not value >= least:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}.")
+        from torchtune._cli._eval_run import checkpoint_of
+
+        args.model = checkpoint_of(args.model)
         conversation = _Conversation(args)
         with conversation:
             self._talk(conversation)
@@ -65,6 +75,9 @@ class Chat(Subcommand):
                 return
             except KeyboardInterrupt:  # an empty prompt is left with Ctrl-D or /quit
                 print()
+                continue
+            if not line.isascii() and line.encode(errors="ignore").decode() != line:
+                print("That line is not UTF-8: send it as UTF-8.", file=sys.stderr)
                 continue
             if line.strip() == "/quit":
                 return
@@ -94,7 +107,7 @@ class _Conversation:
         import torchtune
         from torchtune.generation import fast_linears
 
-        self._args = args
+        self._args, self._system = args, args.system
         self._model, self._tokenizer = torchtune.load(
             args.model, adapter=args.adapter, dtype=args.dtype, device=args.device
         )
@@ -104,7 +117,7 @@ class _Conversation:
         else:
             self._rng.manual_seed(args.seed)
         self._fast = fast_linears(self._model, pack=True)
-        self.reset(args.system)
+        self.reset()
 
     def __enter__(self) -> None:
         self._fast.__enter__()
@@ -113,8 +126,8 @@ class _Conversation:
         self._fast.__exit__(*error)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget what was said; another system prompt replaces the first."""
-        self._system = system or getattr(self, "_system", None)
+        """Forget what was said; another system prompt replaces the first, an empty one removes it."""
+        self._system = self._system if system is None else system
         self._messages: list[dict[str, Any]] = []
         if self._system:
             self._messages.append({"role": "system", "content": self._system})

@@ -59,7 +59,8 @@ class Data(Subcommand):
     def _add_arguments(self) -> None:
         add = self._show.add_argument
         add("source", help="a file of rows, the name of a config, or the path of a YAML file")
-        add("overrides", nargs="*", help="settings instead of the config's, or of the dataset of a file: key=value")
+        settings = "settings instead of the config's, or of the dataset of a file: key=value"
+        add("overrides", nargs="*", default=[], help=settings)
         add("--tokenizer", help="checkpoint whose tokenizer reads the file; for files alone")
         add("--validation", type=Path, help="file with validation data, to look for rows that are in both")
         add("--max-seq-len", type=int, default=2048, help="longest row or pack of a file (2048)")
@@ -68,7 +69,7 @@ class Data(Subcommand):
 
         add = self._prepare.add_argument
         add("config", help="name of a config, or path of a YAML file")
-        add("overrides", nargs="*", help="settings instead of the config's: key=value")
+        add("overrides", nargs="*", default=[], help="settings instead of the config's: key=value")
         add("--output", type=Path, required=True, help="folder to write to")
         add("--workers", type=int, help="processes that tokenize (one for every core)")
 
@@ -80,6 +81,10 @@ class Data(Subcommand):
         prepare_config(read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
 
     def _show_cmd(self, args: argparse.Namespace) -> None:
+        for name, least in (("examples", 0), ("max_seq_len", 1)):
+            if getattr(args, name) < least:
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} is {getattr(args, name)}: it must be at least {least}.")
         path = Path(args.source).expanduser()
         if path.name.lower().removesuffix(".gz").endswith(_SUFFIXES):
             self._show_file(path, args)
@@ -120,23 +125,17 @@ class Data(Subcommand):
 
 def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
     """The dataset node that reads a file of a format."""
-    import yaml
+    from torchtune.config._overrides import apply
+    from torchtune.config._reader import Document
 
     reader = found[1]
     if not reader:
         raise UserError(f"{path}: no dataset is known for rows of these columns: use a config with a column_map.")
     name, *settings = reader.split()
-    node: dict[str, Any] = {"_component_": f"torchtune.datasets.{name}", "source": str(path)}
-    for setting in [*settings, *overrides]:
-        key, sign, value = setting.partition("=")
-        if not sign:
-            raise UserError(f"'{setting}' is no setting: write key=value.")
-        inner = node
-        *outer, last = key.removeprefix("dataset.").split(".")
-        for part in outer:
-            inner = inner.setdefault(part, {})
-        inner[last] = yaml.safe_load(value)
-    return node
+    document = Document({"_component_": f"torchtune.datasets.{name}", "source": str(path)})
+    apply(document, [setting.removeprefix("dataset.") for setting in [*settings, *overrides]])
+    document.check()
+    return document.data
 
 
 def read_settings(name: str, overrides: list[str]) -> Any:

@@ -31,7 +31,8 @@ class Validate(Subcommand):
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("config", help="name of a config, or path of a YAML file")
-        self._parser.add_argument("overrides", nargs="*", help="settings to check instead of the config's: key=value")
+        overrides = "settings to check instead of the config's: key=value"
+        self._parser.add_argument("overrides", nargs="*", default=[], help=overrides)
 
     def _validate_cmd(self, args: argparse.Namespace) -> None:
         from omegaconf import DictConfig

@@ -62,8 +62,7 @@ def generate(
         2
     """
     decoder = _checked(plain(model), tokenizer)
-    if isinstance(prompt, torch.Tensor):
-        prompt = prompt.tolist()
+    prompt = _listed(prompt)
     if not (math.isfinite(temperature) and temperature >= 0 and (top_k is None or top_k >= 0)):
         raise GenerationError(f"temperature is {temperature} and top_k {top_k}: both must be at least 0.")
     is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | Mapping | Message)
@@ -103,6 +102,22 @@ def generate(
             "tokens: max_new_tokens sets how long an answer may be."
         )
     return answers[0] if is_one else answers
+
+
+def _listed(prompt: Any) -> Any:
+    """Prompts of tensors and arrays as lists of token ids.
+
+    Raises:
+        GenerationError: it is no prompt.
+    """
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise GenerationError(
+            f"prompt: a {type(prompt).__name__} is none: give a text, a list of messages, token ids, or a list of them."
+        )
+    is_many = not isinstance(prompt, str) and any(hasattr(one, "tolist") for one in prompt)
+    return [one.tolist() if hasattr(one, "tolist") else one for one in prompt] if is_many else prompt
 
 
 def _checked(model: nn.Module, tokenizer: Any) -> TransformerDecoder:

@@ -36,6 +36,7 @@ def load(
     """Load the model and the tokenizer of a checkpoint.
 
     The model is in evaluation mode: call ``model.train()`` before training. Host memory holds one shard file at most.
+    With distributed training all ranks call it.
 
     Args:
         path: folder of a checkpoint, downloaded or trained, or a repository of the hub, ``"owner/name"``, which is

@@ -22,5 +22,7 @@ ORIGINS: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model inside a compiled one."""
-    return getattr(model, "_orig_mod", model)
+    """The model inside a compiled one, or inside torch's wrappers for replicas."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return plain(model.module)
+    return plain(model._orig_mod) if hasattr(model, "_orig_mod") else model

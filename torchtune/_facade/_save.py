@@ -50,6 +50,8 @@ def save(
         >>> sorted(file.name for file in torchtune.save(model, folder / "adapter").glob("adapter*"))
         ['adapter_config.json', 'adapter_model.safetensors']
     """
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"model: a {type(model).__name__} cannot be saved: give the model itself.")
     model, path = plain(model), Path(path).expanduser()
     source = _source(model, base)
     ours, theirs = path.resolve(), source.checkpoint_dir.resolve()

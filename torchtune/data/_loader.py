@@ -12,6 +12,7 @@ import torch
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 
 Collated = Any  # what collate_fn returns
+_AHEAD = 64  # examples that a stream is told of before they are needed
 
 
 def random_of(seed: int, *words: int) -> np.random.RandomState:
@@ -38,7 +39,8 @@ class BatchLoader:
     Args:
         dataset: examples by index, with a length. A mixture says by ``order(seed, epoch, shuffle)`` which indices an
             epoch visits, ``examples_per_epoch`` of them. A stream (``is_stream``) has no length: its indices go on
-            from epoch to epoch; ``begin``, ``state_at`` and ``go_to`` set and tell its position.
+            from epoch to epoch; ``begin``, ``state_at`` and ``go_to`` set and tell its position, and ``read_ahead``
+            says which examples come next.
         batch_size: examples (or packs) per micro-batch and rank.
         collate_fn: turns a list of examples into a batch.
         shuffle: visit the examples in random order.
@@ -107,6 +109,7 @@ class BatchLoader:
         self._indices = np.empty(0, dtype=np.int64)
         self._shuffled: tuple[int, np.ndarray] | None = None  # (epoch, its order)
         self._ahead: tuple[tuple[int, int], list[Collated]] | None = None  # ((epoch, step), its micro-batches)
+        self._told = 0  # steps of the run of whose examples a stream has been told
 
     @property
     def examples_per_step(self) -> int:
@@ -152,10 +155,27 @@ class BatchLoader:
             return None
         position = (self.epoch, self._step)
         if self._ahead is None or self._ahead[0] != position:
-            with _own_randomness(self.seed, *position, self.rank):
+            if hasattr(self.dataset, "read_ahead"):
+                self._tell_what_comes()
+            with own_randomness(self.seed, *position, self.rank):
                 parts = self._split(self._indices_of(self._step), self.rank)
                 self._ahead = (position, [self._collate(part) for part in parts])
         return self._ahead[1]
+
+    def _tell_what_comes(self) -> None:
+        here = self.epoch * len(self) + self._step
+        ahead = max(2, math.ceil(_AHEAD / (self.batch_size * self.accumulation_steps)))
+        if not here < self._told <= here + ahead:
+            self._told = here
+        if self._told - here > ahead // 2:  # many steps at once are told in less time
+            return
+        steps = []
+        for step in range(self._told, here + ahead):
+            indices = np.arange(step * self.examples_per_step, (step + 1) * self.examples_per_step)
+            mine = np.concatenate([part for part, _ in self._split(indices, self.rank)])
+            steps.append(((self.seed, *divmod(step, len(self)), self.rank), mine.tolist()))
+        self.dataset.read_ahead(steps)
+        self._told = here + ahead
 
     def _indices_of(self, step: int) -> np.ndarray:
         """Indices of the examples of a step of this epoch, for all ranks."""
@@ -257,12 +277,13 @@ class BatchLoader:
                 "resume with what the run was started with, or start a new run."
             )
         self.epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._told = 0
         if self._is_stream:
             self.dataset.go_to(state["stream"])
 
 
 @contextmanager
-def _own_randomness(*words: int) -> Iterator[None]:
+def own_randomness(*words: int) -> Iterator[None]:
     """Seed all host generators from ``words`` inside the block, and restore their states after it."""
     seed = int(np.random.SeedSequence(words).generate_state(1)[0])
     python, array, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()

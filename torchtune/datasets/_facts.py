@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ SAMPLE = 2000  # rows that are looked into, unless all are asked for
 _BAR = 32
 _CALLS = ("tool_calls", "function_call", "tools")
 _TURNS = {"openai": ("role", "content"), "sharegpt": ("from", "value")}
+# Names of roles -> what they are, as torchtune.data reads them.
+_ROLES = {
+    "openai": {role: role for role in ("system", "user", "assistant", "ipython", "tool")},
+    "sharegpt": {
+        "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+        "tool": "tool", "observation": "tool",
+    },
+}  # fmt: skip
 
 
 @dataclass
@@ -25,6 +34,7 @@ class FileFacts:
         rows: all of them.
         read: rows that were looked into.
         formats: format and its columns -> rows.
+        firsts: format and its columns -> the first row that has them.
         columns: names of columns -> rows that have just these.
         calls: rows with tool calls.
         problems: (line or row, what is wrong) of rows that cannot be used.
@@ -38,6 +48,7 @@ class FileFacts:
     rows: int = 0
     read: int = 0
     formats: Counter[tuple[str, str]] = field(default_factory=Counter)
+    firsts: dict[tuple[str, str], int] = field(default_factory=dict)
     columns: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     problems: list[tuple[int, str]] = field(default_factory=list)
@@ -97,9 +108,13 @@ def _problem(row: Any, kind: str, reader: str) -> str | None:
             return f"turn {i} has no '{role_key}'"
         if not isinstance(turn[role_key], str):
             return f"turn {i} has a '{role_key}' that is no text"
-        role = {"human": "user", "gpt": "assistant", "observation": "tool"}.get(turn[role_key], turn[role_key])
+        role = _ROLES[style].get(turn[role_key])
+        if role is None:
+            return f"turn {i} has the {role_key} '{turn[role_key]}', which is none of {', '.join(_ROLES[style])}"
         if turn.get(content_key) is None and not turn.get("tool_calls"):
             return f"turn {i} of '{role}' has no '{content_key}'"
+        if not isinstance(turn.get(content_key), str | list | None):
+            return f"turn {i} of '{role}' has a '{content_key}' that is no text"
         if role == "system" and i:
             return f"turn {i} is a system turn, which may only be the first"
         if role == "user" and last == "user":
@@ -119,7 +134,7 @@ def _characters(value: Any) -> int:
 
 
 def _others(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, row) of a file that is not JSON lines."""
+    """(line, or number of a .json or .parquet file, row) of a file that is not JSON lines."""
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     if suffix == ".json":
         with open_lines(path) as file:
@@ -131,8 +146,7 @@ def _others(path: Path) -> Iterator[tuple[int, Any]]:
             raise UserError(f"{path}: it holds one {type(rows).__name__}, not a list of rows.")
         yield from enumerate(rows, 1)
     elif suffix in (".csv", ".tsv"):
-        csv.field_size_limit(1 << 30)
-        yield from enumerate(csv.DictReader(_texts(path), delimiter="\t" if suffix == ".tsv" else ","), 1)
+        yield from _table(path, "\t" if suffix == ".tsv" else ",")
     elif suffix == ".txt":
         for number, text in enumerate(_texts(path), 1):
             if not text.isspace():
@@ -143,6 +157,26 @@ def _others(path: Path) -> Iterator[tuple[int, Any]]:
         yield from enumerate(parquet_rows(path), 1)
     else:
         raise UserError(f"{path}: a file of this kind is not shown: use .jsonl, .json, .csv, .tsv, .parquet or .txt.")
+
+
+def _table(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line where it begins, row) of a file with a header; a field that a row lacks is None."""
+    csv.field_size_limit(1 << 30)
+    reader, header, line = csv.reader(_texts(path), delimiter=delimiter), None, 1
+    try:
+        for fields in reader:
+            if header is None:
+                header = fields or None
+            elif len(fields) > len(header):
+                raise UserError(
+                    f"{path}, line {line}: it has {len(fields)} fields and the header has {len(header)}: put texts "
+                    "with the delimiter in quotes."
+                )
+            elif fields:
+                yield line, dict(zip_longest(header, fields))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}, line {line}: it cannot be read ({error}): save the file again.") from error
 
 
 def _texts(path: Path) -> Iterator[str]:
@@ -207,6 +241,7 @@ def _look(facts: FileFacts, number: int, row: Any) -> None:
         return
     kind, reader = format_of(row)
     facts.formats[kind, reader] += 1
+    facts.firsts.setdefault((kind, reader), number)
     facts.columns[", ".join(row)] += 1
     facts.characters.append(_characters(row))
     if any(f'"{name}"' in json.dumps(row, default=str) for name in _CALLS):
@@ -245,7 +280,9 @@ def report(facts: FileFacts) -> list[str]:
     )
     lines = [f"{facts.path}: {facts.rows:,} rows, {size / 1e6:,.1f} MB (formats and sizes of {part})"]
     for (kind, reader), count in facts.formats.most_common(5):
-        lines.append(f"format      {kind}, {count:,} rows" + (f": torchtune.datasets.{reader}" if reader else ""))
+        first = f", the first in line {facts.firsts[kind, reader]}" if len(facts.formats) > 1 else ""
+        called = f": torchtune.datasets.{reader}" if reader else ""
+        lines.append(f"format      {kind}, {count:,} rows{first}{called}")
     if len(facts.formats) > 1:
         lines.append("warning     the rows are of several formats: split the file, a dataset reads one of them")
     if len(facts.columns) > 1:

@@ -20,7 +20,7 @@ from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._lines import LineRows, line_files
 from torchtune.datasets._preview import limited, look
 from torchtune.utils import UserError, get_logger
-from torchtune.utils._json_lines import json_line, numbered_lines
+from torchtune.utils._json_lines import json_line, numbered_lines, text_line
 
 # Suffix of a file -> loader of the datasets package.
 LOADERS = {
@@ -160,17 +160,17 @@ def plain_files(kwargs: Mapping[str, Any]) -> list[str] | None:
 
 
 def _broken_line(names: Sequence[str]) -> str | None:
-    """Where the first line that is no JSON lies, for files of JSON lines that the datasets package has refused."""
+    """Where the first line that is no JSON, or no text, lies, for files that the datasets package has refused."""
     for name in names:
-        path = Path(name).expanduser()
-        if not path.is_file() or LOADERS.get(_suffix(name)) != "json":
+        path, kind = Path(name).expanduser(), LOADERS.get(_suffix(name))
+        if not path.is_file() or kind not in ("json", "csv", "text") or path.suffix in _COMPRESSED[1:]:
             continue
         first = next(numbered_lines(path), (1, b""))[1].lstrip()
         if _suffix(name) == ".json" and first.startswith(b"["):
             continue
         for number, line in numbered_lines(path):
             try:
-                json_line(line)
+                json_line(line) if kind == "json" else text_line(line)
             except UserError as error:
                 return f"{name}, line {number}: {error}; correct the line"
     return None
@@ -358,7 +358,7 @@ def load_rows(
             elif names or Path(where).is_dir():
                 rows = datasets.load_dataset(where, **kwargs)
             else:
-                with _without_waiting_for_the_hub():
+                with without_waiting_for_the_hub():
                     rows = datasets.load_dataset(where, **kwargs)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
@@ -407,7 +407,7 @@ def _reported_once() -> Iterator[None]:
 
 
 @contextmanager
-def _without_waiting_for_the_hub() -> Iterator[None]:
+def without_waiting_for_the_hub() -> Iterator[None]:
     """Inside the block, the datasets package reads its cache alone where the hub does not answer at once.
 
     It retries for 25 to 40 seconds otherwise, and fails in the same way.

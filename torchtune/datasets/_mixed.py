@@ -16,6 +16,7 @@ from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._instantiate import instantiate_dataset
 from torchtune.utils import get_logger, log_rank_zero
 
+_KEPT = 4  # blocks of a stream's order
 Stop = Literal["first", "all", "repeat"]
 
 
@@ -127,7 +128,7 @@ class MixedStream(Dataset):
         """Go to the first example; the order depends on ``seed`` if ``shuffle``."""
         self._seed, self._shuffle = seed, shuffle
         self._passes: dict[int, tuple[int, np.ndarray]] = {}
-        self._block: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._blocks: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
         for number, dataset in enumerate(self._datasets):
             if hasattr(dataset, "begin"):
                 dataset.begin(seed + number, shuffle=shuffle)
@@ -154,6 +155,20 @@ class MixedStream(Dataset):
         number, row = self._place(index)
         return with_source(self._datasets[number][row], number, self.names)
 
+    def read_ahead(self, steps: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """See :meth:`StreamedDataset.read_ahead`."""
+        found: dict[int, list[tuple[Sequence[int], Sequence[int]]]] = {}
+        for words, indices in steps:
+            rows: dict[int, list[int]] = {}
+            for index in indices:
+                number, row = self._place(index)
+                rows.setdefault(number, []).append(row)
+            for number, its in rows.items():
+                found.setdefault(number, []).append(((*words, number), its))
+        for number, parts in found.items():
+            if hasattr(self._datasets[number], "read_ahead"):
+                self._datasets[number].read_ahead(parts)
+
     def origins(self, index: int) -> list[dict[str, Any]]:
         """``source`` and place of everything in an example."""
         number, row = self._place(index)
@@ -167,7 +182,7 @@ class MixedStream(Dataset):
     def _found(self, index: int) -> tuple[int, np.ndarray, np.ndarray]:
         """The block of an index: its number, and of every example the dataset and its how manieth one it is."""
         block = index // self._length
-        if self._block is None or self._block[0] != block:
+        if block not in self._blocks:
             before, after = self._before(block * self._length), self._before((block + 1) * self._length)
             counts = [end - start for start, end in zip(before, after, strict=True)]
             random = random_of(self._seed, block, len(self.names))
@@ -176,8 +191,10 @@ class MixedStream(Dataset):
             order = np.argsort(np.concatenate(turns), kind="stable")
             sources = np.repeat(np.arange(len(counts)), counts)[order]
             numbers = np.concatenate([np.arange(*ends) for ends in zip(before, after, strict=True)])[order]
-            self._block = (block, sources, numbers)
-        return self._block
+            self._blocks[block] = (block, sources, numbers)
+            while len(self._blocks) > _KEPT:
+                del self._blocks[next(iter(self._blocks))]
+        return self._blocks[block]
 
     def _place(self, index: int) -> tuple[int, int]:
         """(dataset, index in it)."""

@@ -34,7 +34,8 @@ def workers(count: int | None) -> Iterator[None]:
         _asked.reset(token)
 
 
-def _count() -> int:
+def processes() -> int:
+    """Processes that rows are worked on in; 1: this one alone, as no other may be started, or none helps."""
     if multiprocessing.current_process().daemon or not hasattr(os, "fork"):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -51,19 +52,19 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part]) -> Iterator[Part]:
         DataError: a process was killed.
     """
     starts = range(0, len(rows), ROWS)
-    if len(rows) <= _FEW or _count() == 1:
+    if len(rows) <= _FEW or processes() == 1:
         yield from (work(start, _part(rows, start)) for start in starts)
         return
     yield work(0, _part(rows, 0))  # what it learns on the way is there for all
     context = multiprocessing.get_context("fork")
     waiting: deque[Future[Part]] = deque()
-    pool = ProcessPoolExecutor(_count(), context, _begin, (rows, work, os.getpid()))
+    pool = ProcessPoolExecutor(processes(), context, _begin, (rows, work, os.getpid()))
     try:
         for start in starts[1:]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
                 waiting.append(pool.submit(_do, start))
-            if len(waiting) > 4 * _count():
+            if len(waiting) > 4 * processes():
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -89,10 +90,11 @@ def _begin(rows: Any, work: Callable[[int, Any], Any], parent: int) -> None:
     global _work  # inherited, never copied
     _work = rows, work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends them
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
+    """End this process when its parent has ended, however it did."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

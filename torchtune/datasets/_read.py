@@ -65,6 +65,11 @@ class _FileReader:
         """Number of files."""
         return len(self.paths)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(self._sizes)
+
     def fingerprint(self) -> str:
         """Changes with the number, sizes, beginnings or ends of the files."""
         digest = hashlib.sha256()
@@ -155,12 +160,13 @@ class HubReader:
     Args:
         rows: a ``datasets.IterableDataset``.
         source: what the rows are from.
+        size: bytes of local files; None: not known.
     """
 
     files = 0
 
-    def __init__(self, rows: Any, source: str) -> None:
-        self._dataset, self._source = rows, source
+    def __init__(self, rows: Any, source: str, size: int | None = None) -> None:
+        self._dataset, self._source, self.size = rows, source, size
         self._beginning = _plain(rows.state_dict())
         self._open: tuple[Position, Iterator[Any]] | None = None
 
@@ -217,4 +223,5 @@ def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[Any, str]:
         for path in matching(files):
             if not path.endswith(".gz") and is_gzip(Path(path)):
                 raise DataError(f"{path} is packed by gzip, which a stream reads in *.gz alone: rename or unpack it.")
+        return HubReader(load(), shown, sum(map(os.path.getsize, matching(files)))), shown
     return HubReader(load(), shown), shown

@@ -142,7 +142,8 @@ def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
         except (TypeError, OverflowError):
             pass  # told below
         else:
-            if not len(ids) or (ids.min() >= 0 and ((targets >= 0) == (targets != CROSS_ENTROPY_IGNORE_IDX)).all()):
+            negative = np.count_nonzero(targets < 0)
+            if not (ids < 0).any() and negative == np.count_nonzero(targets == CROSS_ENTROPY_IGNORE_IDX):
                 return ids, targets
     try:
         ids, targets = np.asarray(tokens), np.asarray(labels)
@@ -185,4 +186,7 @@ def _index(values: list[bool], value: bool, start: int) -> int:
 
 def has_label(sample: Mapping[str, Any]) -> bool:
     """Whether any position of a sample is trained on."""
-    return any(label != CROSS_ENTROPY_IGNORE_IDX for label in sample["labels"])
+    labels = sample["labels"]
+    if type(labels) is list:
+        return labels.count(CROSS_ENTROPY_IGNORE_IDX) < len(labels)
+    return any(label != CROSS_ENTROPY_IGNORE_IDX for label in labels)

@@ -4,21 +4,26 @@ import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from torchtune.data import DataError
-from torchtune.data._loader import random_of
+from torchtune.data._loader import own_randomness, random_of
+from torchtune.datasets._ahead import Ahead, that_travels
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
 from torchtune.datasets._packed import Piece, best_fit, split_evenly
+from torchtune.datasets._parallel import processes
 from torchtune.datasets._read import Position, Row, open_reader
 from torchtune.datasets._store import TokenStore
 from torchtune.datasets._tokenize import Part, Tokenized, TransformRows
 from torchtune.utils import get_logger, log_once, log_rank_zero, sign_of_life
 
 _KEPT = 3  # windows
+_SMALL = 1 << 22  # bytes of data for which no process is worth its start
 
 
 class _Start(NamedTuple):
@@ -28,6 +33,23 @@ class _Start(NamedTuple):
     window: int
     passes: int
     position: Position
+
+
+class _Example(NamedTuple):
+    """Tokens and labels, int32 [s]; of a pack also how many each of its documents has."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    lengths: list[int] | None
+
+
+class _Given(NamedTuple):
+    """What became of an example in another process: itself or an error, what there is to say, the starts around it."""
+
+    example: _Example | None
+    error: Exception | None
+    said: list[tuple[str, tuple[Any, ...]]]
+    starts: list[_Start]
 
 
 class _Window:
@@ -47,10 +69,13 @@ class StreamedDataset(Dataset):
     """Examples of a source that is larger than memory, read and tokenized as the run comes to them.
 
     The source is read in windows of ``shuffle_buffer`` rows, which are shuffled, and packed, each by itself. Indices
-    are those of the whole run, and have no end: after the last row the first one follows, in another order. Every
-    process reads all rows. Without packs and filter it parses and tokenizes those of its own examples alone; else all
-    of them, the next window a little with each example. The examples are therefore the same for any number of
-    processes, and a position is one of the source: a resume reads from there, and nothing before.
+    are those of the whole run, and have no end: after the last row the first one follows, in another order. Every rank
+    reads all rows. Without packs and filter it parses and tokenizes those of its own examples alone; else all of them,
+    the next window a little with each example. The examples are therefore the same for any number of ranks, and a
+    position is one of the source: a resume reads from there, and nothing before.
+
+    For data of more than 4 MB :meth:`begin` forks a process that does this ahead, for the examples that
+    :meth:`read_ahead` names. It keeps what is in memory then: make the dataset before the model.
 
     Args:
         transform: row -> ``tokens`` and ``labels``.
@@ -116,14 +141,35 @@ class StreamedDataset(Dataset):
         self._skips = on_bad_row == "skip"
         self._is_lazy = pack_length is None and filter_fn is None and not self._skips
         self.fingerprint = f"{self._reader.fingerprint()} in windows of {shuffle_buffer} rows, on_bad_row={on_bad_row}"
-        self.begin(0, shuffle=False)
+        self._ahead: Ahead | None = None
+        self._said: list[tuple[str, tuple[Any, ...]]] | None = None  # in the process that works ahead
+        self._begin(0, False)
 
     def begin(self, seed: int, *, shuffle: bool) -> None:
         """Go to the first example; the order depends on ``seed`` if ``shuffle``."""
+        self._begin(seed, shuffle)
+        if (ahead := self._other()) is not None:
+            ahead.tell("_begin", (seed, shuffle))
+        elif (self._reader.size is None or self._reader.size > _SMALL) and processes() > 1:
+            way_out = "free some and resume, or start a new run with a smaller shuffle_buffer"
+            self._ahead = Ahead(self, f"tokenizes {self.source}", way_out)
+
+    def _begin(self, seed: int, shuffle: bool) -> None:
         self._seed, self._shuffle = seed, shuffle
-        self._starts = [_Start(0, 0, 0, None)]
+        self._go_to(_Start(0, 0, 0, None))
+
+    def _go_to(self, start: _Start) -> None:
+        self._starts = [start]
         self._windows: dict[int, _Window] = {}
         self._next: _Window | None = None
+        self._coming: dict[int, int] = {}  # index -> ticket
+        self._given: dict[int, _Given] = {}
+        if (ahead := self._other()) is not None:
+            ahead.forget()
+
+    def _other(self) -> Ahead | None:
+        """The process that works ahead of this one, which may itself be a fork of the one that has it."""
+        return self._ahead if self._ahead is not None and self._ahead.is_here else None
 
     def state_at(self, index: int) -> dict[str, Any]:
         """Where an example is, which was read or is the next one: the start of its window, as plain data."""
@@ -131,24 +177,86 @@ class StreamedDataset(Dataset):
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_at` returned."""
-        self._starts = [_Start(**state)]
-        self._windows, self._next = {}, None
+        self._go_to(_Start(**state))
+        if (ahead := self._other()) is not None:
+            ahead.tell("go_to", (state,))
+
+    def read_ahead(self, steps: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Say which examples come next, for the process that works ahead, if there is one.
+
+        Args:
+            steps: (what random numbers that a transform draws depend on, indices in the order in which they are read).
+        """
+        if (ahead := self._other()) is not None:
+            for ticket, (_, indices) in zip(ahead.ask("_give", steps), steps, strict=True):
+                self._coming |= dict.fromkeys(indices, ticket)
 
     def __getitem__(self, index: int) -> Any:
         """An example as mapped datasets have them: ``tokens`` and ``labels``, or a pack."""
+        ahead = self._other()
+        tokens, labels, lengths = self._example(index) if ahead is None else self._received(index, ahead)
+        if lengths is None:
+            return {"tokens": tokens.tolist(), "labels": labels.tolist()}
+        parts = [torch.from_numpy(values.astype(np.int64)).split(lengths) for values in (tokens, labels)]
+        return [{"tokens": ids, "labels": targets} for ids, targets in zip(*parts, strict=True)]
+
+    def _received(self, index: int, ahead: Ahead) -> _Example:
+        """An example from the process that works ahead."""
+        while (given := self._given.pop(index, None)) is None:
+            ticket = self._coming.get(index)
+            if ticket is None:  # nobody said that it comes
+                (ticket,) = ahead.ask("_give", [((), [index])])
+            self._given |= ahead.answer(ticket)
+            self._coming = {other: its for other, its in self._coming.items() if its != ticket}
+        self._starts += [start for start in given.starts if start.window > self._starts[-1].window]
+        for method, arguments in given.said:
+            getattr(self, method)(*arguments)
+        if given.error is not None:
+            raise given.error
+        return given.example
+
+    def _give(self, words: Sequence[int], indices: Sequence[int]) -> dict[int, _Given]:
+        """Examples up to the first error, in the process that works ahead."""
+        found = {}
+        with own_randomness(*words) if words else nullcontext():
+            for index in indices:
+                example, error, starts = None, None, []
+                self._said = []
+                try:
+                    example = self._example(index)
+                    number = self._number(index)
+                    starts = self._starts[number : number + 2]
+                except Exception as failure:  # noqa: BLE001  (is raised where the example is read)
+                    error = that_travels(failure)
+                found[index] = _Given(example, error, self._said, starts)
+                if error is not None:
+                    break
+        return found
+
+    def _say(self, method: str, *arguments: Any) -> None:
+        """Have a method called by the process that the run is in, where it comes to this example."""
+        if self._said is None:
+            getattr(self, method)(*arguments)
+        else:
+            self._said.append((method, arguments))
+
+    def _example(self, index: int) -> _Example:
         window, place = self._find(index)
         self._prepare(window, (place + 1) / len(window.order))
         item = int(window.order[place])
         if self._is_lazy:
             part, _ = self._transformed(window, [item])
-            return {"tokens": part.tokens.tolist(), "labels": part.labels.tolist()}
-        if window.packs:
-            return [window.store.document(*piece) for piece in window.packs[item]]
-        tokens, labels = window.store.arrays(item)
-        return {"tokens": tokens.tolist(), "labels": labels.tolist()}
+            return _Example(part.tokens, part.labels, None)
+        if not window.packs:
+            return _Example(*window.store.arrays(item), None)
+        pieces = [[side[start:end] for side in window.store.arrays(row)] for row, start, end in window.packs[item]]
+        tokens, labels = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+        return _Example(tokens, labels, [end - start for _, start, end in window.packs[item]])
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """``source``, and ``line`` or ``row`` counted from 1, of everything in an example."""
+        if (ahead := self._other()) is not None:
+            return ahead.answer(*ahead.ask("origins", [(index,)]))
         window, place = self._find(index)
         item = int(window.order[place])
         rows = [row for row, _, _ in window.packs[item]] if window.packs else [item]
@@ -183,10 +291,13 @@ class StreamedDataset(Dataset):
             first = next((one for one in reversed(self._starts) if one.position is None), None)
             if first is not None and first.example == start.example + len(window.order):
                 raise DataError(f"There are no rows in {self.source}.")
-            log_rank_zero(get_logger(), f"{self.source} is read to its end: it is read again from its beginning.")
+            self._say("_say_again")
         self._keep(window)
         passes = start.passes + is_end
         self._starts.append(_Start(start.example + len(window.order), start.window + 1, passes, window.after))
+
+    def _say_again(self) -> None:
+        log_rank_zero(get_logger(), f"{self.source} is read to its end: it is read again from its beginning.")
 
     def _keep(self, window: _Window) -> None:
         self._windows[window.start.window] = window
@@ -220,7 +331,10 @@ class StreamedDataset(Dataset):
         said = f"{row.place}: {reason.rstrip('.')}"
         if not self._skips:
             raise DataError(f"{said}; correct it, or leave such rows out with on_bad_row=skip.")
-        path = list_left_out([(row.origin, reason) for row, reason in rows])
+        self._say("_list", said, [(row.origin, reason) for row, reason in rows])
+
+    def _list(self, said: str, rows: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+        path = list_left_out(rows)
         listed = "" if path is None else f"; all such rows are listed in {path}"
         if num_left_out() <= 10:
             log_once(get_logger(), f"{said}: it is left out{listed}.", logging.WARNING)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data import DataError
 from torchtune.datasets._bad_rows import BadRows
-from torchtune.datasets._lines import parsed, unparsed
+from torchtune.datasets._lines import Line, parsed, unparsed
 from torchtune.datasets._parallel import in_parts
-from torchtune.datasets._store import StoreWriter, check_row
-from torchtune.utils import sign_of_life
+from torchtune.datasets._store import StoreWriter, check_row, has_label
+from torchtune.utils import UserError, sign_of_life
+from torchtune.utils._json_lines import refuse_halves
 
 NO_LABEL = "no label is left"
 
@@ -83,9 +84,7 @@ class Tokenize:
         for index, row in enumerate(unparsed(rows), start):
             sign_of_life()
             try:
-                row = parsed(row)
-                if not isinstance(row, Mapping):
-                    raise DataError(f"a row must be a mapping column -> value, not {type(row).__name__}")
+                row = _columns(row)
                 samples = self._samples(index, row)
                 checked = {name: check_row(samples[name]["tokens"], samples[name]["labels"]) for name in self.names}
             except DataError as error:
@@ -102,6 +101,21 @@ class Tokenize:
         return part
 
 
+def _columns(row: Any) -> Mapping[str, Any]:
+    """The columns of a row. Raises :class:`DataError` where it has none, or no text that can be encoded."""
+    if isinstance(row, Line):
+        return parsed(row)
+    if not isinstance(row, Mapping):
+        raise DataError(f"a row must be a mapping column -> value, not {type(row).__name__}")
+    try:
+        refuse_halves(row)
+    except UserError as error:
+        raise DataError(str(error)) from error
+    except (ValueError, RecursionError):
+        pass  # data that contain themselves are the transform's affair
+    return row
+
+
 class TransformRows(Tokenize):
     """Makes one store of ``tokens`` and ``labels`` that a transform gives; ``side`` is the end of rows that is cut."""
 
@@ -116,7 +130,7 @@ class TransformRows(Tokenize):
         sample = self._transform(row)
         if index == 0 and sample.keys() - {"tokens", "labels", *row}:
             raise OnReading
-        if not any(label != CROSS_ENTROPY_IGNORE_IDX for label in sample["labels"]):
+        if not has_label(sample):
             is_full = self._limit is not None and len(sample["tokens"]) >= self._limit
             raise DataError(NO_LABEL + (f" within max_seq_len={self._limit}, {self._why}" if is_full else ""))
         return {"rows": sample}

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.config._errors import did_you_mean
+from torchtune.datasets._load import without_waiting_for_the_hub
 from torchtune.evaluation._errors import EvaluationError
 from torchtune.generation import model_digest
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import atomic_write, require
+from torchtune.utils._files import os_errors_of
 
 # Tasks of our own, which need no download.
 _OWN = Path(__file__).parent / "tasks"
@@ -47,14 +49,16 @@ def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
         include_path: folder with YAML files of tasks.
 
     Raises:
-        EvaluationError: there is no such folder or task.
+        EvaluationError: there is no such folder or task, or none is named.
 
     Example:
         >>> tasks = torchtune.evaluation.find_tasks(["tune_facts"])  # doctest: +SKIP
     """
+    if not names:
+        raise EvaluationError("no task is named: give names, for example tune_facts.")
     if include_path is not None and not Path(include_path).is_dir():
         raise EvaluationError(f"include_path: there is no folder {include_path}: correct the path.")
-    manager_of = require("lm_eval.tasks", extra="eval", purpose="An evaluation by tasks").TaskManager
+    manager_of = _manager_class()
     folders = [str(_OWN), *([str(include_path)] if include_path else [])]
     manager = manager_of(include_path=folders, include_defaults=False)
     missing = [name for name in names if name not in manager.all_tasks]
@@ -65,6 +69,26 @@ def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
         hint = ": name one of the harness (`lm-eval ls tasks`), or the folder of yours in include_path."
         raise EvaluationError(f"there is no task '{missing[0]}'{did_you_mean(missing[0], manager.all_tasks) or hint}")
     return Tasks(list(names), manager)
+
+
+def _manager_class() -> Any:
+    base = require("lm_eval.tasks", extra="eval", purpose="An evaluation by tasks").TaskManager
+
+    class Manager(base):  # type: ignore[misc, valid-type]
+        """Says in a sentence which data cannot be loaded, and does not wait for a hub that does not answer."""
+
+        def load(self, task_list: Any) -> Any:
+            try:
+                with without_waiting_for_the_hub():
+                    return super().load(task_list)
+            except Exception as error:  # of the harness, of the datasets package, or of the code of a task
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                raise EvaluationError(
+                    f"{', '.join(map(str, task_list))}: the data cannot be loaded ({reason}): correct the task, or "
+                    "connect to the hub once; tune_facts, tune_arithmetic and tune_texts need no download."
+                ) from error
+
+    return Manager
 
 
 def evaluate_tasks(
@@ -110,7 +134,8 @@ def evaluate_tasks(
     )
     cache = None
     if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        with os_errors_of(Path(folder) / "results.json"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
         digest = model_digest(model, tokenizer)[:12]
         cache = str(Path(folder) / f"answers_{digest}_{harness.max_length}")
     logger = logging.getLogger("lm_eval.api.task")
@@ -130,11 +155,6 @@ def evaluate_tasks(
             use_cache=cache,
             bootstrap_iters=1000,
         )
-    except ConnectionError as error:
-        raise EvaluationError(
-            f"the data of {', '.join(tasks.names)} cannot be fetched ({str(error).rstrip('.')}): connect to the hub "
-            "once, or use tune_facts, tune_arithmetic and tune_texts, which need no download."
-        ) from error
     finally:
         logger.removeFilter(_is_news)
     if folder is not None:

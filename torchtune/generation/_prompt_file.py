@@ -11,6 +11,7 @@ from typing import Any
 from torchtune.data import DataError, Message, as_messages
 from torchtune.generation._errors import GenerationError
 from torchtune.utils import UserError, atomic_write
+from torchtune.utils._files import os_errors_of
 from torchtune.utils._json_lines import json_line, numbered_lines
 
 
@@ -98,6 +99,7 @@ class AnswerFile:
 
     Raises:
         GenerationError: the file holds something else, answers to other prompts, or answers by other settings.
+        UserError: the file cannot be written, also when an answer is added.
 
     Attributes:
         done: line of a prompt -> the object that stands in the file for it.
@@ -116,13 +118,15 @@ class AnswerFile:
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.done: dict[int, dict[str, Any]] = {}
         given = {prompt.line: prompt.given for prompt in prompts}
-        content = self.path.read_bytes() if self.path.exists() else b""
+        with os_errors_of(self.path):
+            content = self.path.read_bytes() if self.path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         for number, text in enumerate(whole.splitlines(), start=1):
             self._check(number, text, given)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab")
-        self._file.truncate(len(whole))
+        with os_errors_of(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab")
+            self._file.truncate(len(whole))
 
     def _check(self, number: int, text: bytes, given: Mapping[int, Any]) -> None:
         where, cure = f"output: {self.path}, line {number}", "name another file, or delete it to begin anew."
@@ -141,8 +145,9 @@ class AnswerFile:
         """Append an answer; ``end`` is stop, max_new_tokens or context."""
         row = {"line": prompt.line, "prompt": prompt.given, "answer": answer, "end": end, "tokens": tokens}
         self.done[prompt.line] = {**row, "settings": self._digest}
-        self._file.write(_json_line(self.done[prompt.line]))
-        self._file.flush()
+        with os_errors_of(self.path):
+            self._file.write(_json_line(self.done[prompt.line]))
+            self._file.flush()
 
     def finish(self, notes: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Sort the answers by the lines of their prompts, and add what is noted of each line."""
@@ -154,9 +159,10 @@ class AnswerFile:
 
     def close(self) -> None:
         """Close the file; the answers so far are in it."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-        self._file.close()
+        with os_errors_of(self.path):
+            if not self._file.closed:
+                os.fsync(self._file.fileno())
+            self._file.close()
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -157,8 +158,9 @@ def stream_tokens(
         under softmax(logits) at temperature 0. ``top_k`` does not change log-probabilities.
 
     Raises:
-        GenerationError: there is no prompt or an empty one, a count is below 1, the sequence exceeds the model's
-            ``max_seq_len``, ``draws`` have another shape, or the model is context parallel.
+        GenerationError: there is no prompt or an empty one, or one of other ids than the model's, a number is out of
+            range, the sequence exceeds the model's ``max_seq_len``, ``draws`` have another shape, or the model is
+            context parallel.
 
     Example:
         >>> prompts = [[5, 40, 7], [9]]
@@ -168,6 +170,8 @@ def stream_tokens(
         tensor([1])
     """
     longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
+    if not (temperature >= 0 and (top_k or 0) >= 0):
+        raise GenerationError(f"temperature is {temperature} and top_k {top_k}: both must be at least 0.")
     if draws is not None and (len(draws) != len(prompts) * num_samples or draws.shape[1] < longest):
         raise GenerationError(
             f"draws has the shape {list(draws.shape)}: give [{len(prompts) * num_samples}, {longest}] numbers."
@@ -239,7 +243,7 @@ def _requests(
         raise GenerationError(
             f"max_new_tokens is {max_new_tokens} and num_samples {num_samples}: both must be at least 1."
         )
-    if not len(prompts) or not all(len(prompt) for prompt in prompts):
+    if not len(prompts) or not all(hasattr(prompt, "__len__") and len(prompt) for prompt in prompts):
         raise GenerationError("prompts: give at least one, and at least one token in each.")
     for prompt, limit in zip(prompts, limits, strict=True):
         if len(prompt) + limit - 1 > model.max_seq_len:
@@ -248,10 +252,20 @@ def _requests(
                 f"{model.max_seq_len}: ask for fewer."
             )
     rows = [prompt.tolist() if isinstance(prompt, Tensor) else list(prompt) for prompt in prompts]
+    _check_ids(rows, model.tok_embeddings.weight.shape[0])
     return [
         Request(index * num_samples, tokens, limit, num_samples)
         for index, (tokens, limit) in enumerate(zip(rows, limits, strict=True))
     ]
+
+
+def _check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raise where a prompt is no list of token ids: a device would fail later, without a sentence."""
+    for row in rows:
+        if not isinstance(row[0], Integral):
+            raise GenerationError(f"prompts: give token ids, int64 [s], for each: {str(row[0])[:20]!r} is none.")
+        if wrong := [token for token in (min(row), max(row)) if not 0 <= token < vocab_size]:
+            raise GenerationError(f"prompts: the model has no token {wrong[0]}: give ids of its tokenizer.")
 
 
 @contextmanager

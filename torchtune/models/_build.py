@@ -31,8 +31,9 @@ from torchtune.modules.position_embeddings import (
     YarnRotaryPositionalEmbeddings,
 )
 from torchtune.modules.rms_norm import RMSNorm
+from torchtune.modules.scales import Multiplier, OutputScale
 from torchtune.modules.tied_linear import CappedLinear, TiedLinear
-from torchtune.modules.transformer import Multiplier, OutputScale, TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,

@@ -303,6 +303,8 @@ def _name(conversion: object) -> str:
 
 
 def _check_members(conversion: object) -> None:
+    if isinstance(conversion, type):
+        raise ConversionError(f"model_converters: {conversion.__name__} is a class: give one of its objects.")
     if not callable(getattr(conversion, "convert", None)):
         raise ConversionError(
             f"model_converters: {_name(conversion)} has no method convert(model), so it is no conversion."

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from torchtune.modules._products import linear, mm
+
 
 class Stored(NamedTuple):
     """A frozen weight in the form in which it is stored.
@@ -69,14 +71,16 @@ class _FrozenLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, decode: Callable[..., Tensor], *stored: Tensor) -> Tensor:
         ctx.save_for_backward(*stored)
         ctx.decode = decode
-        return F.linear(x, decode(*stored), bias)
+        return linear(x, decode(*stored), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_bias, *_ = ctx.needs_input_grad
         stored = ctx.saved_tensors  # once: activation checkpointing lets go of them
-        grad_x = grad @ ctx.decode(*stored) if needs_x else None
+        grad_x = (
+            mm(grad.reshape(-1, grad.shape[-1]), ctx.decode(*stored)).view(*grad.shape[:-1], -1) if needs_x else None
+        )
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
         return grad_x, grad_bias, None, *(None for _ in stored)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchtune.data._documents import Documents
 from torchtune.modules._document_attention import Boundaries
+from torchtune.modules._products import fast_products
 from torchtune.modules.attention import Keys, MultiHeadAttention
 from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
 from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
@@ -110,12 +111,13 @@ class TransformerSelfAttentionLayer(nn.Module):
             b, s, _ = x.shape
             mask = self.mask_mod(mask, b, s, s)
         h = x
-        if self.attn is not None:
-            sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
-            h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
-            h, keys = h if returns_keys else (h, None)
-        if self.mlp is not None:
-            h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
+        with fast_products(x):
+            if self.attn is not None:
+                sharing = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
+                h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **sharing)
+                h, keys = h if returns_keys else (h, None)
+            if self.mlp is not None:
+                h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
         if self.layer_embed is not None:
             h = self.layer_embed(h, embedded)
         if self.layer_scale is not None:
@@ -132,42 +134,6 @@ class TransformerSelfAttentionLayer(nn.Module):
         h = self.sa_scale(attended) + x
         h = h if mixed is None else h + mixed
         return h if keys is None else (h, keys)
-
-
-class Multiplier(nn.Module):
-    """Multiplies by a constant.
-
-    Args:
-        factor: the constant.
-    """
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Any shape, same dtype."""
-        return x * self.factor
-
-    def extra_repr(self) -> str:
-        """The constant."""
-        return f"{self.factor}"
-
-
-class OutputScale(nn.Module):
-    """Multiplies by ``scale``, a parameter ``[1]`` without gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Any shape, same dtype."""
-        return self.scaled_by(self.scale, x)
-
-    def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
-        """:meth:`forward` with another ``scale``."""
-        return x * scale
 
 
 class TransformerDecoder(nn.Module):
@@ -394,7 +360,8 @@ class TransformerDecoder(nn.Module):
             h = h * self.hidden_scale
         if output == "hidden" or (output is None and self.skip_output_layer):
             return h
-        return self.output(h).float()
+        with fast_products(h):
+            return self.output(h).float()
 
     def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
         """Make the boundaries for the attention kernels, once for all layers; log the kernels at the first call."""

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -371,7 +371,10 @@ def _called(
     if not texts:  # of a process without prompts of its own
         return []
     try:
-        values = list(reward(rows, texts))
+        values = reward([dict(row) for row in rows], texts)  # copies: it may change them, and others read them too
+        if isinstance(values, Mapping | Set):
+            raise RolloutError(f"it returned a {type(values).__name__}, and it must return a list")
+        values = list(values)
     except (Exception, SystemExit) as error:  # of somebody else's function, whatever it may be
         where = [number for number, row, text in zip(numbers, rows, texts, strict=True) if _raises(reward, row, text)]
         what = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
@@ -394,7 +397,7 @@ def _called(
 
 def _raises(reward: RewardFunction, row: Row, text: str) -> bool:
     try:
-        reward([row], [text])
+        reward([dict(row)], [text])
     except (Exception, SystemExit):  # noqa: BLE001 - of somebody else's function
         return True
     return False

@@ -230,8 +230,10 @@ class RecipeSettings(
         training = (
             item.name for group in (StepSettings, DataSettings, MeshSettings) for item in dataclasses.fields(group)
         )
-        # A recipe without steps, data and mesh has no use for most names.
-        must_be_whole = dataclasses.is_dataclass(settings) and any(_declares(settings, name) for name in training)
+        # A recipe without steps, data and mesh has no use for most names; an evaluation has batches, too.
+        must_be_whole = dataclasses.is_dataclass(settings) and any(
+            _declares(settings, name) for name in training if name != "batch_size"
+        )
         for group in GROUPS:
             names = [item.name for item in dataclasses.fields(group)]
             values = {name: _value(settings, name) for name in names if _declares(settings, name)}

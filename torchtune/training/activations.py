@@ -29,18 +29,21 @@ def _attention_ops() -> set[Any]:
     return ops | {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
 
 
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+def _matmul_ops() -> set[Any]:
+    ops = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+    on_cpu = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # torchtune.modules._products
+    return ops if on_cpu is None else ops | {on_cpu.default}
 
 
 class _EveryOtherMatmul:
     """Keep the results of attention and of every other matrix product; one instance counts one pass."""
 
     def __init__(self) -> None:
-        self.saved = _attention_ops()
+        self.saved, self.products = _attention_ops(), _matmul_ops()
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _MATMULS:
+        if op in self.products:
             self.matmuls[ctx.is_recompute] += 1
             keep = self.matmuls[ctx.is_recompute] % 2 == 1
         else:

@@ -54,7 +54,18 @@ def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
         )
     if error.errno in (errno.EACCES, errno.EROFS):
         return UserError(f"No permission to write {path}: choose another output_dir or change its permissions.")
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG) or not path.parent.exists():
+        return UserError(f"{path} cannot be written ({error.strerror}): choose another path.")
     return error
+
+
+@contextmanager
+def os_errors_of(path: Path) -> Iterator[None]:
+    """Inside the block, an ``OSError`` is raised as what :func:`explain_os_error` makes of it."""
+    try:
+        yield
+    except OSError as error:
+        raise explain_os_error(error, path) from error
 
 
 @contextmanager

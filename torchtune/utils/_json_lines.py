@@ -82,7 +82,7 @@ def json_line(line: bytes) -> Any:
     try:
         value = json.loads(text)
         if _SURROGATE.search(line):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+            refuse_halves(value)
         return value
     except json.JSONDecodeError as error:
         if (place := text.find("\0") + 1) > 0:
@@ -90,10 +90,20 @@ def json_line(line: bytes) -> Any:
             raise UserError(reason) from error
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise UserError(f"no JSON, {error.msg} at {line}column {error.colno}") from error
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):x}"
-        raise UserError(f"{half} is half of a character: write both halves, or neither") from error
     except RecursionError as error:
         raise UserError("it is nested too deeply") from error
     except ValueError as error:  # an integer of more digits than Python reads
         raise UserError(f"no JSON, {str(error).partition(';')[0]}") from error
+
+
+def refuse_halves(value: Any) -> None:
+    """Look at every text in plain data; what is not plain in it is passed over.
+
+    Raises:
+        UserError: with the reason alone, a text holds half of a pair of surrogates, which no encoding has.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, default=lambda other: None, skipkeys=True).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):x}"
+        raise UserError(f"{half} is half of a character: write both halves, or neither") from error

@@ -61,11 +61,13 @@ def _reference(checkpoint: Path, turns: list[str], adapter: Path | None = None) 
 def test_answers_and_commands(
     checkpoint: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _chat(monkeypatch, "the cat\n\n/what\n/reset\nthe cat\n/quit\nthe dog\n", "--model", checkpoint)
+    lines = "the cat\n\n/what\ncaf\udce9\n/system be brief\n/system\nthe cat\n/quit\nthe dog\n"
+    _chat(monkeypatch, lines, "--model", checkpoint)
     found = capsys.readouterr()
     first = _reference(checkpoint, ["the cat"])
     assert found.out == 2 * f"{first}\n"
     assert "/what is no command" in found.err
+    assert "That line is not UTF-8" in found.err
     assert "(ends after --max-new-tokens 6)" in found.err
     _chat(monkeypatch, "the cat\na dog", "--model", checkpoint, "--adapter", adapter)
     one = _reference(checkpoint, ["the cat"], adapter)

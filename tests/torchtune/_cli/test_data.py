@@ -63,19 +63,22 @@ def test_formats(kind: str) -> None:
 def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     before = set(sys.modules)
     rows = [TURNS, TURNS[:1], TURNS, TURNS[::-1], [TURNS[0], TURNS[0]], [{"role": "user"}]]
+    rows += [[{"role": "human", "content": "red"}, TURNS[1]], [{"role": "user", "content": 5}, TURNS[1]]]
     first, *others = [{"messages": turns} for turns in rows]
-    path = write(tmp_path / "rows.jsonl", first, others[0], "", '{"messages": [', *others[1:4], "[1]", others[4])
+    path = write(tmp_path / "rows.jsonl", first, others[0], "", '{"messages": [', *others[1:4], "[1]", *others[4:])
     with path.open("ab") as file:
         file.write(b'{"messages": "caf\xe9"}\n')
     out, _ = run(capsys, monkeypatch, "show", path)
     for line, reason in (
         (2, "no turn is the assistant's"), (4, "no JSON, Expecting value at column 15"),
         (6, "turn 0 of the assistant follows nothing"), (7, "turn 1 is a second user turn in a row"),
-        (8, "a row must be a mapping"), (9, "turn 0 of 'user' has no 'content'"), (10, "byte 18 is not UTF-8"),
+        (8, "a row must be a mapping"), (9, "turn 0 of 'user' has no 'content'"),
+        (10, "turn 0 has the role 'human', which is none of system, user, "),
+        (11, "turn 0 of 'user' has a 'content' that is no text"), (12, "byte 18 is not UTF-8"),
     ):  # fmt: skip
         assert f"{path}:{line}: {reason}" in out
     assert "1 rows are the same as an earlier one, the first in line 5 (as line 1)" in out
-    assert "9 rows, " in out
+    assert "11 rows, " in out
     assert not {"pyarrow", "datasets"} & (set(sys.modules) - before)
 
 
@@ -86,10 +89,16 @@ def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path: Path, capsys: An
     assert "the rows are of several formats: split the file" in out
     assert "1 rows have tools or call them" in out
     assert "format      Alpaca, 2 rows" in out
+    assert "format      OpenAI messages, 1 rows, the first in line 2: " in out
     out, _ = run(capsys, monkeypatch, "show", train, "--validation", write(tmp_path / "v.jsonl", ROWS["Alpaca"][0]))
     assert f"1 rows of {tmp_path / 'v.jsonl'} are in {train} too, the first in line 1" in out
     (tmp_path / "empty.jsonl").touch()
-    for path, said in (("empty.jsonl", "the file is empty"), ("no.jsonl", "there is no file")):
+    (tmp_path / "long.csv").write_text('a,b\n\n"c\nd",e\nf,g,h\n')
+    (tmp_path / "mac.csv").write_bytes(b"a,b\rc,d\r")
+    for path, said in (
+        ("empty.jsonl", "the file is empty"), ("no.jsonl", "there is no file"),
+        ("mac.csv", "line 1: it cannot be read"), ("long.csv", "line 5: it has 3 fields and the header has 2"),
+    ):  # fmt: skip
         assert said in run(capsys, monkeypatch, "show", tmp_path / path)[1]
     (tmp_path / "one.json").write_text("[3")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")

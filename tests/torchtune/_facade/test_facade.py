@@ -116,7 +116,10 @@ def test_save(base: Path, adapter: Path, tmp_path: Path) -> None:
     own = from_hf_config(base)
     with pytest.raises(UserError, match=r"base: this model was not made by torchtune\.load"):
         torchtune.save(own, tmp_path / "own")
-    assert_equal(torchtune.load(torchtune.save(own, tmp_path / "own", base=base), **CPU)[0], own.eval()(IDS))
+    with pytest.raises(UserError, match="a OrderedDict cannot be saved: give the model itself"):
+        torchtune.save(own.state_dict(), tmp_path / "own")
+    wrapped = torch.nn.DataParallel(torch.compile(own))  # DistributedDataParallel has the model in the same place
+    assert_equal(torchtune.load(torchtune.save(wrapped, tmp_path / "own", base=base), **CPU)[0], own.eval()(IDS))
 
 
 def test_generate(base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -140,6 +143,8 @@ def test_generate(base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     answers = [expected(ids) for ids in prompts]
     assert torchtune.generate(model, tokenizer, ["Where is the cat?", chats[1]], **greedy) == answers
     assert torchtune.generate(model, tokenizer, torch.tensor(prompts[1]), **greedy) == answers[1]  # ids are continued
+    arrays = [torch.tensor(prompts[0]), torch.tensor(prompts[1]).numpy()]
+    assert torchtune.generate(model, tokenizer, arrays, **greedy) == answers
     assert torchtune.generate(torch.compile(model), tokenizer, "Why?", **greedy) == answers[1]
     assert model.training
     drawn = [torchtune.generate(model, tokenizer, "Why?", max_new_tokens=6, seed=seed) for seed in (3, 3, 4)]
@@ -163,6 +168,9 @@ def test_what_cannot_be_generated(base: Path, tmp_path: Path, monkeypatch: pytes
     refused("no room for an answer in the model's context of 4096", [7] * 4096)
     refused("end with a turn of the user", [{"role": "assistant", "content": "red"}])
     refused("end with a turn of the user", [])
+    refused("prompt: a dict is none", {"role": "user", "content": "red"})
+    refused("prompt: a NoneType is none", None)
+    refused("prompt: a bytes is none", b"red")
     refused("temperature is -1", temperature=-1)
     refused("max_new_tokens is .* must be at least 1", max_new_tokens=0)
     monkeypatch.setattr(tokenizer, "max_seq_len", 8)
@@ -203,6 +211,7 @@ def test_what_cannot_be_loaded(base: Path, adapter: Path, tmp_path: Path) -> Non
     refused("dtype: 'half' is not known", base, dtype="half")
     refused("no adapter_model.safetensors", base, adapter=base)
     refused("LoRA: .*qproj", base, adapter=LoRA(target_modules=["qproj"]))  # matches nothing
+    refused("LoRA is a class: give one of its objects", base, adapter=LoRA)
     refused("cannot get another one", adapter, adapter=LoRA(rank=2))
     refused("(?s)has the shape|of another model", write_checkpoint(tmp_path / "wide", width=64), adapter=adapter)
     small = write_checkpoint(tmp_path / "small", vocab_size=300)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from torchtune.data import DataError
+from torchtune.datasets import instruct_dataset, prompt_dataset
 from torchtune.datasets._facts import read_rows, scan
 from torchtune.datasets._lines import LineRows
 from torchtune.datasets._load import load_rows
@@ -111,3 +112,13 @@ def test_rows_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         rows[4]
     with pytest.raises(IndexError):
         rows[6]
+
+
+def test_halves_of_characters_in_memory_are_told_as_those_of_lines(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"input": "a cat", "output": "x"}, {"input": "a \ud83d", "output": "x"}, {"input": "a", "output": "\udc00"}]
+    words = r"row 1: \\ud83d is half of a character: write both halves, or neither; row 2: \\udc00 is half"
+    with pytest.raises(DataError, match=words):
+        instruct_dataset(tokenizer, source=rows)
+    assert len(instruct_dataset(tokenizer, source=rows, on_bad_row="skip")) == 1
+    with pytest.raises(DataError, match=r"row 0: \\ud83d is half of a character"):
+        prompt_dataset(tokenizer, source=[{"prompt": [{"role": "user", "content": "\ud83d"}]}])

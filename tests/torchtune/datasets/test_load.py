@@ -103,6 +103,9 @@ def test_a_line_that_the_datasets_package_refuses_is_named(tmp_path: Path, caplo
     log.addHandler(caplog.handler)
     try:
         assert f"{path}, line 2" in refused(tmp_path, source=str(path), split="train[:50%]")
+        (tmp_path / "latin.csv").write_bytes(b"input,output\na,caf\xe9\n")
+        said = refused(tmp_path, source=str(tmp_path / "latin.csv"))
+        assert "latin.csv, line 2: byte 6 is not UTF-8: save the file as UTF-8" in said
     finally:
         log.removeHandler(caplog.handler)
     assert not caplog.records, "the datasets package logs what it raises, too"

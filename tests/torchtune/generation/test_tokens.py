@@ -133,8 +133,8 @@ def test_modes_caches_and_flags_are_those_of_before(model: TransformerDecoder) -
     assert not model.training
     running.close()
     assert unchanged()
-    with pytest.raises(IndexError):
-        generate_tokens(model, [[1000]], max_new_tokens=5)
+    with pytest.raises(ZeroDivisionError):
+        list(stream_tokens(model, PROMPTS, max_new_tokens=5, is_over=lambda *_: bool(1 // 0)))
     assert unchanged()
     assert model.skip_output_layer is True
 
@@ -155,6 +155,13 @@ def test_a_seed_repeats_it(model: TransformerDecoder) -> None:
         ([[1], []], {}, "at least one token in each"),
         ([[1]], {"num_samples": 0}, "both must be at least 1"),
         ([[1] * 50], {"max_new_tokens": 16}, "more than the model's max_seq_len 64"),
+        ([1, 2], {}, "at least one token in each"),
+        ("ab", {}, "give token ids, int64 .* 'a' is none"),
+        ([[[1, 2]]], {}, "give token ids"),
+        ([torch.tensor([1.5])], {}, "'1.5' is none"),
+        ([[1], [-1]], {}, "the model has no token -1"),
+        ([[1, 1000]], {}, "the model has no token 1000"),
+        ([[1]], {"temperature": -0.5}, "temperature is -0.5 and top_k None"),
     ],
 )
 def test_refusals(model: TransformerDecoder, prompts: list[list[int]], options: dict[str, int], message: str) -> None:

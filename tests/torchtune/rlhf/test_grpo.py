@@ -139,6 +139,10 @@ def fails_on_b(rows: list, texts: list) -> list:
     return [1.0 / (text != "b") for text in texts]
 
 
+def by_row(rows: list, texts: list) -> dict:
+    return dict.fromkeys(range(len(texts)), 1.0)
+
+
 def nan_on_b(rows: list, texts: list) -> list:
     return [math.nan if text == "b" else None for text in texts]
 
@@ -169,9 +173,10 @@ def test_rewards(reward: rewards.Reward, text: str, expected: float) -> None:
 
 def test_rewards_add_up_with_their_weights_and_none_drops_an_answer() -> None:
     def sometimes(rows: list, texts: list) -> list:
+        rows[0].clear()  # the others see what is in the data
         return [None if text == "b" else 2.0 for text in texts]
 
-    found = RewardSum([rewards.ExactMatch("a", weight=0.5), sometimes])([{"a": "x"}] * 3, ["x", "b", "c"])
+    found = RewardSum([sometimes, rewards.ExactMatch("a", weight=0.5)])([{"a": "x"}] * 3, ["x", "b", "c"])
     assert found.total[::2] == [2.5, 2.0]
     assert math.isnan(found.total[1])
     assert found.parts["ExactMatch"] == [1.0, 0.0, 0.0]
@@ -183,6 +188,7 @@ def test_rewards_add_up_with_their_weights_and_none_drops_an_answer() -> None:
         ("one_more", "'one_more' returned 4 values for 3 answers"),
         ("fails_on_b", "'fails_on_b' fails for row 7: ZeroDivisionError"),
         ("nan_on_b", "'nan_on_b' returned nan for row 7"),
+        ("by_row", "'by_row' fails for rows 5, 7, 9: it returned a dict, and it must return a list"),
     ],
 )
 def test_a_wrong_reward_function_is_one_sentence_with_row_numbers(function: str, words: str) -> None:

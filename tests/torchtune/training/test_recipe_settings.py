@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 from tests.recipes.runs import load_recipe, write_config
 from torchtune import training
 from torchtune._cli import tune
+from torchtune._cli._target import RecipeTarget
+from torchtune._recipe_registry import get_all_recipes
 from torchtune.config import load_and_check
 from torchtune.training import RecipeSettings, RecipeSettingsError, RunReport, check_run, plan_run, watch_run
 from torchtune.training._recipe_settings import GROUPS, MeshSettings
@@ -105,6 +107,15 @@ def test_a_deleted_setting_may_be_a_constant(folder: Path) -> None:
     assert RecipeSettings.of(Settings()).has(MeshSettings)
 
 
+def test_recipes_that_do_not_train_declare_no_more_than_they_use() -> None:
+    others = [recipe for recipe in get_all_recipes() if recipe.name in ("eleuther_eval", "generate", "quantize")]
+    assert len(others) == 3
+    for recipe in others:
+        overrides = ["prompt.user=red"] if recipe.name == "generate" else []
+        main = RecipeTarget(recipe.name, path=recipe.path).load_main()
+        RecipeSettings.of(load_and_check(recipe.configs[0].path, overrides, main))
+
+
 def test_a_value_of_another_type_is_named() -> None:
     with pytest.raises(RecipeSettingsError, match=r"batch_size is 'two', but torchtune.training reads it as int"):
         RecipeSettings.of(SimpleNamespace(batch_size="two"))
@@ -141,6 +152,7 @@ def test_advice_is_checked_before_training_not_when_memory_is_gone() -> None:
     @dataclasses.dataclass
     class Settings:
         batch_size: int = 1
+        epochs: int = 1
 
     throughput = training.Throughput()
     with (

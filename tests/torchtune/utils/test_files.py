@@ -49,7 +49,12 @@ def test_an_error_leaves_the_old_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(errno.ENOSPC, "No space left"), (errno.EROFS, "No permission"), (errno.EACCES, "No permission")],
+    [
+        (errno.ENOSPC, "No space left"),
+        (errno.EROFS, "No permission"),
+        (errno.EACCES, "No permission"),
+        (errno.EISDIR, r"file cannot be written \(Is a directory\): choose another path"),
+    ],
 )
 def test_disk_errors_are_explained(tmp_path: Path, number: int, text: str) -> None:
     for block in (atomic_write, atomic_directory):
@@ -60,6 +65,11 @@ def test_disk_errors_are_explained(tmp_path: Path, number: int, text: str) -> No
 def test_other_errors_pass(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Bad file"), atomic_write(tmp_path / "file"):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+
+def test_a_folder_that_cannot_be_made_is_explained() -> None:
+    with pytest.raises(UserError, match="/proc/none/file cannot be written"), atomic_write("/proc/none/file"):
+        pass
 
 
 def test_json(tmp_path: Path) -> None:

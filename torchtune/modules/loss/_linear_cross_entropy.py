@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules._products import mm
 from torchtune.modules.loss._rows import seen
 from torchtune.utils import computes_on_cpu
 
@@ -76,9 +77,9 @@ class _WeightGradient:
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
         """Add one chunk: gradient [n, v], hidden [n, d]."""
         if self.empty or self.total is not None:
-            torch.mm(gradient.t(), hidden, out=self.product)
+            mm(gradient.t(), hidden, out=self.product)
         else:
-            self.product.addmm_(gradient.t(), hidden)
+            mm(gradient.t(), hidden, out=self.product, add=True)
         if self.total is not None:
             self.total += self.product
         self.empty = False
@@ -104,10 +105,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         buffer = hidden.new_empty(min(chunk_rows, len(target)), weight.shape[0])
         for start in range(0, len(target), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = torch.mm(hidden[rows], weight.t(), out=buffer[: len(target[rows])])
+            logits = mm(hidden[rows], weight.t(), out=buffer[: len(target[rows])])
             total += seen(_in_blocks(with_gradient, logits, target[rows])).sum()
             if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[rows])
+                mm(logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight.add(logits, hidden[rows])
         ctx.gradients = (grad_hidden, None if grad_weight is None else grad_weight.result())
@@ -151,6 +152,6 @@ def linear_cross_entropy_sum(
     total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     buffer = hidden.new_empty(min(chunk_rows, len(target)), weight.shape[0])
     for rows, targets in zip(hidden.split(chunk_rows), target.split(chunk_rows), strict=True):
-        logits = torch.mm(rows, weight.t(), out=buffer[: len(targets)])
+        logits = mm(rows, weight.t(), out=buffer[: len(targets)])
         total += seen(_in_blocks(without_gradient, logits, targets)).sum()
     return total

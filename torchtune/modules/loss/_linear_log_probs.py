@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules._products import mm
 from torchtune.modules.loss._linear_cross_entropy import _WeightGradient
 
 # Default number of logits per chunk.
@@ -37,7 +38,7 @@ class _Projection:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, d] -> [n, v], in float32 at least."""
-        logits = torch.mm(hidden, self.weight.t())
+        logits = mm(hidden, self.weight.t())
         if self.bias is not None:
             logits = logits + self.bias
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -134,7 +135,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_bias += gradient.sum(0)
             gradient = gradient.to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(gradient, weight, out=grad_hidden[rows])
+                mm(gradient, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight.add(gradient, hidden[rows])
         return (

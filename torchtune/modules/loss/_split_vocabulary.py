@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules._products import mm
 from torchtune.modules.loss._linear_cross_entropy import _WeightGradient, take_gradients
 from torchtune.modules.loss._rows import seen
 
@@ -54,7 +55,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         grad_weight = _WeightGradient(weight, chunks=-(-len(target) // chunk_rows)) if needs_weight else None
         for start in range(0, len(target), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = hidden[rows] @ weight.t()
+            logits = mm(hidden[rows], weight.t())
             bent = None if softcap is None else torch.tanh(logits.float() / softcap)
             losses, gradient = _losses_and_gradient(logits if bent is None else softcap * bent, target[rows], group)
             if bent is not None:
@@ -62,7 +63,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             gradient = gradient.to(weight.dtype)
             total += seen(losses).sum()
             if grad_hidden is not None:
-                torch.mm(gradient, weight, out=grad_hidden[rows])
+                mm(gradient, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight.add(gradient, hidden[rows])
         ctx.gradients = (grad_hidden, None if grad_weight is None else grad_weight.result())

@@ -25,9 +25,9 @@ from torchtune.modules.parallel._collectives import (
     sum_over_ranks,
 )
 from torchtune.modules.rms_norm import RMSNorm
+from torchtune.modules.scales import OutputScale
 from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 from torchtune.modules.tied_linear import CappedLinear, soft_cap
-from torchtune.modules.transformer import OutputScale
 from torchtune.utils import UserError
 
 # Parameter -> the dimension that belongs to the outputs of its layer, and the one that belongs to the inputs.

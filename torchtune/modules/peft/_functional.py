@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from torchtune.modules._products import fast_linear, mm
 from torchtune.modules.stored_linear import Stored
 from torchtune.utils import computes_on_cpu
 
@@ -95,20 +96,20 @@ class LoRAProjection(torch.autograd.Function):
         grad = grad.reshape(-1, grad.shape[-1])
         mask = None if mask is None else mask.view(grad.shape[0], -1)
         grad_x = grad_weight = grad_bias = grad_a = grad_b = None
-        grad_low = (grad @ lora_b).mul_(ctx.scale) if needs_x or needs_a else None
+        grad_low = mm(grad, lora_b).mul_(ctx.scale) if needs_x or needs_a else None
         if needs_a:
-            grad_a = grad_low.t() @ (rows if mask is None else torch.where(mask, rows, 0.0))
+            grad_a = mm(grad_low.t(), rows if mask is None else torch.where(mask, rows, 0.0))
         if needs_b:
-            grad_b = (low.t() @ grad).mul_(ctx.scale).t()
+            grad_b = mm(low.t(), grad).mul_(ctx.scale).t()
         if needs_x:
-            grad_x = grad @ ctx.decode(*stored)
+            grad_x = mm(grad, ctx.decode(*stored))
             if mask is None:
                 grad_x.addmm_(grad_low, lora_a)
             else:
                 grad_x.addcmul_(grad_low @ lora_a, mask)
             grad_x = grad_x.view(ctx.shape)
         if needs_weight:
-            grad_weight = grad.t() @ rows
+            grad_weight = mm(grad.t(), rows)
         if needs_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_bias, grad_a, grad_b, None, None, None, grad_weight, *(None for _ in stored[1:])
@@ -116,6 +117,8 @@ class LoRAProjection(torch.autograd.Function):
 
 def _linear_into_new(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` as an operation that selective checkpointing does not keep: the caller changes its result."""
+    if (fast := fast_linear(rows, weight, bias)) is not None:
+        return fast
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
 

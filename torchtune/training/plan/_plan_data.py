@@ -13,7 +13,7 @@ from torchtune.datasets._mixed import mixture_counts, mixture_weights
 from torchtune.datasets._preview import NotRead, preview
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.plan._plan import arrange
-from torchtune.training.supervise._run_report import count_steps, count_tokens, global_batch
+from torchtune.training.supervise._run_report import count_steps, count_tokens, global_batch, never_validated
 
 # Rows of a source that are tokenized to tell of all: a second's worth.
 SAMPLE = 2000
@@ -65,6 +65,8 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
         return [*lines, ("steps", "known when the data are")]
     else:
         per_epoch = _steps_per_epoch(cfg, examples, dims.data_size)
+    if (unused := never_validated(cfg, cfg.epochs * per_epoch)) is not None:
+        lines = [(name, f"{text}; {unused}" if name == "validation" else text) for name, text in lines]
     _try_schedule(cfg, cfg.epochs * per_epoch)
     return [*lines, ("steps", f"{'about ' if shown.startswith('about') else ''}{count_steps(cfg, per_epoch)}")]
 

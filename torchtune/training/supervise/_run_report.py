@@ -1,6 +1,7 @@
 """The log messages before the first step of a run and after its last."""
 
 import json
+import logging
 import math
 import os
 import shlex
@@ -33,6 +34,24 @@ def count_steps(cfg: RecipeSettings, per_epoch: int) -> str:
     """``"12 = 2 epochs of 6"``."""
     epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
     return f"{cfg.epochs * per_epoch:,} = {epochs} of {per_epoch:,}"
+
+
+def never_validated(cfg: RecipeSettings, steps: int) -> str | None:
+    """Why a run of this many steps never measures its validation data; None if it does, or has none.
+
+    Raises:
+        RecipeSettingsError: its best validation is to be kept, or to end it.
+    """
+    every = cfg.run_val_every_n_steps
+    if cfg.dataset_val is None or (every is not None and every <= steps):
+        return None
+    if every is None:
+        return "it is never measured: run_val_every_n_steps is not set"
+    reason = f"run_val_every_n_steps is {every:,} and the run has {steps:,} steps: set it to at most that"
+    for name in ("keep_best", "early_stopping_patience"):
+        if getattr(cfg, name) is not None:
+            raise RecipeSettingsError(f"{name}: there would be no validation to compare, {reason}.")
+    return f"it is never measured: {reason}"
 
 
 def global_batch(cfg: RecipeSettings, data_size: int) -> str:
@@ -107,7 +126,8 @@ class RunReport:
         recipe: after ``setup``.
 
     Raises:
-        RecipeSettingsError: the recipe lacks an attribute of ``TrainedRecipe``, or a setting.
+        RecipeSettingsError: the recipe lacks an attribute of ``TrainedRecipe``, or a setting; or the best validation is
+            to be kept and there will be none.
 
     Example:
         >>> report = torchtune.training.RunReport(recipe)  # doctest: +SKIP
@@ -121,8 +141,11 @@ class RunReport:
                     "set it, or leave the report out of recipe_main."
                 )
         self._recipe, self._cfg, self._started = recipe, RecipeSettings.of(recipe.cfg), time.monotonic()
+        unused = never_validated(self._cfg, recipe.total_steps)
         self._first_step, self._before = recipe.global_step, _fingerprint(recipe.model)
         log_rank_zero(get_logger(), f"This run:\n{aligned(list(self._rows()))}")
+        if unused is not None:
+            log_rank_zero(get_logger(), f"dataset_val: {unused}.", logging.WARNING)
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         recipe, cfg, dims = self._recipe, self._cfg, self._recipe.dims

@@ -81,6 +81,7 @@ class ChatTemplate:
             raise DataError(f"The chat template has {len(source)} characters: {SOURCE} are the most that is read.")
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # chained mappings are slow, and read each time
         except TemplateLimit:
             raise
         except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:

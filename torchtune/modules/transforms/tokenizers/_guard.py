@@ -29,14 +29,15 @@ class TextGuard:
         self.control = sorted((text for text in control if text), key=len, reverse=True)
         self._number = {text: i for i, text in enumerate(self.control)}
         self._spelled = re.compile("|".join(map(re.escape, self.control))) if self.control else None
+        self._shortest = len(self.control[-1]) if self.control else 0
 
     def hide(self, value: Any) -> Any:
         """A text, or nested plain data, with stand-ins for control tokens in every text, keys included."""
         if isinstance(value, str):
-            if self._spelled is None:
+            if self._spelled is None or len(value) < self._shortest:
                 return value
             return self._spelled.sub(self._stand_in, value)
-        if isinstance(value, Mapping):
+        if type(value) is dict or isinstance(value, Mapping):  # the first is faster, and what most are
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.hide(item) for item in value]
