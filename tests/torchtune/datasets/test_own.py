@@ -233,6 +233,23 @@ def test_an_own_dataset_whose_examples_cannot_be_used(row: Any, said: str, token
         later[1]
 
 
+def test_an_own_dataset_that_trains_nothing_or_the_wrong_token(tokenizer: Any) -> None:
+    masked = {"tokens": [1, 2, 3], "labels": [-100, -100, -100]}
+    with pytest.raises(DataError, match="Own has no label in its first 32 examples: labels"):
+        made(tokenizer, [masked] * 40)
+    same = {"tokens": [1, 2, 3], "labels": [-100, 2, 3]}
+    with pytest.raises(DataError, match=r"the labels of Own are the tokens at their own position: .* shift them"):
+        made(tokenizer, [masked, same])
+    for rows in ([masked, GOOD], [same, GOOD], [{**same, "number": 0}], [{"tokens": [5, 5], "labels": [5, -100]}]):
+        assert len(made(tokenizer, rows)) == len(rows)
+    dataset = made(tokenizer, [GOOD] * 5)
+    del dataset.rows[3:]
+    with pytest.raises(DataError, match="example 4 of Own is gone: it had 5 examples at the start and has 3 now"):
+        dataset[4]
+    with pytest.raises(IndexError):
+        dataset[5]
+
+
 def test_an_own_dataset_that_is_none(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"^dataset: Own is empty: there is nothing to train on\.$"):
         made(tokenizer, [])
