@@ -1,7 +1,6 @@
 """Reinforcement learning of adapters on several devices with rewards that can be computed: GRPO and its kin.
 
-Weights are sharded (FSDP2), layers can be split (tensor parallel); every rank answers its own prompts and scores them.
-docs/grpo.rst says how to choose the loss, the sampler and the rewards, and what to watch.
+Weights are sharded (FSDP2), layers can be split (tensor parallel), every rank answers its own prompts: docs/grpo.rst.
 
     tune run --nproc-per-node 2 lora_grpo_distributed --config qwen3/4B_lora_grpo num_samples=16
 """
@@ -77,6 +76,8 @@ class Settings:
     drop_unfinished: bool = False
     # Checkpoint of the reference model; null takes the model as the run starts with it.
     ref_checkpointer: Annotated[Component | None, HandedOver()] = None
+    # Builder of the reference model, such as a larger teacher; null takes that of the model.
+    ref_model: Component | None = None
     # Compute what answers to a prompt have in common at their beginning once; null does so if the model can.
     share_prefix: bool | None = None
     # Steps between two tables of answers in the log; null shows none.
@@ -257,7 +258,7 @@ class LoRAGRPORecipeDistributed:
     def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
         """Describe, convert, split, then load: each process reads its own share of the weights."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
-            model = config.instantiate(cfg.model)
+            model = config.instantiate(cfg.model if name == "policy" else cfg.ref_model or cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
         training.parallelize(
             model,
@@ -318,8 +319,7 @@ class LoRAGRPORecipeDistributed:
         limits |= {"share_prefix": self.shares_prefix, "device": self.device}
         batches, num_terms, num_labels = scored.batches(advantages, self.loss_fn, self.dims, **limits)
         self.record.write(self.global_step + 1, scored, advantages, num_terms)
-        num_tokens = sum(batch.num_tokens for batch in batches)
-        return [(batches, num_terms)] * self.cfg.num_iterations, num_tokens, num_labels
+        return [(batches, num_terms)] * self.cfg.num_iterations, sum(batch.num_tokens for batch in batches), num_labels
 
     # twin of rollouts
     def compute_loss(self, batch: Batch) -> torch.Tensor:

@@ -81,6 +81,8 @@ class Settings:
     drop_unfinished: bool = False
     # Checkpoint of the reference model; null takes the model as the run starts with it.
     ref_checkpointer: Annotated[Component | None, HandedOver()] = None
+    # Builder of the reference model, such as a larger teacher; null takes that of the model.
+    ref_model: Component | None = None
     # Compute what answers to a prompt have in common at their beginning once; null does so if the model can.
     share_prefix: bool | None = None
     # Steps between two tables of answers in the log; null shows none.
@@ -234,7 +236,7 @@ class LoRAGRPORecipeSingleDevice:
     def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
         """Describe, convert, then load: weights exist once, in their final form."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
-            model = config.instantiate(cfg.model)
+            model = config.instantiate(cfg.model if name == "policy" else cfg.ref_model or cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
         self.checkpointer.load_model(model, device=self.device, name=name)
         return model
@@ -284,8 +286,7 @@ class LoRAGRPORecipeSingleDevice:
         limits |= {"share_prefix": self.shares_prefix, "device": self.device}
         batches, num_terms, num_labels = scored.batches(advantages, self.loss_fn, self.dims, **limits)
         self.record.write(self.global_step + 1, scored, advantages, num_terms)
-        num_tokens = sum(batch.num_tokens for batch in batches)
-        return [(batches, num_terms)] * self.cfg.num_iterations, num_tokens, num_labels
+        return [(batches, num_terms)] * self.cfg.num_iterations, sum(batch.num_tokens for batch in batches), num_labels
 
     # twin of rollouts
     def compute_loss(self, batch: Batch) -> torch.Tensor:

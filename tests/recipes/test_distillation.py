@@ -144,10 +144,17 @@ def test_a_stale_cache_is_refused_by_what_changed(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             start(ONE, tmp_path, **{**settings, **change})
-    with open(tmp_path / "kept" / "train" / "tokens.int32", "r+b") as file:
-        file.truncate(kept["tokens.int32"] // 2)
-    with pytest.raises(UserError, match="its files are too short"):
-        start(ONE, tmp_path, **settings)
+    for name, spoil, words in (
+        ("log_probs.float32", lambda text: bytes(byte ^ 1 for byte in text), r"what is kept of row \d+ is damaged"),
+        ("tokens.int32", lambda text: text[: len(text) // 2], "its files are too short"),
+        ("rows.npz", lambda text: text[: len(text) // 2], "rows.npz: it cannot be read"),
+    ):
+        path = tmp_path / "kept" / "train" / name
+        before = path.read_bytes()
+        path.write_bytes(spoil(before))
+        with pytest.raises(UserError, match=words):
+            start(ONE, tmp_path, **{**settings, "train": True})
+        path.write_bytes(before)
     write_checkpoint(tmp_path / "teacher", seed=2, width=48, vocab_size=384, tied=False)
     with pytest.raises(UserError, match="differs in teacher: set it to a new folder"):
         start(ONE, tmp_path, **settings)
@@ -171,6 +178,7 @@ def test_a_resume_with_another_teacher_is_refused(tmp_path: Path) -> None:
     [
         ({"kd_loss": {"_component_": f"{LOSSES}LinearCrossEntropyLoss"}}, "LinearCrossEntropyLoss compares no two"),
         ("another tokenizer", r"token \d+ is .*teacher/tokenizer.json.* models are compared by token ids"),
+        ("a reward model", r"a teacher predicts tokens, and this one ends in 1 output"),
         ("fewer tokens", r"teacher_model: it knows 300 tokens and the tokenizer has"),
     ],
 )
@@ -178,6 +186,8 @@ def test_what_cannot_teach_is_one_sentence(change: Any, words: str, tmp_path: Pa
     settings = change if isinstance(change, dict) else {}
     if change == "fewer tokens":
         write_checkpoint(tmp_path / "teacher", vocab_size=300)
+    elif change == "a reward model":
+        write_checkpoint(tmp_path / "teacher", is_reward=True)
     elif change == "another tokenizer":
         tokenizer = write_checkpoint(tmp_path / "teacher") / "tokenizer.json"
         text = tokenizer.read_text()

@@ -19,6 +19,8 @@ from torchtune.utils import UserError
 
 FULL, LORA = "full_dpo_single_device", "lora_dpo_single_device"
 SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 1.0}, "lr_scheduler": None, "shuffle": False}
+LABELLED = {"source": [{"prompt": "a", "completion": str(good), "label": good} for good in (True, False)]}
+TEXTS = {"source": [{"text": "the cat"}]}
 HEAD = {"_component_": "torchtune.modules.classifier_model", "num_classes": 1}
 
 
@@ -109,6 +111,9 @@ def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(na
     again = start(name, tmp_path, **settings, **kept)
     assert again.losses == once.losses
     assert file.stat().st_mtime_ns == written, "computed once"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(UserError, match="its checksum is another one: delete it"):
+        start(name, tmp_path, **settings, **kept, train=False)
 
 
 @pytest.mark.parametrize("kind", ["new adapter", "trained adapter", "all weights"])
@@ -197,13 +202,16 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path: Path) -> None
             {"loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss"}, "reference_cache": "x"},
             "does without",
         ),
-        (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "max_steps_per_epoch": 1}, "kto_dataset"),
+        (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}}, "kto_dataset"),
+        (LORA, {"dataset": {**LABELLED, "_component_": "torchtune.datasets.kto_dataset"}}, "DPOLoss compares pairs"),
+        (LORA, {"dataset": {**TEXTS, "_component_": "torchtune.datasets.text_completion_dataset"}}, "so it is no pair"),
+        (FULL, {"loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss", "beta": 0}}, "SimPOLoss: beta is 0"),
         (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "batch_size": 11}, "1: set batch_size to 10"),
     ],
 )
 def test_what_does_not_fit_the_loss_is_one_sentence(name: str, settings: dict, words: str, tmp_path: Path) -> None:
     with pytest.raises((LossError, UserError), match=words):
-        start(name, tmp_path, **settings)
+        start(name, tmp_path, **settings, train=False)
 
 
 def test_two_processes_train_as_one_however_they_share_the_work(tmp_path: Path) -> None:

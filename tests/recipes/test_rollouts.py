@@ -68,6 +68,23 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path: Path) ->
     assert max(figure(shared, "policy/sampler_difference")) < 1e-4
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_layers_train_and_do_not_sample(
+    recomputed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of answers that shrinks and grows would use up what the compiler may make, and leave nothing to train."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
+    torch._dynamo.reset()
+    counters.clear()
+    settings = {**SGD, "max_steps_per_epoch": 2, "rewards": WORDS, "enable_activation_checkpointing": recomputed}
+    compiled, plain = (start(FULL, tmp_path, **settings, compile=switch) for switch in (True, False))
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2, "one length, and any"
+    assert rollouts(compiled) == rollouts(plain)
+    assert compiled.losses == pytest.approx(plain.losses, abs=1e-6)
+
+
 @pytest.mark.parametrize("name", [FULL, LORA])
 def test_a_resumed_run_samples_the_same_answers_and_ends_in_the_same_weights(name: str, tmp_path: Path) -> None:
     settings = {"save_every_n_steps": 2, "max_steps_per_epoch": 5, "num_iterations": 2, "batch_size": 3}
@@ -104,12 +121,13 @@ def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(
     run = start(FULL, tmp_path, rewards=same, max_steps_per_epoch=2, log_level="INFO")
     assert figure(run, "groups/without_variance") == [1.0, 1.0]
     assert figure(run, "grad_norm") == [0.0, 0.0]
-    assert "Step 1 teaches nothing: in every group all rewards are equal" in caplog.text
+    said = "Step 1 teaches nothing: rewards differ in 0 of 2 groups, and of 8 answers 8 have a reward and "
+    assert said in caplog.text
     before = start(FULL, tmp_path, train=False).trained
     assert all(torch.equal(value, run.trained[key]) for key, value in before.items())
     assert _experience.MOST_STALE_STEPS == 300
     monkeypatch.setattr(_experience, "MOST_STALE_STEPS", 3)
-    with pytest.raises(RolloutError, match="In 3 steps in a row all answers to a prompt got the same reward"):
+    with pytest.raises(RolloutError, match="3 steps in a row taught nothing; in the last one rewards differ in 0 of 2"):
         start(FULL, tmp_path, rewards=same)
 
 
@@ -133,7 +151,8 @@ def test_a_teacher_pulls_the_student_towards_it(tmp_path: Path) -> None:
 
     start(FULL, tmp_path, train=False)
     settings = {"loss": {"_component_": "torchtune.rlhf.loss.OnPolicyDistillationLoss"}, "rewards": []}
-    settings |= {"ref_checkpointer": other_model(tmp_path), "num_samples": 8, "batch_size": 8, "epochs": 6}
+    settings |= {"ref_checkpointer": other_model(tmp_path, width=48), "num_samples": 8, "batch_size": 8, "epochs": 6}
+    settings["ref_model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": f"{tmp_path}/other"}
     run = start(FULL, tmp_path, **settings, clip_grad_norm=1.0)
     kl = figure(run, "policy/kl")
     assert sum(kl[-3:]) < 0.75 * sum(kl[:3])
@@ -148,6 +167,12 @@ def test_a_teacher_pulls_the_student_towards_it(tmp_path: Path) -> None:
         ({"sampler__max_new_tokens": 5000}, "prompt of row .* leave it out with filter_fn"),
         ({"sampler__temperature": 0.0}, "temperature is 0"),
         ({"sampler__top_p": 0.9}, "top_p"),
+        (
+            {"loss": {"_component_": "torchtune.rlhf.loss.OnPolicyDistillationLoss"}},
+            "ref_checkpointer.*its own teacher",
+        ),
+        ({"ref_model": {"_component_": "torchtune.models.qwen3.qwen3_8b_base"}}, "ref_model.*set ref_checkpointer"),
+        ({"advantages": {"_component_": "torch.nn.ReLU"}}, "advantages: ReLU fails: TypeError"),
         ({"dataset__column": "question"}, "rows 0, 1, .*no column 'question'"),
         (
             {"rewards": [{"_component_": "torchtune.rlhf.reward_functions.ExactMatch", "column": "right"}]},

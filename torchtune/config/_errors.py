@@ -41,6 +41,10 @@ class InstantiationError(UserError):
     """A component cannot be found or is not named."""
 
 
+class ArgumentError(InstantiationError, ValueError):
+    """A component does not take the value of an argument."""
+
+
 def dotted(path: KeyPath) -> str:
     """``("dataset", 0, "split")`` -> ``"dataset.0.split"``."""
     return ".".join(map(str, path))

@@ -6,13 +6,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune.config import _locate
 from torchtune.config._configurable import from_node
-from torchtune.config._errors import InstantiationError
-from torchtune.config._locate import locate
+from torchtune.config._errors import ArgumentError, InstantiationError
 from torchtune.config._reader import leaves
 from torchtune.config._schema import is_configurable, takes_component
 from torchtune.config._signature import accepts
 from torchtune.config._values import is_component
+from torchtune.utils import UserError
 
 
 def instantiate(
@@ -27,7 +28,7 @@ def instantiate(
         config: a mapping with ``_component_`` and arguments; nested components, in lists too, are built first,
             unless the argument's annotation has a :class:`Component`: then it gets their nodes.
         *args: positional arguments of the outermost component.
-        caller_globals: where a path without dots is looked up; by default the caller's module.
+        caller_globals: where a path without dots is looked up, before the recipe; by default the caller's module.
         **kwargs: arguments that take the place of those in ``config``; any objects, passed on as they are.
 
     Returns:
@@ -36,6 +37,7 @@ def instantiate(
     Raises:
         ValueError: ``config`` is not a mapping.
         InstantiationError: it has no ``_component_``, or the path leads nowhere.
+        ArgumentError: the component's own module raises ``ValueError``; this is one, too.
 
     Example:
         >>> node = {"_component_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
@@ -73,13 +75,27 @@ def _merge(node: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[str, Any]) -> Any:
-    component = locate(node["_component_"], caller_globals)
+    component = _locate.locate(node["_component_"], {**_locate.names_of_recipe, **caller_globals})
     given = {key: value for key, value in node.items() if key != "_component_"}
     if is_configurable(component):
         return from_node(component, given, *args)
     if not callable(component):
         raise InstantiationError(f"'{node['_component_']}' is a {type(component).__name__}, not a class or function")
-    return component(*args, **{key: _argument(component, key, value, caller_globals) for key, value in given.items()})
+    arguments = {key: _argument(component, key, value, caller_globals) for key, value in given.items()}
+    try:
+        return component(*args, **arguments)
+    except ValueError as error:
+        if isinstance(error, UserError) or not _is_raised_by(component, error):
+            raise
+        raise ArgumentError(f"{node['_component_']}: {error}") from error
+
+
+def _is_raised_by(component: Any, error: ValueError) -> bool:
+    """Whether a component's own module raises it, of what it was given; others have met what nobody foresaw."""
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    return last.tb_frame.f_globals.get("__name__") == component.__module__
 
 
 def _argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:

@@ -75,6 +75,10 @@ def _step(owner: Any, parts: list[str], index: int, path: str) -> Any:
     raise InstantiationError(f"'{path}': {kind} '{before}' has no attribute '{name}'{hint}")
 
 
+# Names of the file of the recipe whose config was read last: the library builds components of its config, too.
+names_of_recipe: dict[str, Any] = {}
+
+
 def locate(path: object, caller_globals: dict[str, Any] | None = None) -> Any:
     """The object that ``path`` names: ``package.module.Class``, ``….Class.method``, or a name of the recipe's file.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune.config import _overrides, _unread
+from torchtune.config import _locate, _overrides, _unread
 from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
@@ -73,6 +73,7 @@ def load_and_check(
     _overrides.apply(document, overrides)
     main = None if recipe is None or inspect.isclass(recipe) else inspect.unwrap(recipe)
     cls = settings_of(main) if main else recipe
+    _locate.names_of_recipe = main.__globals__ if main else {}
     if not dataclasses.is_dataclass(cls):
         return _check_untyped(document, main)
     return _check_typed(document, cls, main.__globals__ if main else vars(sys.modules[cls.__module__]))

@@ -119,7 +119,10 @@ def _answer(example: Mapping[str, Any], side: str) -> dict[str, Any]:
     )
     if missing := set(names.values()) - example.keys():
         found = ", ".join(map(str, example)) or "nothing"
-        raise DataError(f"A preference example has no '{min(missing)}', it has {found}.")
+        raise DataError(
+            f"dataset: an example has no '{min(missing)}', it has {found}, so it is no pair: use "
+            "torchtune.datasets.preference_dataset."
+        )
     rest = {name: value for name, value in example.items() if isinstance(value, int | float)}
     numbers = {name: value for name, value in rest.items() if not name.startswith(tuple(f"{one}_" for one in _SIDES))}
     if side:

@@ -48,6 +48,7 @@ def _adapted(layer: LoRALinear, x: Tensor) -> Tensor:
     return y
 
 
+_ORIGINAL = "_torchdynamo_orig_callable"  # of what torch.compile returns
 _KINDS = {nn.Linear: _linear, LoRALinear: _adapted}
 
 
@@ -162,11 +163,34 @@ def _groups(model: nn.Module, candidates: Sequence[nn.Module]) -> list[list[nn.M
 
 
 @contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Context manager in which compiled layers of the model run as they are written.
+
+    Rows, columns and caches change from step to step of generation, and most changes compile a layer once more. At the
+    limit of the compiler nothing is compiled any more, training included.
+    """
+    compiled = [(module, module._compiled_call_impl) for module in model.modules()]
+    wrapped = [vars(module).get("forward") for module in model.modules()]  # of recomputed layers: compiled inside
+    inner = [(one, one.forward) for one in wrapped if hasattr(getattr(one, "forward", None), _ORIGINAL)]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        for one, call in inner:
+            one.forward = getattr(call, _ORIGINAL)
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+        for one, call in inner:
+            one.forward = call
+
+
+@contextmanager
 def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
     """Context manager in which the model's plain linear layers on CPU run in oneDNN, without gradients.
 
-    Layers of other classes, dtypes and devices, sharded and compiled layers are unchanged. Inside another such context
-    for the same model, it does nothing.
+    Layers of other classes, dtypes and devices and sharded layers are unchanged; compiled layers run uncompiled. Inside
+    another such context for the same model, it does nothing.
 
     Args:
         model: with ``layers`` and ``output``, in evaluation mode.
@@ -178,32 +202,32 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
         >>> with torchtune.generation.fast_linears(model, pack=True):
         ...     text = torchtune.generate(model, tokenizer, "Why?", max_new_tokens=2)
     """
-    compiled = any(module._compiled_call_impl is not None for module in model.modules())
     changed: list[nn.Module] = []
     packs: list[_Packed] = []
     output = getattr(model, "output", None)
     tied = type(output) is TiedLinear and output.linear is torch.nn.functional.linear and _is_plain(output.weight)
-    try:
-        if torch.backends.mkldnn.is_available() and not compiled:
-            candidates = _candidates(model)
-            if pack:
-                for group in _groups(model, candidates):
-                    packs.append(_Packed(group))
-                    for index, module in enumerate(group):
-                        module.forward = partial(packs[-1].output, index)
-                        changed.append(module)
-            else:
-                for module in candidates:
-                    if module.weight.dtype == torch.float32:
-                        module.forward = partial(_KINDS[type(module)], module)
-                        changed.append(module)
+    with uncompiled(model):
+        try:
+            if torch.backends.mkldnn.is_available():
+                candidates = _candidates(model)
+                if pack:
+                    for group in _groups(model, candidates):
+                        packs.append(_Packed(group))
+                        for index, module in enumerate(group):
+                            module.forward = partial(packs[-1].output, index)
+                            changed.append(module)
+                else:
+                    for module in candidates:
+                        if module.weight.dtype == torch.float32:
+                            module.forward = partial(_KINDS[type(module)], module)
+                            changed.append(module)
+                if tied:
+                    output.linear = _product
+            yield
+        finally:
+            for module in changed:
+                vars(module).pop("forward", None)
+            while packs:  # each is freed before the next: all together are a second copy of the model
+                packs.pop().restore()
             if tied:
-                output.linear = _product
-        yield
-    finally:
-        for module in changed:
-            vars(module).pop("forward", None)
-        while packs:  # each is freed before the next: all together are a second copy of the model
-            packs.pop().restore()
-        if tied:
-            output.linear = torch.nn.functional.linear
+                output.linear = torch.nn.functional.linear

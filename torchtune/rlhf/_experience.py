@@ -279,6 +279,11 @@ class RolloutRecord:
         if self._writes:
             if self._file is None:
                 _cut_from(self._path, step)
+                if self._dims.is_main:  # of ranks that a run with more of them had
+                    for path in self._path.parent.glob("rollouts_rank*.jsonl"):
+                        number = path.stem.removeprefix("rollouts_rank")
+                        if number.isdigit() and int(number) >= self._dims.data_size:
+                            _cut_from(path, step)
                 self._file = AppendedFile(self._path)
             lines = [json.dumps(line, ensure_ascii=False) for line in self._lines(step, scored, advantages)]
             data = "".join(f"{line}\n" for line in lines).encode()
@@ -289,13 +294,13 @@ class RolloutRecord:
         self._stale = 0 if num_terms else self._stale + 1
         if self._stale in (1, 10, 100) and self._dims.is_main:
             get_logger().warning(
-                f"Step {step} teaches nothing: in every group all rewards are equal (or none is known)"
-                + ("." if self._stale == 1 else f", for {self._stale} steps in a row now.")
+                f"Step {step} teaches nothing: {_facts(scored)}"
+                + ("." if self._stale == 1 else f"; {self._stale} steps in a row now.")
             )
         if self._stale >= MOST_STALE_STEPS:
             raise RolloutError(
-                f"In {MOST_STALE_STEPS} steps in a row all answers to a prompt got the same reward, so nothing is "
-                f"learned: look at {self._path}, then make the reward finer or take other prompts."
+                f"{MOST_STALE_STEPS} steps in a row taught nothing; in the last one {_facts(scored)}: look at "
+                f"{self._path}, then make the reward finer, take other prompts, or let answers grow longer."
             )
 
     def _lines(self, step: int, scored: ScoredRollouts, advantages: Tensor) -> Any:
@@ -319,6 +324,18 @@ class RolloutRecord:
             }
 
 
+def _facts(scored: ScoredRollouts) -> str:
+    """What decides whether answers teach something."""
+    figures = scored.figures()
+    flat, groups = (int(number) for number in figures.get("groups/without_variance", (0, 0)))
+    dropped, answers = (int(number) for number in figures["answers/dropped"])
+    ended = answers - int(figures["answers/unfinished"][0])
+    return (
+        f"rewards differ in {groups - flat} of {groups} groups, and of {answers} answers {answers - dropped} have a "
+        f"reward and {ended} have ended"
+    )
+
+
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else round(value, 6)
 
@@ -329,9 +346,14 @@ def _cut_from(path: Path, step: int) -> None:
         return
     kept = 0
     with path.open("rb+") as file:
-        for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
-                break
+        for number, line in enumerate(file, 1):
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
+                    break
+            except (ValueError, KeyError, TypeError) as error:
+                raise RolloutError(
+                    f"{path}: line {number} is no answer of a step: the run would append to this file, so move it away."
+                ) from error
             kept += len(line)
         file.truncate(kept)
 
@@ -350,8 +372,23 @@ def _table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
 
 
 def make_advantages(component: GroupAdvantages | None) -> GroupAdvantages:
-    """The component of a config, by default the reward minus the mean of its group."""
-    return GroupAdvantages() if component is None else component
+    """The component of a config, by default the reward minus the mean of its group.
+
+    Raises:
+        RolloutError: it makes no advantages of rewards.
+    """
+    if component is None:
+        return GroupAdvantages()
+    try:
+        found, wrong = component(torch.tensor([[0.0, 1.0]], dtype=torch.float64), ParallelDims()), None
+    except Exception as error:  # noqa: BLE001 - of somebody else's component
+        found, wrong = None, f"fails: {type(error).__name__}: {error}".rstrip(".")
+    if getattr(found, "shape", None) != (1, 2):
+        raise RolloutError(
+            f"advantages: {type(component).__name__} {wrong or 'returns no advantage for each reward'}; it is called "
+            "with rewards [prompts, answers] and the processes, as torchtune.rlhf.GroupAdvantages is."
+        )
+    return component
 
 
 def check_rollout_settings(settings: Any) -> Iterator[tuple[str, str]]:
@@ -359,6 +396,10 @@ def check_rollout_settings(settings: Any) -> Iterator[tuple[str, str]]:
     distills = "Distillation" in str(settings.loss.get("_component_"))
     if getattr(settings, "context_parallel_dim", 1) > 1:
         yield "context_parallel_dim", "is above 1, but parts of a sequence cannot generate: set it to 1"
+    if distills and settings.ref_checkpointer is None:
+        yield "ref_checkpointer", "is null, so the model would be its own teacher: name the teacher's checkpoint"
+    if settings.ref_model is not None and settings.ref_checkpointer is None:
+        yield "ref_model", "needs the checkpoint of that model: set ref_checkpointer"
     if not settings.rewards and not distills:
         yield "rewards", "is empty: name what scores an answer, for example torchtune.rlhf.reward_functions.ExactMatch"
     if settings.num_samples < 2 and not distills:

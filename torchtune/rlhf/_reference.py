@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torchtune.data import Batch, BatchLoader
 from torchtune.modules.loss import LossError
 from torchtune.modules.peft import AdapterModule, disable_adapter
 from torchtune.rlhf._reference_cache import cache_log_probs
+from torchtune.rlhf._teacher import check_same_tokenizer, warn_of_itself
 from torchtune.rlhf.loss import AnswerLoss, setup_loss
 from torchtune.training import ParallelDims
 from torchtune.training.parallel._shards import reshard
@@ -158,6 +160,7 @@ class PreferenceRecipe(Protocol):
     """What :func:`setup_reference` reads of a recipe that has its data."""
 
     cfg: Any  # has loss and epochs
+    checkpointer: Any  # has the sources policy and reference
     loader: BatchLoader
     loader_val: BatchLoader | None
     dims: ParallelDims
@@ -189,11 +192,15 @@ def setup_reference(
             have fewer examples than it needs.
         ReferenceError: the loss does without a reference, the two models differ in vocabulary, or log-probs cannot be
             kept.
+        TeacherError: they have different tokenizers.
     """
     cfg, dims = recipe.cfg, recipe.dims
     loss = setup_loss(config.instantiate(cfg.loss), policy) if loss is None else loss
     for name, loader in (("batch_size", recipe.loader), ("batch_size_val", recipe.loader_val)):
         _check_batches(loss, loader, name)
+        if loader is not None:
+            collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
+            loss.check_batch(Batch.from_dict(collate([loader.dataset[0]])))
     if not loss.needs_reference:
         for name, given in (("ref_checkpointer", ref_checkpointer), ("reference_cache", reference_cache)):
             if given is not None:
@@ -202,13 +209,18 @@ def setup_reference(
     fresh = recipe.resume_point is None
     second = None
     if ref_checkpointer is not None:
+        other, own = (recipe.checkpointer.store.source(name) for name in ("reference", "policy"))
+        check_same_tokenizer(Path(other.checkpoint_dir), Path(own.checkpoint_dir), "ref_checkpointer")
+        if not getattr(loss, "needs_rewards", True):
+            warn_of_itself(other, own, "ref_checkpointer")
         second = load("reference").requires_grad_(False).eval()
         mine, theirs = (model.tok_embeddings.weight.shape[0] for model in (policy, second))
-        if mine != theirs:
+        if theirs < mine:
             raise ReferenceError(
                 f"ref_checkpointer: the reference has a vocabulary of {theirs:,} tokens and the model one of "
                 f"{mine:,}: take a reference with the same tokenizer."
             )
+        loss.check_model(second)
     if reference_cache is None:
         return Reference(loss, policy, dims, second=second, fresh=fresh)
     model = policy if second is None else second

@@ -1,6 +1,7 @@
 """Log-probs of a reference, computed once, kept in a file by data and model, and handed out with the examples."""
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def cache_log_probs(
                 known[row] = pair
             if dims.is_main:
                 with atomic_write(path) as file:
-                    file.write(save({"log_probs": known}))
+                    file.write(save({"log_probs": known}, {"crc32": str(zlib.crc32(known.tobytes()))}))
         loader.dataset = WithReference(data, known)
 
 
@@ -124,10 +125,13 @@ def _read(path: Path, rows: int) -> np.ndarray:
     try:
         with safe_open(path, framework="np") as file:
             found = file.get_tensor("log_probs")
+            crc32 = (file.metadata() or {}).get("crc32")
     except (OSError, SafetensorError) as error:
         raise CacheError(f"{path}: it cannot be read ({error}): delete it, and it is computed again.") from error
     if found.shape != (rows, 2):
         raise CacheError(f"{path}: it has the shape {list(found.shape)}, not [{rows}, 2]: delete it.")
+    if crc32 is not None and crc32 != str(zlib.crc32(found.tobytes())):
+        raise CacheError(f"{path}: it is damaged, its checksum is another one: delete it, and it is computed again.")
     return found
 
 

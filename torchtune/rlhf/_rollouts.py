@@ -172,16 +172,21 @@ def rollout_batches(
         prompts.add(prompt)
     how = {"count_documents": count_documents, "share_prefix": share_prefix}
     batches = [collate_rollouts([rollouts[i] for i in part], [advantages[i] for i in part], **how) for part in parts]
-    terms, labels = dims.sum(sum(batch.num_terms for batch in batches), sum(batch.num_labels for batch in batches))
+    terms, labels, unknown = dims.sum(
+        sum(batch.num_terms for batch in batches),
+        sum(batch.num_labels for batch in batches),
+        sum("sampled" not in batch.per_token for batch in batches),
+    )
     for _ in range(dims.max(len(batches)) - len(batches)):
-        batches.append(_blank_batch(blank))
+        batches.append(_blank_batch(blank, known=not unknown))
     batches = [batch.pad_to_multiple(dims.min_seq_len_divisor) for batch in batches]
     return batches, terms, labels
 
 
-def _blank_batch(tokens: Sequence[int]) -> Batch:
-    """A batch of one document without labels."""
-    rollout = Rollout(torch.tensor([*tokens, tokens[0]]), len(tokens), torch.zeros(1), True)
+def _blank_batch(tokens: Sequence[int], *, known: bool) -> Batch:
+    """A batch of one document without labels; with log-probs, where other batches have them."""
+    log_probs = torch.zeros(1) if known else None
+    rollout = Rollout(torch.tensor([*tokens, tokens[0]]), len(tokens), log_probs, True)
     batch = collate_rollouts([rollout], [0.0])
     labels = torch.full_like(batch.labels, CROSS_ENTROPY_IGNORE_IDX)
     return replace(batch, labels=labels, per_document={"label_counts": torch.zeros(1, dtype=torch.int64)}, terms=0)

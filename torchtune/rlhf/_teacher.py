@@ -1,6 +1,7 @@
 """The teacher of a distillation: another model, frozen, that sees the batches of the student."""
 
 import json
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -98,8 +99,9 @@ def setup_teacher(
         UserError: the two have different tokenizers, one has fewer tokens than the data may have, or the cache is of
             another run.
     """
-    folder, of_student = (Path(recipe.checkpointer.store.source(n).checkpoint_dir) for n in ("teacher", "policy"))
-    check_same_tokenizer(folder, of_student)
+    other, own = (recipe.checkpointer.store.source(name) for name in ("teacher", "policy"))
+    check_same_tokenizer(Path(other.checkpoint_dir), Path(own.checkpoint_dir))
+    warn_of_itself(other, own, "teacher_checkpointer")
     fit_vocabulary(student, recipe.tokenizer)
     if teacher_cache is None:
         teacher = _load(recipe, student, load)
@@ -121,6 +123,12 @@ def _load(recipe: DistillationRecipe, student: nn.Module, load: Callable[[], nn.
         raise TeacherError(
             f"teacher_model: it knows {theirs:,} tokens and the tokenizer has {recipe.tokenizer.vocab_size:,}: take a "
             "teacher that knows all tokens of the data."
+        )
+    rows = len(teacher.output.weight)
+    if rows < theirs:
+        raise TeacherError(
+            f"teacher_model: a teacher predicts tokens, and this one ends in {rows} output(s): take a language model, "
+            "or the builder without 'classifier' or 'reward'."
         )
     if theirs != mine:
         log_rank_zero(
@@ -217,6 +225,16 @@ def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_c
             f"{student / name}: models are compared by token ids, take one with the same tokenizer."
         )
     return None
+
+
+def warn_of_itself(teacher: Any, student: Any, setting: str) -> None:
+    """Log that a teacher has the weights that the student begins with; sources of both."""
+    if teacher.fingerprint == student.fingerprint:
+        message = (
+            f"{setting}: the teacher has the weights that the student begins with, so it teaches nothing but what "
+            "model_converters change (quantised weights)."
+        )
+        log_rank_zero(get_logger(), message, logging.WARNING)
 
 
 def _tokens(path: Path) -> dict[int, str]:

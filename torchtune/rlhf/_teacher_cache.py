@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -63,7 +64,8 @@ class TeacherCache:
                 sign_of_life()
                 counts[row], self._sums[row] = _count_and_sum(data[row])
             self.offsets = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
-            self._known = np.zeros(len(data), bool)
+            self._known, self._contents = np.zeros(len(data), bool), np.zeros(len(data), np.uint32)
+        self._new = np.zeros(0, np.int64)
         self._files: tuple[np.ndarray, np.ndarray] | None = None
 
     def _check_key(self) -> None:
@@ -84,10 +86,11 @@ class TeacherCache:
     def _read_rows(self) -> None:
         path, rows = self.folder / _ROWS, len(self._data)
         try:
-            with np.load(path, allow_pickle=False) as file:
-                self.offsets, self._sums, self._known = (file[name] for name in ("offsets", "sums", "known"))
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                names = ("offsets", "sums", "known", "contents")
+                self.offsets, self._sums, self._known, self._contents = (file[name] for name in names)
             sizes = [(self.folder / name).stat().st_size for name in (_TOKENS, _LOG_PROBS)]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zlib.error, BadZipFile) as error:
             raise TeacherCacheError(f"{path}: it cannot be read ({error}): delete {self.folder}.") from error
         last = int(self.offsets[1:][self._known].max(initial=0))
         if len(self._known) != rows or sizes[0] < 4 * last * self._k or sizes[1] < 4 * last * (self._k + 1):
@@ -98,7 +101,12 @@ class TeacherCache:
         return rows[~self._known[rows]]
 
     def check_rows(self, rows: Sequence[int], examples: Sequence[Any]) -> None:
-        """See that examples are what the rows were. Raises :class:`DataError`."""
+        """See that examples and what is kept of them are what they were.
+
+        Raises:
+            DataError: an example is another one.
+            TeacherCacheError: what is kept of it is damaged.
+        """
         for row, example in zip(rows, examples, strict=True):
             count, found = _count_and_sum(example)
             if count and found != self._sums[row]:
@@ -106,6 +114,18 @@ class TeacherCache:
                     f"teacher_cache: row {row} of the data is not what {self.folder} was filled from: delete the "
                     "folder, and do not draw examples at random."
                 )
+            if self._known[row] and self._sum_of(row) != self._contents[row]:
+                raise TeacherCacheError(
+                    f"{self.folder}: what is kept of row {row} is damaged, its checksum is another one: delete the "
+                    "folder, and it is computed again."
+                )
+
+    def _sum_of(self, row: int) -> int:
+        """A checksum of what is kept of a row; 0 if that is nothing."""
+        if self.offsets[row] == self.offsets[row + 1]:
+            return 0
+        tokens, log_probs = self.read(slice(*self.offsets[row : row + 2]))
+        return zlib.crc32(log_probs.tobytes(), zlib.crc32(tokens.tobytes()))
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[np.ndarray, tuple[np.ndarray, np.ndarray]], None]]:
@@ -134,15 +154,25 @@ class TeacherCache:
                         os.fsync(file.fileno())
             except OSError as error:
                 raise TeacherCacheError(f"{self.folder}: it cannot be written to ({error}).") from error
+            self._files = None
+            for row in self._new:
+                self._contents[row] = self._sum_of(row)
+            self._known[self._new] = True
             with atomic_write(self.folder / _ROWS) as file:
-                np.savez(file, offsets=self.offsets, sums=self._sums, known=self._known)
+                arrays = {"offsets": self.offsets, "sums": self._sums, "known": self._known}
+                np.savez(file, **arrays, contents=self._contents)
             write_json(self.folder / _KEY, self._key)
 
     def note(self, rows: np.ndarray) -> None:
-        """These rows are known."""
-        self._known[rows] = True
+        """These rows are known, once the block of :meth:`writing` has ended."""
+        self._new = rows
 
-    def read(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def reload(self) -> None:
+        """Read what another process has written."""
+        self._files = None
+        self._read_rows()
+
+    def read(self, at: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, int32 [n, k], and log-probs, float32 [n, k + 1], of positions [n]."""
         if self._files is None:
             kinds = ((_TOKENS, np.int32, self._k), (_LOG_PROBS, np.float32, self._k + 1))
@@ -256,6 +286,7 @@ def _fill(
                     write(*part)
         cache.note(rows)
     dims.any(False)  # nobody reads before all of it is written
+    cache.reload()
 
 
 def _count_and_sum(example: Any) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune.config._locate import locate
+from torchtune.config import _locate
 from torchtune.rlhf._http import post_json
 from torchtune.rlhf._rollouts import RolloutError
 from torchtune.utils import require
@@ -38,14 +38,17 @@ class FunctionReward(Reward):
     """A function of yours, ``(rows, texts) -> list[float | None]``.
 
     Args:
-        function: its dotted path.
+        function: its dotted path, or its name where it stands in the recipe's file.
         weight: see :class:`Reward`.
         name: by default that of the function.
     """
 
     def __init__(self, function: str, weight: float = 1.0, name: str | None = None) -> None:
         super().__init__(weight, name or function.rpartition(".")[2])
-        self._function: RewardFunction = locate(function)
+        self._function: RewardFunction = _locate.locate(function, _locate.names_of_recipe)
+        if not callable(self._function):
+            kind = type(self._function).__name__
+            raise ValueError(f"function: '{function}' is a {kind}: name a function, as in my_rewards.polite.")
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
         """What the function returns."""
@@ -337,6 +340,8 @@ class RewardSum:
             if name in self._rewards:
                 raise RolloutError(f"{setting}: there are two of the name '{name}': give one of them another 'name'.")
             self._rewards[name] = reward
+        if rewards and not any(getattr(reward, "weight", 1.0) for reward in rewards):
+            raise RolloutError(f"{setting}: every weight is 0, so nothing would be learned: raise one.")
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int] | None = None) -> Scores:
         """Score every text.
@@ -363,12 +368,14 @@ class RewardSum:
 def _called(
     name: str, reward: RewardFunction, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int]
 ) -> list[float]:
+    if not texts:  # of a process without prompts of its own
+        return []
     try:
         values = reward([dict(row) for row in rows], texts)  # copies: it may change them, and others read them too
         if isinstance(values, Mapping | Set):
             raise RolloutError(f"it returned a {type(values).__name__}, and it must return a list")
         values = list(values)
-    except Exception as error:  # of somebody else's function, whatever it may be
+    except (Exception, SystemExit) as error:  # of somebody else's function, whatever it may be
         where = [number for number, row, text in zip(numbers, rows, texts, strict=True) if _raises(reward, row, text)]
         what = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
         raise RolloutError(
@@ -391,7 +398,7 @@ def _called(
 def _raises(reward: RewardFunction, row: Row, text: str) -> bool:
     try:
         reward([dict(row)], [text])
-    except Exception:  # noqa: BLE001 - of somebody else's function
+    except (Exception, SystemExit):  # noqa: BLE001 - of somebody else's function
         return True
     return False
 
@@ -405,7 +412,7 @@ def _named(numbers: Sequence[int]) -> str:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except TypeError:
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

@@ -7,6 +7,7 @@ import torch
 
 from torchtune.training.memory import CheckpointedForward
 from torchtune.utils import UserError, get_logger, has_cpp_compiler
+from torchtune.utils._torch_private import allow_compiled_versions
 
 
 def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
@@ -26,6 +27,11 @@ def _announce(what: str, module: torch.nn.Module, backend: str) -> None:
     on_cpu = backend == "inductor" and any(parameter.device.type == "cpu" for parameter in module.parameters())
     takes = "on a CPU, C++ that takes a minute or more to build" if on_cpu else "the first steps take longer"
     get_logger().info(f"Compiling {what} with {backend}: {takes}, at the first batch and at one of another length.")
+
+
+# Versions of a layer that are compiled at most: training, validation and the reference (adapters off), with a shared
+# prompt or without, each of one length and of any. Torch's limit of 8 would leave some of them uncompiled.
+_MOST_VERSIONS = 32
 
 
 def _backend() -> str:
@@ -68,6 +74,7 @@ def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
 
     backend = _backend()
     _check_toolchain(model, backend)
+    allow_compiled_versions(_MOST_VERSIONS)
     layers = [module for module in model.modules() if isinstance(module, TransformerSelfAttentionLayer)]
     for module in layers or [model]:
         _compile_module(module, backend)

@@ -168,6 +168,13 @@ class ReferenceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceModelSettings:
+    """A reference of another size; only recipes that sample declare it."""
+
+    ref_model: Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReferenceCacheSettings:
     """Where what the reference says is kept, if it is computed once."""
 
@@ -190,6 +197,7 @@ class RecipeSettings(
     TeacherSettings,
     ActorCriticSettings,
     ReferenceSettings,
+    ReferenceModelSettings,
     ReferenceCacheSettings,
 ):
     """Typed values of a recipe's settings; a group that the recipe does not declare has the defaults above.
@@ -251,6 +259,8 @@ class RecipeSettings(
         found: dict[str, tuple[Node | None, RecipeSettings]] = {}
         if self.teacher_model is not None:
             found["teacher"] = self.teacher_checkpointer, self._with(self.teacher_model)
+        if self.ref_model is not None:
+            found["reference"] = self.ref_checkpointer, self._with(self.ref_model)
         if self.reward_and_value_model is not None:
             found["value"] = self.value_checkpointer, self._with(self.reward_and_value_model)
             found["reward"] = self.reward_checkpointer, found["value"][1]
@@ -258,7 +268,7 @@ class RecipeSettings(
         return found
 
     def _with(self, model: Node) -> "RecipeSettings":
-        alone = {"teacher_model": None, "reward_and_value_model": None}
+        alone = {"teacher_model": None, "reward_and_value_model": None, "ref_model": None}
         return dataclasses.replace(self, model=model, model_converters=[], **alone)
 
     def has(self, group: type) -> bool:

@@ -47,6 +47,12 @@ def set_collective_timeout(seconds: float, known: int = 0) -> int:
     return len(groups)
 
 
+def allow_compiled_versions(most: int) -> None:
+    """Let the compiler make up to ``most`` versions of a function, if its limit is lower; more run uncompiled."""
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, most)
+
+
 def in_backward_pass() -> bool:
     """Whether autograd runs a backward pass in this thread: a forward pass inside of it is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -1,20 +1,57 @@
 """Objects from component nodes."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from tests.torchtune.config.assets import parts
-from torchtune.config import Component, ConfigError, Configurable, InstantiationError, Range, instantiate
+from torchtune.config import (
+    Component,
+    ConfigError,
+    Configurable,
+    InstantiationError,
+    Range,
+    instantiate,
+    load_and_check,
+)
+from torchtune.utils import UserError
 
 PARTS = "tests.torchtune.config.assets.parts"
 
 
 def local_component(value: Any = None, **rest: Any) -> tuple[Any, dict[str, Any]]:
     return value, rest
+
+
+def above_zero(value: float, text: str = "{}") -> dict[str, Any]:
+    if value <= 0:
+        raise ValueError(f"value is {value}: it must be above 0.")
+    return json.loads(text)
+
+
+def test_a_value_that_a_component_refuses_is_a_mistake_of_the_config_and_no_other_error_is() -> None:
+    node = {"_component_": f"{__name__}.above_zero", "value": 0}
+    for kind in (UserError, ValueError):
+        with pytest.raises(kind, match=r"test_instantiate\.above_zero: value is 0: it must be above 0\.$"):
+            instantiate(node)
+    with pytest.raises(json.JSONDecodeError):
+        instantiate({**node, "value": 1, "text": "{"})
+
+
+def test_a_name_of_the_recipe_is_found_from_the_library_too(tmp_path: Path) -> None:
+    """A copied recipe has a loss of its own, which not only the recipe builds."""
+    (tmp_path / "config.yaml").write_text("loss: {_component_: local_component}")
+
+    def recipe_main(cfg: DictConfig) -> None:
+        print(cfg.loss)
+
+    load_and_check(tmp_path / "config.yaml", [], recipe_main)
+    assert instantiate({"_component_": "local_component", "value": 3}, caller_globals={}) == (3, {})
 
 
 def test_none_stays_none() -> None:

@@ -197,6 +197,30 @@ def test_a_wrong_reward_function_is_one_sentence_with_row_numbers(function: str,
         RewardSum([reward])([{}] * 3, ["a", "b", "c"], [5, 7, 9])
 
 
+def test_rewards_that_cannot_teach_are_refused() -> None:
+    with pytest.raises(RolloutError, match="every weight is 0"):
+        RewardSum([rewards.ExactMatch(weight=0)])
+    with pytest.raises(ValueError, match="'math' is a module: name a function"):
+        rewards.FunctionReward("math")
+    with pytest.raises(RolloutError, match=r"returned tensor.* for row 0: it must return finite numbers"):
+        RewardSum([lambda rows, texts: torch.ones(1, 2)])([{}], ["a"])
+    assert RewardSum([lambda rows, texts: [1.0 / len(texts)]])([], []).total == [], "no answer, no call"
+
+
+def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path: Path) -> None:
+    """Steps that are done again on one process are taken out of the files of all."""
+    files = [tmp_path / f"rollouts{rank}.jsonl" for rank in ("", "_rank1")]
+    for path in files:
+        path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    record = rlhf.RolloutRecord(str(tmp_path), None, ParallelDims())
+    nothing = rlhf.ScoredRollouts([], [], [], torch.zeros(0, 2), {})
+    record.write(3, nothing, torch.zeros(0, 2), 1)
+    assert [path.read_text().count("step") for path in files] == [2, 2]
+    files[0].write_text('{"step": 1}\n[]\n')
+    with pytest.raises(RolloutError, match="line 2 is no answer of a step"):
+        rlhf.RolloutRecord(str(tmp_path), None, ParallelDims()).write(3, nothing, torch.zeros(0, 2), 1)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Any]:
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"))

@@ -119,6 +119,10 @@ def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them() -> None:
         (lambda: DPOLoss(beta=0.0), "beta is 0.0"),
         (lambda: DPOLoss(label_smoothing=0.5), "label_smoothing is 0.5"),
         (lambda: KTOLoss(beta=-1.0), "beta is -1.0"),
+        (lambda: KTOLoss(desirable_weight=0, undesirable_weight=0), "one must be above"),
+        (lambda: SimPOLoss(beta=0), "beta is 0"),
+        (lambda: CPOLoss(beta=-0.1), "beta is -0.1"),
+        (lambda: PPOLoss(epsilon=-0.1), "epsilon is -0.1"),
     ],
 )
 def test_numbers_without_a_meaning_are_refused(make: Callable[[], object], words: str) -> None:

@@ -44,6 +44,9 @@ class AnswerLoss(nn.Module, ABC):
                 "with torchtune.rlhf.loss.RewardLoss, or take the builder without 'classifier' or 'reward'."
             )
 
+    def check_batch(self, batch: Batch) -> None:
+        """See that ``batch`` has what the loss compares. Raises :class:`DataError`."""
+
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
         """What the loss compares of every document: the sum of the log-probs of its labels.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchtune.data import Batch
+from torchtune.data import Batch, DataError
 from torchtune.rlhf._types import ChosenRejectedOutputs
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_metrics
 from torchtune.utils import deprecated
@@ -34,6 +34,14 @@ class PreferenceLoss(AnswerLoss):
     def is_reference_free(self) -> bool:
         """Whether the loss does without a reference."""
         return not self.needs_reference
+
+    def check_batch(self, batch: Batch) -> None:
+        """See that the batch has pairs. Raises :class:`DataError`."""
+        if "pair" not in batch.per_document:
+            raise DataError(
+                f"dataset: {type(self).__name__} compares pairs of answers, and the data have none: use "
+                "torchtune.datasets.preference_dataset."
+            )
 
     @abstractmethod
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
@@ -110,9 +118,7 @@ class _Margin(PreferenceLoss):
 
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()
-        if beta <= 0:
-            raise ValueError(f"beta is {beta}: it must be above 0.")
-        self.beta = beta
+        self.beta = _check_beta(beta)
 
     @abstractmethod
     def of_margin(self, margin: Tensor) -> Tensor:
@@ -127,6 +133,12 @@ class _Margin(PreferenceLoss):
             chosen = policy.chosen_logps - reference.chosen_logps
             rejected = policy.rejected_logps - reference.rejected_logps
         return self.of_margin(chosen - rejected), self.beta * chosen, self.beta * rejected
+
+
+def _check_beta(value: float) -> float:
+    if value <= 0:
+        raise ValueError(f"beta is {value}: it must be above 0.")
+    return value
 
 
 def _check_smoothing(value: float) -> float:
@@ -272,7 +284,7 @@ class SimPOLoss(PreferenceLoss):
 
     def __init__(self, beta: float = 2.0, gamma: float = 0.5, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.beta, self.gamma, self.label_smoothing = beta, gamma, _check_smoothing(label_smoothing)
+        self.beta, self.gamma, self.label_smoothing = _check_beta(beta), gamma, _check_smoothing(label_smoothing)
 
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
         """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
@@ -298,7 +310,7 @@ class ORPOLoss(PreferenceLoss):
 
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()
-        self.beta = beta
+        self.beta = _check_beta(beta)
 
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
         """Losses and rewards of pairs; see :class:`PreferenceLoss`."""
@@ -330,7 +342,7 @@ class CPOLoss(PreferenceLoss):
 
     def __init__(self, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.beta, self.alpha, self.label_smoothing = beta, alpha, _check_smoothing(label_smoothing)
+        self.beta, self.alpha, self.label_smoothing = _check_beta(beta), alpha, _check_smoothing(label_smoothing)
 
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
         """Losses and rewards of pairs; see :class:`PreferenceLoss`."""

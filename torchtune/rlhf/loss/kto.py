@@ -33,8 +33,17 @@ class KTOLoss(AnswerLoss):
         super().__init__()
         if beta <= 0:
             raise ValueError(f"beta is {beta}: it must be above 0.")
+        if min(desirable_weight, undesirable_weight) < 0 or desirable_weight == undesirable_weight == 0:
+            raise ValueError(
+                f"desirable_weight is {desirable_weight} and undesirable_weight {undesirable_weight}: neither may be "
+                "below 0, and one must be above."
+            )
         self.beta = beta
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+
+    def check_batch(self, batch: Batch) -> None:
+        """See that the batch has labelled answers. Raises :class:`DataError`."""
+        _is_good(batch)
 
     def forward(
         self, policy: Tensor, reference: Tensor, is_chosen: Tensor, baseline: Tensor | float

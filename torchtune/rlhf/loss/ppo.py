@@ -40,6 +40,8 @@ class PPOLoss(AnswerLoss):
 
     def __init__(self, epsilon: float = 0.1, value_clip_range: float = 0.2, value_coeff: float = 0.1) -> None:
         super().__init__()
+        if min(epsilon, value_clip_range) <= 0:
+            raise ValueError(f"epsilon is {epsilon} and value_clip_range {value_clip_range}: both must be above 0.")
         self.epsilon, self.value_clip_range, self.value_coeff = epsilon, value_clip_range, value_coeff
         self.temperature = 1.0
 

@@ -96,7 +96,8 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         if source is not None:
             attempt(lambda name=name, source=source: checkpointer.add_source(name, source))
     named = None
-    if "ref_checkpointer" in cfg.declared and has("loss") and hasattr(checkpointer, "add_source"):
+    compares = "ref_checkpointer" in cfg.declared and "reference" not in others
+    if compares and has("loss") and hasattr(checkpointer, "add_source"):
         named = attempt(lambda: add_reference(checkpointer, cfg.ref_checkpointer, cfg.loss) or True)
     resume = cfg.resume_from_checkpoint or is_restart()
     if has("output_dir", "optimizer") and hasattr(checkpointer, "check_output_dir"):

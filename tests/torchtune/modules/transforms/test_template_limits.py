@@ -6,6 +6,8 @@ import time
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtune.data import DataError
 from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
@@ -19,6 +21,10 @@ HOSTILE = {
     "loops that write": ROUNDS + ROUNDS + "x" * 1000 + "{% endfor %}{% endfor %}",
     "doubling by ~": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "doubling by +": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "tripling by +": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x + n.x %}"
+    "{% endfor %}",
+    "a list that triples": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x + n.x %}"
+    "{% endfor %}",
     "doubling by a block": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}"
     "{% endset %}{% set n.x = y %}{% endfor %}",
     "doubling by join": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = [n.x, n.x] | join %}"
@@ -100,3 +106,30 @@ def test_long_conversations_are_not_hostile() -> None:
     text = ChatTemplate(source, {}).render(messages)[0]
     assert text.startswith("<user>\nword word")
     assert len(text) > 4_000_000 - 400
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' + 'b' + messages[0].content + '\n' }}{{ 1 + 2 + 3 }}{{ ([1] + [2] + [3]) | length }}",
+        "{{ 'a' + ('b' + 'c') + 'd' * 2 + 'e' }}{{ 'a' ~ 'b' + 'c' + 'd' ~ 1 }}{{ 1 + 2 * 3 + 4 - 5 + 6 }}",
+        "{% for m in messages %}{{ loop.index + loop.index0 + loop.revindex }}{{ loop.first }}{{ loop.last }}"
+        "{{ loop.previtem }}{{ loop.nextitem }}{{ loop.length }}{{ loop.depth }}{% endfor %}",
+        "{% for m in messages %}{{ m.role }}{{ m.get('role') }}{{ m.items() | list }}{{ m.none }}{% endfor %}",
+        "{{ messages[0].__class__ }}",
+        "{{ 'a' + 'b' + 1 }}",
+        "{{ 'a' + messages[0].nothing + 'b' }}",
+    ],
+)
+def test_what_is_faster_than_the_sandbox_writes_the_same(source: str) -> None:
+    messages = [{"role": "user", "content": "x", "items": 1}, {"role": "assistant", "content": "y", "get": 2}]
+    found = []
+    for render in (
+        ImmutableSandboxedEnvironment().from_string(source).render,
+        lambda messages: ChatTemplate(source, {}).render(messages)[0],
+    ):
+        try:
+            found.append(render(messages=messages))
+        except (DataError, TemplateError, TypeError) as error:
+            found.append(str(error).removeprefix("the chat template refuses the conversation: "))
+    assert found[0] == found[1]

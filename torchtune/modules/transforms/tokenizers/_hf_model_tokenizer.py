@@ -256,6 +256,8 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
         raise DataError(f"the turn of '{message.role}' holds an image, but this tokenizer takes text only")
     role = "tool" if message.role == "ipython" else message.role
     turn = {"role": role, "content": message.text_content, **message.extra}
+    if len(turn) == 2:  # most are
+        return turn
     reasoning = next((turn[name] for name in _REASONING if turn.get(name) is not None), None)
     return turn if reasoning is None else {**dict.fromkeys(_REASONING[:2], reasoning), **turn}
 
