@@ -102,6 +102,8 @@ def test_turns_as_mappings_are_messages(tokenizer: Any) -> None:
         for template in (ChatMLTemplate(), PromptTemplate({"user": ("a ", " b")})):
             texts = [[message.text_content for message in template(chat)] for chat in (turns, messages)]
             assert texts[0] == texts[1]
+    with pytest.raises(DataError, match=r"takes a row with 'messages', not a text: encode\(text\) gives"):
+        tokenizer("red")
     with pytest.raises(DataError, match="conversation must be a list of turns, not str"):
         tokenizer.tokenize_messages("red")
     for turn, said in (
