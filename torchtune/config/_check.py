@@ -103,12 +103,13 @@ class Checker:
 
     def _handed(
         self, path: KeyPath, name: str, signature: Accepts, hand: HandedOver | None, given: set[str]
-    ) -> set[str]:
-        """Check what the recipe hands over; returns the names that it fills."""
+    ) -> dict[str, str]:
+        """Check what the recipe hands over; returns the names that it fills, and what with."""
         if hand is None:
-            return set()
+            return {}
         count = len(hand.positional)
-        taken = set(signature.order[:count]) | (set(hand.keywords) & set(signature.named))
+        taken = dict(zip(signature.order, hand.positional, strict=False))
+        taken |= {keyword: keyword for keyword in hand.keywords if keyword in signature.named}
         if count > len(signature.order) and not signature.variadic and not signature.open:
             extra = ", ".join(hand.positional[len(signature.order) :])
             self.document.add(path, f"{name} takes no argument for the {extra} that the recipe hands over")
@@ -121,15 +122,19 @@ class Checker:
         return taken
 
     def _arguments(
-        self, path: KeyPath, node: dict[str, Any], signature: Accepts, hand: HandedOver | None, taken: set[str]
+        self, path: KeyPath, node: dict[str, Any], signature: Accepts, hand: HandedOver | None, taken: dict[str, str]
     ) -> None:
         name = node["_component_"]
         for key, value in node.items():
             here = (*path, key)
             if key == "_component_":
                 continue
-            if key in taken:
+            if key in taken and taken[key] == key:
                 self.document.add(here, f"is handed to {name} by the recipe: remove it")
+            elif key in taken:
+                self.document.add(
+                    here, f"is where {name} gets the {taken[key]} of the recipe: let it take that first, or remove this"
+                )
             elif key not in signature.named and not signature.open:
                 unused = [known for known in signature.named if known not in node and known not in taken]
                 self.unknown.append((here, unused, list(signature.named), f"{name} takes no argument '{key}'"))

@@ -110,6 +110,7 @@ class BatchLoader:
         self._shuffled: tuple[int, np.ndarray] | None = None  # (epoch, its order)
         self._ahead: tuple[tuple[int, int], list[Collated]] | None = None  # ((epoch, step), its micro-batches)
         self._told = 0  # steps of the run of whose examples a stream has been told
+        self._tell_what_comes()  # is read while the run is set up
 
     @property
     def examples_per_step(self) -> int:
@@ -155,14 +156,15 @@ class BatchLoader:
             return None
         position = (self.epoch, self._step)
         if self._ahead is None or self._ahead[0] != position:
-            if hasattr(self.dataset, "read_ahead"):
-                self._tell_what_comes()
+            self._tell_what_comes()
             with own_randomness(self.seed, *position, self.rank):
                 parts = self._split(self._indices_of(self._step), self.rank)
                 self._ahead = (position, [self._collate(part) for part in parts])
         return self._ahead[1]
 
     def _tell_what_comes(self) -> None:
+        if not hasattr(self.dataset, "read_ahead"):
+            return
         here = self.epoch * len(self) + self._step
         ahead = max(2, math.ceil(_AHEAD / (self.batch_size * self.accumulation_steps)))
         if not here < self._told <= here + ahead:
@@ -277,9 +279,10 @@ class BatchLoader:
                 "resume with what the run was started with, or start a new run."
             )
         self.epoch, self._step = int(state["epoch"]), int(state["step"])
-        self._told = 0
         if self._is_stream:
             self.dataset.go_to(state["stream"])
+            self._told = 0
+            self._tell_what_comes()
 
 
 @contextmanager

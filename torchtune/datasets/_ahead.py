@@ -70,9 +70,10 @@ class Ahead:
         return tickets
 
     def forget(self) -> None:
-        """Drop all that was asked for."""
+        """Drop all that was asked for, also what is being worked on."""
         self._forgotten = next(self._tickets)
         self._answers.clear()
+        self._send([(self._forgotten, None, ())])
 
     def answer(self, ticket: int) -> Any:
         """What the method returned, once; waits for it.
@@ -110,15 +111,28 @@ class Ahead:
             self._answers[ticket] = (value, failure)
 
 
+class _Forgotten(BaseException):
+    """Nobody waits for this answer any more."""
+
+
 class _Signs(Activity):
-    """Sends signs of life to the parent, whose watchdog asks for them."""
+    """Sends signs of life to the parent, whose watchdog asks for them; ends work that it has forgotten.
+
+    Attributes:
+        ticket: of the call that is worked on.
+        forgotten: tickets below are of no interest.
+    """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._connection = connection
+        self.ticket: int | None = None
+        self.forgotten = 0
 
     def sign(self) -> None:
         """Send one, at most every second."""
+        if self.ticket is not None and self.ticket < self.forgotten:
+            raise _Forgotten
         if time.monotonic() > self.moved + 1:
             super().sign()
             self._connection.send_bytes(pickle.dumps((None, None, None)))
@@ -138,25 +152,32 @@ def _serve(target: Any, connection: Connection, other: Connection, parent: int) 
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     asked: queue.SimpleQueue[tuple[int | None, str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, asked), daemon=True).start()
-    with watch_activity(_Signs(connection)):
+    signs = _Signs(connection)
+    threading.Thread(target=_listen, args=(connection, asked, signs), daemon=True).start()
+    with watch_activity(signs):
         while True:
-            ticket, method, arguments = asked.get()
+            signs.ticket, method, arguments = asked.get()
             value, failure = None, None
             try:
+                signs.sign()
                 value = getattr(target, method)(*arguments)
             except Exception as error:  # noqa: BLE001  (is raised where the answer is read)
                 failure = that_travels(error)
-            if ticket is not None:
-                connection.send_bytes(pickle.dumps((ticket, value, failure), protocol=5))
+            except _Forgotten:
+                continue
+            if signs.ticket is not None:
+                connection.send_bytes(pickle.dumps((signs.ticket, value, failure), protocol=5))
 
 
-def _listen(connection: Connection, asked: Any) -> None:
+def _listen(connection: Connection, asked: Any, signs: _Signs) -> None:
     """Take what is asked for off the connection, so that the parent never waits for this process."""
     try:
         while True:
-            for call in pickle.loads(connection.recv_bytes()):
-                asked.put(call)
+            for ticket, method, arguments in pickle.loads(connection.recv_bytes()):
+                if method is None:
+                    signs.forgotten = ticket
+                else:
+                    asked.put((ticket, method, arguments))
     except (EOFError, OSError):
         os._exit(0)
 

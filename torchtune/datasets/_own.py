@@ -11,6 +11,9 @@ from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.datasets._store import check_row
 
+# Examples that are looked at for a label.
+_LOOKED_AT = 32
+
 
 def is_own(value: Any) -> bool:
     """Whether a class or function, or the class of an object, is of this library."""
@@ -29,7 +32,8 @@ class CheckedDataset(Dataset):
         vocab_size: token ids are smaller, where it is known.
 
     Raises:
-        DataError: it is empty, or is not indexed, or its first example is not as described.
+        DataError: it is empty, or is not indexed, or its first example is not as described, or the first examples
+            have no labels, or labels that are not shifted.
     """
 
     def __init__(self, dataset: Any, vocab_size: int | None) -> None:
@@ -42,16 +46,25 @@ class CheckedDataset(Dataset):
                 f"dataset: {self.name} has no {' and no '.join(missing)}: a dataset gives examples by index and has a "
                 "length, so that a run can be resumed."
             )
-        if len(dataset) == 0:
+        self._length = len(dataset)
+        if self._length == 0:
             raise DataError(f"dataset: {self.name} is empty: there is nothing to train on.")
-        self[0]
+        self._check_labels()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         """The example. Raises :class:`DataError` where it is not as described."""
-        example = self.dataset[index]
+        try:
+            example = self.dataset[index]
+        except IndexError as error:
+            if index >= self._length or len(self.dataset) == self._length:
+                raise
+            raise DataError(
+                f"dataset: example {index} of {self.name} is gone: it had {self._length:,} examples at the start and "
+                f"has {len(self.dataset):,} now. Resume with all of them."
+            ) from error
         try:
             is_pack = isinstance(example, list) and bool(example)
             for document in example if is_pack else [example]:
@@ -64,6 +77,23 @@ class CheckedDataset(Dataset):
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def _check_labels(self) -> None:
+        """Raise if nothing is labelled in the first examples, or every label is the token at its own position."""
+        labelled = 0
+        for index in range(min(self._length, _LOOKED_AT)):
+            example = self[index]
+            for document in example if isinstance(example, list) else [example]:
+                tokens, labels = (np.asarray(document[key]) for key in ("tokens", "labels"))
+                there = labels != CROSS_ENTROPY_IGNORE_IDX
+                labelled += int(there.sum())
+                # Prompts of the rollout recipes have a number, and their labels are placeholders.
+                if "number" in document or (labels != tokens)[there].any() or len(set(tokens[there].tolist())) == 1:
+                    return
+        rule = f"labels[i] is the token to predict at position i, and {CROSS_ENTROPY_IGNORE_IDX} where none is"
+        if not labelled:
+            raise DataError(f"dataset: {self.name} has no label in its first {index + 1:,} examples: {rule}.")
+        raise DataError(f"dataset: the labels of {self.name} are the tokens at their own position: {rule}: shift them.")
 
     def _check(self, document: Any) -> None:
         if not isinstance(document, Mapping):

@@ -42,20 +42,24 @@ def processes() -> int:
     return _asked.get() or min(cores, _MOST)
 
 
-def in_parts(rows: Any, work: Callable[[int, Any], Part]) -> Iterator[Part]:
-    """``work(start, rows)`` of consecutive parts of ``rows``, in order.
+class ProcessKilled(DataError):
+    """A process that worked on rows is gone."""
+
+
+def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Iterator[Part]:
+    """``work(start, rows)`` of consecutive parts of ``rows``, in order, from row ``first`` on.
 
     Few rows are worked on here. Many are in forked processes, which share what this one has in memory; only what
     ``work`` returns is copied.
 
     Raises:
-        DataError: a process was killed.
+        ProcessKilled: a process was killed.
     """
-    starts = range(0, len(rows), ROWS)
-    if len(rows) <= _FEW or processes() == 1:
+    starts = range(first, len(rows), ROWS)
+    if len(rows) - first <= _FEW or processes() == 1:
         yield from (work(start, _part(rows, start)) for start in starts)
         return
-    yield work(0, _part(rows, 0))  # what it learns on the way is there for all
+    yield work(first, _part(rows, first))  # what it learns on the way is there for all
     context = multiprocessing.get_context("fork")
     waiting: deque[Future[Part]] = deque()
     pool = ProcessPoolExecutor(processes(), context, _begin, (rows, work, os.getpid()))
@@ -69,7 +73,7 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part]) -> Iterator[Part]:
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise DataError(
+        raise ProcessKilled(
             "A process that prepares rows was killed, most likely because memory ran out: free some, or use fewer "
             "processes (tune data prepare --workers 1)."
         ) from error

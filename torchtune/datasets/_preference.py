@@ -16,7 +16,7 @@ from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._sft import say_what_is_cut
 from torchtune.datasets._shared import prepare
-from torchtune.datasets._store import StoreWriter, has_label, shifted_labels
+from torchtune.datasets._store import Writers, has_label, shifted_labels
 from torchtune.datasets._tokenize import NO_LABEL, Tokenize, tokenize_rows
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 from torchtune.utils import get_logger, log_rank_zero
@@ -74,7 +74,7 @@ class PreferenceDataset(Dataset):
         limit = getattr(tokenizer, "max_seq_len", None)
         found.add_to(fingerprint)
 
-        def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+        def build(writers: Writers) -> dict[str, Any]:
             def samples(index: int, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 return self._tokenize(as_sample(message_transform(row), "message_transform"), tokenizer, limit)
 

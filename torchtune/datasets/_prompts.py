@@ -11,7 +11,7 @@ from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._shared import prepare
-from torchtune.datasets._store import StoreWriter
+from torchtune.datasets._store import Writers
 from torchtune.datasets._tokenize import Tokenize, tokenize_rows
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
@@ -60,7 +60,7 @@ class PromptDataset(Dataset):
         fingerprint.add_part("tokenizer", tokenizer)
         found.add_to(fingerprint)
 
-        def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+        def build(writers: Writers) -> dict[str, Any]:
             rows = found.rows()
             return tokenize_rows(
                 rows, Tokenize(self._prompt, ["prompts"], None), BadRows(self.source, rows=rows), writers

@@ -14,7 +14,7 @@ from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._shared import prepare
-from torchtune.datasets._store import StoreWriter, TokenStore, shifted_labels
+from torchtune.datasets._store import TokenStore, Writers, shifted_labels
 from torchtune.datasets._tokenize import TransformRows, tokenize_rows
 from torchtune.utils import get_logger, log_rank_zero
 
@@ -61,7 +61,7 @@ class SFTTransform(Transform):
         return sample
 
 
-def transform_rows(found: RowSource, work: TransformRows, writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+def transform_rows(found: RowSource, work: TransformRows, writers: Writers) -> dict[str, Any]:
     """Write the tokens of the rows of a source; ``skipped``: (row, reason) of those that are left out."""
     bad = BadRows(found.shown, rows=found.rows(), drop=found.skips, switch="on_bad_row=skip")
     return {**tokenize_rows(found.rows(), work, bad, writers), "skipped": bad.left_out}
@@ -140,7 +140,7 @@ class SFTDataset(Dataset):
         fingerprint.add_part("tokenizer", model_transform)
         found.add_to(fingerprint)
 
-        def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+        def build(writers: Writers) -> dict[str, Any]:
             return transform_rows(found, TransformRows(self._transform, limit, side), writers)
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -17,12 +17,13 @@ from typing import Any
 
 from torchtune.data import DataError
 from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._parallel import ProcessKilled
 from torchtune.datasets._preview import NotRead, is_preview, reads_nothing
-from torchtune.datasets._store import StoreWriter, TokenStore, open_store
+from torchtune.datasets._store import TokenStore, Writers, open_store
 from torchtune.utils import UserError, atomic_directory, get_logger, log_rank_zero, sign_of_life, write_json
 
 # (writers by name) -> what else there is to say of the rows, as plain data.
-Build = Callable[[Mapping[str, StoreWriter]], dict[str, Any]]
+Build = Callable[[Writers], dict[str, Any]]
 Prepared = tuple[dict[str, TokenStore], dict[str, Any]]
 
 _META = "meta.json"
@@ -30,6 +31,7 @@ _PARTS = "made_of.json"
 _SAID = {"code": "another version of torchtune or of a package that tokenizes", "data": "other content of the data"}
 _FREE = "free space, or choose another --output; nothing is left of what was written"
 _STALE = 3600.0  # seconds after which a folder that nobody writes to was left by a process that was killed
+_KILLED = (KeyboardInterrupt, ProcessKilled)  # what a preparation goes on after
 _made: Counter[str] = Counter()
 
 
@@ -105,16 +107,17 @@ def prepare(
     folder = root / key
     if fingerprint.is_exact and (prepared := _open(folder, names)):
         return prepared
-    with _locked(root / f"{key}.lock", source):
+    with _locked(root / f"{key}.lock", source) as is_locked:
         prepared = _open(folder, names)
         if prepared is None:
             _remove_left_overs(root, key)
             shutil.rmtree(folder, ignore_errors=True)  # there is none, or it is damaged
+            goes_on = output is not None and is_locked
             try:
-                with atomic_directory(folder, replace=False) as temporary:
+                with atomic_directory(folder, replace=False, kept_on=_KILLED if goes_on else ()) as temporary:
                     if output is None:
                         temporary.chmod(0o700)
-                    _write(temporary, names, build)
+                    _write(temporary, names, build, goes_on)
                     write_json(temporary / _PARTS, {**fingerprint.parts, "code": fingerprint.code})
             except UserError as error:
                 if isinstance(error, DataError):
@@ -179,14 +182,13 @@ def _local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _write(folder: Path, names: Sequence[str], build: Build) -> None:
-    writers = {name: StoreWriter(folder, name) for name in names}
+def _write(folder: Path, names: Sequence[str], build: Build, goes_on: bool = False) -> None:
+    writers = Writers(folder, names, goes_on)
     try:
         info = build(writers)
-        meta = {name: writer.finish() for name, writer in writers.items()}
+        meta = writers.finish()
     finally:
-        for writer in writers.values():
-            writer.close()
+        writers.close()
     write_json(folder / _META, {"stores": meta, "info": info})
 
 
@@ -215,25 +217,28 @@ def _leave(folder: Path) -> None:
 
 
 def _remove_left_overs(root: Path, key: str) -> None:
-    """Remove what killed processes have left of this key, and of runs."""
-    for pattern in (f".{key}.*.tmp", ".run-*.tmp", "run-*", "own-*"):
+    """Remove what killed processes have left of this key, of runs, and of preparations that nobody went on with."""
+    for pattern in (f".{key}.*.tmp", ".run-*.tmp", "run-*", "own-*", ".*.part"):
         for path in root.glob(pattern):
+            if path.name == f".{key}.part":
+                continue
             newest = max((entry.stat().st_mtime for entry in [path, *path.glob("*")] if entry.exists()), default=0.0)
             if path.is_dir() and time.time() - newest > _STALE:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _locked(path: Path, source: str) -> Iterator[None]:
-    """Hold the lock of a file. The system gives it back when a process ends, however it ends.
+def _locked(path: Path, source: str) -> Iterator[bool]:
+    """Hold the lock of a file, and say whether there is one.
 
-    Local rank 0 comes first, because its messages are the ones that are read. Where a file system has no locks, two
-    processes may do the same work, and the folder of the first one counts.
+    The system gives it back when a process ends, however it ends. Local rank 0 comes first, because its messages are
+    the ones that are read. Where a file system has no locks, two processes may do the same work, and the folder of the
+    first one counts.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and not path.exists():
         time.sleep(0.5)
     with path.open("w") as file:
-        started, told = time.monotonic(), False
+        started, told, is_locked = time.monotonic(), False, True
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,8 +247,9 @@ def _locked(path: Path, source: str) -> Iterator[None]:
                 time.sleep(0.1)
                 sign_of_life()
             except OSError:  # no locks here
+                is_locked = False
                 break
             if not told and time.monotonic() - started > 10:
                 log_rank_zero(get_logger(), f"Another process of this machine tokenizes {source}: waiting for it.")
                 told = True
-        yield
+        yield is_locked

@@ -1,6 +1,8 @@
 """Token rows in a few large files that all processes of a machine map into their memory."""
 
 import json
+import os
+import time
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ import torch
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
 
 _BUFFER = 1 << 18  # tokens that are kept before they are written
+_SECONDS = 5.0  # between two notes of a journal
 _INT32 = np.iinfo(np.int32)
 
 
@@ -61,21 +64,41 @@ def _paths(folder: Path, name: str) -> dict[str, tuple[Path, type]]:
     return {kind: (folder / f"{name}.{kind}", dtype) for kind, dtype in kinds.items()}
 
 
+def _lengths(rows: int, tokens: int) -> dict[str, int]:
+    """Numbers in each file."""
+    return {"tokens": tokens, "labels": tokens, "boundaries": rows + 1}
+
+
+def _is_there(folder: Path, name: str, size: Sequence[int]) -> bool:
+    """Whether files have at least so many (rows, tokens)."""
+    least = _lengths(*size)
+    return all(
+        path.exists() and path.stat().st_size >= least[kind] * np.dtype(dtype).itemsize
+        for kind, (path, dtype) in _paths(folder, name).items()
+    )
+
+
 class StoreWriter:
     """Writes the files of a :class:`TokenStore`, row after row; about 8 bytes a token.
 
     Args:
         folder: where the files go.
         name: what they begin with.
+        rows: of the files that are there, to go on behind; ``tokens`` is how many these have.
+        tokens: see ``rows``.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, rows: int = 0, tokens: int = 0) -> None:
         self._paths = _paths(folder, name)
-        self._files: dict[str, IO[bytes]] = {kind: path.open("wb") for kind, (path, _) in self._paths.items()}
-        self._buffers: dict[str, list[Any]] = {"tokens": [], "labels": [], "boundaries": [[0]]}
+        self._files: dict[str, IO[bytes]] = {}
+        for kind, (path, dtype) in self._paths.items():
+            self._files[kind] = file = path.open("r+b" if rows else "wb")
+            file.truncate(_lengths(rows, tokens)[kind] * np.dtype(dtype).itemsize if rows else 0)
+            file.seek(0, os.SEEK_END)
+        self._buffers: dict[str, list[Any]] = {"tokens": [], "labels": [], "boundaries": [] if rows else [[0]]}
         self._buffered = 0
-        self._written = 0
-        self.rows = 0
+        self._written = tokens
+        self.rows = rows
 
     def append(self, tokens: Sequence[int], labels: Sequence[int]) -> None:
         """Add a row. Raises :class:`DataError` where the two differ in length or are no token ids."""
@@ -92,6 +115,13 @@ class StoreWriter:
         self.rows += len(lengths)
         if self._buffered >= _BUFFER:
             self._flush()
+
+    def sync(self) -> tuple[int, int]:
+        """Have all rows on the disk; return how many rows and tokens these are."""
+        self._flush()
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        return self.rows, self._written
 
     def _flush(self) -> None:
         for kind, (_, dtype) in self._paths.items():
@@ -117,9 +147,64 @@ class StoreWriter:
         return {"rows": self.rows, "tokens": self._written, "fingerprint": crc}
 
 
+class Writers(dict[str, StoreWriter]):
+    """The writers of a folder by name, and a journal: a preparation that is killed goes on where it was.
+
+    Args:
+        folder: where the files go.
+        names: of the stores.
+        goes_on: keep a journal, and go on behind the rows that the one of the folder speaks of.
+
+    Attributes:
+        before: what :meth:`note` was given before, in order.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str], goes_on: bool = False) -> None:
+        self._path, self._keeps = folder / "journal.jsonl", goes_on
+        self._noted = time.monotonic()
+        self.before: list[dict[str, Any]] = []
+        sizes = dict.fromkeys(names, (0, 0))
+        whole = 0
+        for line in self._path.read_bytes().splitlines(keepends=True) if goes_on and self._path.exists() else []:
+            if not line.endswith(b"\n") or not all(
+                _is_there(folder, *size) for size in json.loads(line)["sizes"].items()
+            ):
+                break  # it was killed here
+            self.before.append(json.loads(line))
+            sizes = self.before[-1].pop("sizes")
+            whole += len(line)
+        if self._path.exists():
+            os.truncate(self._path, whole)
+        super().__init__({name: StoreWriter(folder, name, *sizes[name]) for name in names})
+
+    def is_due(self) -> bool:
+        """Whether a note is worth its time."""
+        return self._keeps and time.monotonic() > self._noted + _SECONDS
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Have all rows on the disk, and then plain data that speak of those since the last note."""
+        sizes = {name: writer.sync() for name, writer in self.items()}
+        with self._path.open("ab") as file:
+            file.write(json.dumps({**record, "sizes": sizes}).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._noted = time.monotonic()
+
+    def finish(self) -> dict[str, dict[str, int]]:
+        """Write what is left; return what :func:`open_store` needs to know, by name."""
+        meta = {name: writer.finish() for name, writer in self.items()}
+        self._path.unlink(missing_ok=True)
+        return meta
+
+    def close(self) -> None:
+        """Close the files."""
+        for writer in self.values():
+            writer.close()
+
+
 def open_store(folder: Path, name: str, meta: Mapping[str, int]) -> TokenStore | None:
     """Map the files of a store; None where they are not of the size that ``meta`` says."""
-    sizes = {"tokens": meta["tokens"], "labels": meta["tokens"], "boundaries": meta["rows"] + 1}
+    sizes = _lengths(meta["rows"], meta["tokens"])
     arrays = {}
     for kind, (path, dtype) in _paths(folder, name).items():
         if path.stat().st_size != sizes[kind] * np.dtype(dtype).itemsize:

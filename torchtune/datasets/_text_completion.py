@@ -14,7 +14,7 @@ from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._sft import row_numbers, say_what_is_cut, transform_rows
 from torchtune.datasets._shared import prepare
-from torchtune.datasets._store import StoreWriter
+from torchtune.datasets._store import Writers
 from torchtune.datasets._stream import StreamedDataset
 from torchtune.datasets._tokenize import TransformRows
 from torchtune.modules.transforms.tokenizers import BaseTokenizer
@@ -85,7 +85,7 @@ class TextCompletionDataset(Dataset):
             fingerprint.add_part(name, value)
         found.add_to(fingerprint)
 
-        def build(writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+        def build(writers: Writers) -> dict[str, Any]:
             return transform_rows(found, TransformRows(transform, limit), writers)
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)

@@ -12,8 +12,8 @@ from torchtune.data import DataError
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._lines import Line, parsed, unparsed
 from torchtune.datasets._parallel import in_parts
-from torchtune.datasets._store import StoreWriter, check_row, has_label
-from torchtune.utils import UserError, sign_of_life
+from torchtune.datasets._store import Writers, check_row, has_label
+from torchtune.utils import UserError, get_logger, log_rank_zero, sign_of_life
 from torchtune.utils._json_lines import refuse_halves
 
 NO_LABEL = "no label is left"
@@ -136,14 +136,14 @@ class TransformRows(Tokenize):
         return {"rows": sample}
 
 
-def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writers: Mapping[str, StoreWriter]) -> dict[str, Any]:
+def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writers: Writers) -> dict[str, Any]:
     """Write the tokens of every row, with a progress bar; many rows are worked on in several processes.
 
     Args:
         rows: mappings column -> value.
         work: makes token rows.
         bad: takes the rows that cannot be trained on.
-        writers: take the token rows, by name.
+        writers: take the token rows, by name; what they have from before a kill is not worked on again.
 
     Returns:
         ``cut``: how many rows are as long as may be; ``notes`` of the rows; or ``on_reading`` where the first row has
@@ -152,15 +152,25 @@ def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writers: Mapping[str,
     Raises:
         DataError: some rows cannot be trained on and are not left out; the message names up to ten.
     """
-    cut, notes = 0, []
+    cut, notes, found_bad, done = 0, [], [], 0
+    for then in writers.before:
+        cut, done = cut + then["cut"], then["done"]
+        notes += then["notes"]
+        found_bad += then["bad"]
+    for index, reason in found_bad:
+        bad.add(index, reason)
+    if done:
+        log_rank_zero(get_logger(), f"Going on behind {done:,} rows that were tokenized before.")
+    noted = (cut, len(notes), len(found_bad))
     hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: only on a terminal
-    with tqdm(total=len(rows), desc="Tokenizing", unit=" rows", disable=hidden) as bar:
-        for part in in_parts(rows, work):
+    with tqdm(total=len(rows), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
+        for part in in_parts(rows, work, done):
             sign_of_life()
             if part.on_reading:
                 return {"on_reading": True}
             for index, reason in part.bad:
                 bad.add(index, reason)
+            found_bad += part.bad
             count = 0
             for name, found in part.stores.items():
                 writers[name].extend(found.tokens, found.labels, found.lengths)
@@ -168,5 +178,10 @@ def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writers: Mapping[str,
             cut += part.cut
             notes += part.notes
             bar.update(count + len(part.bad))
+            done += count + len(part.bad)
+            if writers.is_due():
+                new = {"cut": cut - noted[0], "notes": notes[noted[1] :], "bad": found_bad[noted[2] :]}
+                writers.note({"done": done, **new})
+                noted = (cut, len(notes), len(found_bad))
     bad.check()
     return {"cut": cut, "notes": notes}

@@ -104,11 +104,19 @@ def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -
 
 
 @contextmanager
-def atomic_directory(path: str | Path, replace: bool = True) -> Iterator[Path]:
+def atomic_directory(
+    path: str | Path, replace: bool = True, kept_on: tuple[type[BaseException], ...] = ()
+) -> Iterator[Path]:
     """Give a temporary directory that becomes ``path`` when the block ends without an error.
 
     A directory that stands at ``path`` is replaced or, without ``replace``, kept, and the temporary one dropped.
     Everything is on the disk before the rename.
+
+    Args:
+        path: of the directory.
+        replace: what stands there.
+        kept_on: errors that leave the temporary directory where it is, as a kill does, for the next call with such an
+            argument to go on with: one at a time. Without any, each call has a new one.
 
     Raises:
         UserError: the disk is full or the parent may not be written to.
@@ -120,10 +128,16 @@ def atomic_directory(path: str | Path, replace: bool = True) -> Iterator[Path]:
         True
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    unique = uuid.uuid4().hex[:8]
+    temporary = path.with_name(f".{path.name}.{unique}.tmp" if not kept_on else f".{path.name}.part")
+    is_kept = False
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
+        temporary.mkdir(parents=True, exist_ok=bool(kept_on))
+        try:
+            yield temporary
+        except kept_on:
+            is_kept = True
+            raise
         _fsync_tree(temporary)
         replaced = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp")
         if replace and path.exists():
@@ -138,7 +152,8 @@ def atomic_directory(path: str | Path, replace: bool = True) -> Iterator[Path]:
     except OSError as error:
         raise explain_os_error(error, path) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if not is_kept:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def valid_json(value: Any) -> Any:

@@ -45,6 +45,7 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("optimizer.lr=fast", "optimizer.lr: must be float >= 0, not 'fast' (str)"),
         ("optimizer.betas=[1, 2, 3]", "optimizer.betas: must have 2 items, not 3"),
         ("optimizer.params=[1]", f"optimizer.params: is handed to {PARTS}.Optimizer by the recipe: remove it"),
+        ("dataset.0={_component_: torch.nn.Linear, in_features: 3, out_features: 4}", "dataset.0.in_features: is where torch.nn.Linear gets the tokenizer of the recipe: let it take that first, or remove this"),
         ("optimizer.lrr=1", f"optimizer.lrr: {PARTS}.Optimizer takes no argument 'lrr'; did you mean 'lr'?"),
         ("optimizer.epochs=1", f"optimizer.epochs: {PARTS}.Optimizer takes no argument 'epochs'; did you mean 'epochs'?"),
         ("dataset.1.pakced=1", f"dataset.1.pakced: {PARTS}.alpaca_like takes no argument 'pakced'; did you mean 'packed'?"),

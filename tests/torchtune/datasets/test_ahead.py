@@ -193,3 +193,22 @@ def test_a_fork_of_the_run_reads_by_itself(tmp_path: Path, monkeypatch: pytest.M
     assert ids(loader.dataset[12]) != []
     os.close(reading)
     os.close(writing)
+
+
+def test_what_was_asked_for_before_a_resume_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.getpid()
+
+    def slow(row: Mapping[str, Any]) -> Any:
+        time.sleep(0.2 if os.getpid() != here and row["id"] < 150 else 0)  # of the first window: 30 s
+        return transform(row)
+
+    how = {"transform": slow, "pack_length": CAPACITY, "shuffle_buffer": 150}
+    streams = Streams(monkeypatch, write_rows(tmp_path, [1500]), **how)
+    expected = steps(streams.loader(False), 30)
+    assert expected[20][2]["stream"]["window"] > 0
+    loader = streams.loader(True)
+    time.sleep(0.3)  # it has begun
+    started = time.monotonic()
+    loader.load_state_dict(expected[20][2])
+    assert steps(loader, 9) == expected[21:]
+    assert time.monotonic() - started < 10

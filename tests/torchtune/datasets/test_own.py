@@ -102,6 +102,8 @@ def test_turns_as_mappings_are_messages(tokenizer: Any) -> None:
         for template in (ChatMLTemplate(), PromptTemplate({"user": ("a ", " b")})):
             texts = [[message.text_content for message in template(chat)] for chat in (turns, messages)]
             assert texts[0] == texts[1]
+    with pytest.raises(DataError, match=r"takes a row with 'messages', not a text: encode\(text\) gives"):
+        tokenizer("red")
     with pytest.raises(DataError, match="conversation must be a list of turns, not str"):
         tokenizer.tokenize_messages("red")
     for turn, said in (
@@ -231,6 +233,23 @@ def test_an_own_dataset_whose_examples_cannot_be_used(row: Any, said: str, token
     later = made(tokenizer, [GOOD, row])
     with pytest.raises(DataError, match="example 1 of Own"):
         later[1]
+
+
+def test_an_own_dataset_that_trains_nothing_or_the_wrong_token(tokenizer: Any) -> None:
+    masked = {"tokens": [1, 2, 3], "labels": [-100, -100, -100]}
+    with pytest.raises(DataError, match="Own has no label in its first 32 examples: labels"):
+        made(tokenizer, [masked] * 40)
+    same = {"tokens": [1, 2, 3], "labels": [-100, 2, 3]}
+    with pytest.raises(DataError, match=r"the labels of Own are the tokens at their own position: .* shift them"):
+        made(tokenizer, [masked, same])
+    for rows in ([masked, GOOD], [same, GOOD], [{**same, "number": 0}], [{"tokens": [5, 5], "labels": [5, -100]}]):
+        assert len(made(tokenizer, rows)) == len(rows)
+    dataset = made(tokenizer, [GOOD] * 5)
+    del dataset.rows[3:]
+    with pytest.raises(DataError, match="example 4 of Own is gone: it had 5 examples at the start and has 3 now"):
+        dataset[4]
+    with pytest.raises(IndexError):
+        dataset[5]
 
 
 def test_an_own_dataset_that_is_none(tokenizer: Any) -> None:

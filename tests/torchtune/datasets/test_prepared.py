@@ -1,7 +1,9 @@
 """What tune data prepare writes is what a run would make itself, or it is refused by name."""
 
 import json
+import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +17,10 @@ import yaml
 from torchtune._cli import tune
 from torchtune._recipe_registry import find_config
 from torchtune.data import DataError, collate_documents
-from torchtune.datasets import chat_dataset, instantiate_dataset, text_completion_dataset
+from torchtune.datasets import chat_dataset, instantiate_dataset, kto_dataset, text_completion_dataset
 from torchtune.datasets._preview import NotRead, preview
 from torchtune.datasets._shared import preparing
+from torchtune.datasets._store import Writers
 from torchtune.modules.transforms.tokenizers import hf_tokenizer
 from torchtune.training.plan._check_run import _check_sources
 from torchtune.utils import UserError
@@ -143,3 +146,69 @@ def test_a_disk_that_is_full_leaves_nothing(tokenizer: Any, tmp_path: Path) -> N
 def test_a_transform_without_a_fingerprint_cannot_be_prepared(tokenizer: Any, tmp_path: Path) -> None:
     with preparing(tmp_path), pytest.raises(UserError, match="needs an attribute fingerprint"):
         chat_dataset(tokenizer, source=[{"messages": []}], filter_fn=lambda row: True, **STYLE)
+
+
+def test_a_preparation_goes_on_after_a_kill(
+    tokenizer: Any, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("torchtune.datasets._store._SECONDS", 0.0)  # a note after each part of 256 rows
+    source, folder = tmp_path / "answers.jsonl", tmp_path / "prepared"
+    rows = [{"prompt": "a" * (n % 5 + 1), "completion": "b", "label": n % 3 == 0} for n in range(900)]
+    del rows[7]["completion"], rows[600]["completion"]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def read(tokenizer: Any = tokenizer, **settings: Any) -> Any:
+        return kto_dataset(tokenizer, source=str(source), on_bad_row="skip", **settings)
+
+    def killed_after(notes: int, tokenizer: Any = tokenizer) -> None:
+        if (child := os.fork()) == 0:
+            note, left = Writers.note, iter(range(notes - 1))
+
+            def noted(*args: Any) -> None:
+                note(*args)
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            try:
+                monkeypatch.setattr(Writers, "note", noted)
+                with preparing(folder):
+                    read(tokenizer)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    killed_after(1)
+    for path in folder.glob(".*.part/*"):  # was killed while it wrote
+        with path.open("ab") as file:
+            file.write(b'{"done": 7, ')
+    killed_after(1)
+    with pytest.raises(DataError, match="There are no prepared rows in"):
+        read(prepared=folder)
+    killed_after(1, hf_tokenizer(str(tokenizer_folder), max_seq_len=64))
+    with preparing(folder), caplog.at_level("INFO", "torchtune"):
+        read()
+    assert "Going on behind 512 rows that were tokenized before." in caplog.text
+    assert len(list(folder.glob(".*.part"))) == 1  # of the other tokenizer
+    prepared, live = read(prepared=folder), read()
+    assert prepared.fingerprint == live.fingerprint
+    assert len(prepared) == len(live) == 898
+    assert all(prepared[i] == live[i] for i in range(0, 898, 7))
+    assert prepared.dropped == live.dropped == [7, 600]
+
+
+def test_two_preparations_at_once_are_one(tokenizer: Any, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
+    children = []
+    for _ in range(2):
+        if (child := os.fork()) == 0:
+            found: Any = []
+            try:
+                with preparing(tmp_path):
+                    found = chat_dataset(tokenizer, source=[{"messages": turns}] * 600, **STYLE)
+            finally:
+                os._exit(0 if len(found) == 600 else 1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert len(list(tmp_path.glob("*/meta.json"))) == 1
+    assert not list(tmp_path.glob(".*"))

@@ -17,6 +17,7 @@ from torchtune.utils import UserError
 
 OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]
 
+_NEEDED = ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
 _UNSUPPORTED = {torch.optim.LBFGS: "evaluates the loss many times a step", torch.optim.SparseAdam: "is for sparse ones"}
 
 
@@ -64,6 +65,11 @@ def prepare_optimizer(
         parts = optimizer.optim_map.items()
         return OptimizerMap({name: prepare_optimizer(part, model, precision, seed) for name, part in parts})
     name = type(optimizer).__name__
+    if missing := [needed for needed in _NEEDED if not hasattr(optimizer, needed)]:
+        raise UserError(
+            f"optimizer: {name} has no {missing[0]}: make it a torch.optim.Optimizer whose __init__ calls "
+            "super().__init__(params, defaults)."
+        )
     optimizer, low_bit = _without_torchao(optimizer)
     if precision == "param_dtype" and low_bit is None:
         return optimizer
@@ -146,7 +152,7 @@ def setup_optimizer(
         in_backward: step every parameter during the backward pass and free its gradient; one optimizer a parameter.
 
     Raises:
-        UserError: nothing requires a gradient, or see ``prepare_optimizer``.
+        UserError: nothing requires a gradient, the optimizer leaves out parameters, or see ``prepare_optimizer``.
 
     Example:
         >>> optimizer = torchtune.training.setup_optimizer(lambda params: torch.optim.AdamW(params, lr=1e-4), model)
@@ -160,8 +166,20 @@ def setup_optimizer(
         described.assign(trained, model)
         factory, described = described.make, described.make(parameters)
     if not in_backward:
+        _check_all(described, trained)
         return prepare_optimizer(described, model, precision)
     seed = _shared_seed()
     return OptimizerInBackward(
         trained, lambda parameters: prepare_optimizer(factory(parameters), model, precision, seed)
     )
+
+
+def _check_all(optimizer: Optimizer, trained: list[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raise if an optimizer lacks parameters that are trained."""
+    there = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
+    if there and (left := [name for name, parameter in trained if id(parameter) not in there]):
+        more = f" and {len(left) - 1:,} more" if len(left) > 1 else ""
+        raise UserError(
+            f"optimizer: {type(optimizer).__name__} leaves out '{left[0]}'{more}, which would never change: let it "
+            "take all parameters, or freeze these."
+        )

@@ -191,7 +191,11 @@ def _check_component(node: Any, *, build: bool) -> None:
     if build:
         config.instantiate(node)
         return
-    check = getattr(locate(node["_component_"]), "check_installed", None)
+    target = locate(node["_component_"])
+    needed = [name for name in ("log", "log_dict", "log_config", "close") if not callable(getattr(target, name, None))]
+    if isinstance(target, type) and needed:
+        raise UserError(f"metric_logger: {node['_component_']} has no method {needed[0]}: recipes call it.")
+    check = getattr(target, "check_installed", None)
     if check is not None:
         check()
 

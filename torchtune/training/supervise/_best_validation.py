@@ -64,7 +64,7 @@ class BestValidation:
         if self._best is None and self.metric not in metrics:
             raise ValidationMetricError(
                 f"keep_best: validation has no {self.metric}: choose one of {', '.join(sorted(metrics))}, with "
-                f"{_MOST} before it if more is better."
+                f"{_MOST} before it if more is better, and go on with resume_from_checkpoint=True."
             )
         value = metrics.get(self.metric, math.nan)
         sign = -1 if self._rule.startswith(_MOST) else 1

@@ -11,7 +11,7 @@ import torch
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
 from torchtune.training.measure._throughput import Throughput
 from torchtune.training.parallel._parallel_dims import ParallelDims
-from torchtune.training.supervise._best_validation import BestValidation
+from torchtune.training.supervise._best_validation import BestValidation, ValidationMetricError
 from torchtune.training.supervise._signals import StopSignal
 from torchtune.training.supervise._step_guard import StepGuard
 from torchtune.utils import get_logger, log_rank_zero
@@ -87,6 +87,7 @@ class RunControl:
         self._epochs = 0
         self._counts: list[int] | None = None  # tokens, labels and terms of the next step
         self._asked = self.finished = False
+        self._failure: ValidationMetricError | None = None
         self.exit_code = 0
         self._best = BestValidation(output_dir) if guard is None else guard.best
         if guard is not None:
@@ -94,8 +95,8 @@ class RunControl:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal stops the run, or the patience with validation is over."""
-        return self.exit_code != 0 or self._best.stops
+        """Whether a signal stops the run, or its patience with validation is over, or there is nothing to compare."""
+        return self.exit_code != 0 or self._best.stops or self._failure is not None
 
     @property
     def ending(self) -> bool:
@@ -140,14 +141,16 @@ class RunControl:
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take note of a validation: the best one so far is saved. All ranks have the same values.
 
+        If the metric to compare is none of validation, the run saves and stops, and :meth:`finish` raises.
+
         Args:
             step: number of completed steps.
             metrics: of this validation.
-
-        Raises:
-            ValidationMetricError: the metric to compare is none of validation.
         """
-        self._asked = self._best.judge(step, metrics) or self._asked
+        try:
+            self._asked = self._best.judge(step, metrics) or self._asked
+        except ValidationMetricError as error:
+            self._failure = error
 
     def checkpoint_due(self, step: int) -> str | None:
         """The name of the checkpoint to write now, ``epoch_<n>`` or ``step_<n>``; None if none is due.
@@ -176,7 +179,12 @@ class RunControl:
         Args:
             step: number of completed steps.
             total: steps of the whole run.
+
+        Raises:
+            ValidationMetricError: the metric to compare is none of validation.
         """
+        if self._failure is not None:
+            raise self._failure
         if step >= total:
             return 0
         if self.exit_code == 0 and self._best.stops:

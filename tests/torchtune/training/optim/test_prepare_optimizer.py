@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from torchtune.training import OptimizerInBackwardWrapper, get_cosine_schedule_with_warmup, prepare_optimizer
+from torchtune.training import (
+    OptimizerInBackwardWrapper,
+    get_cosine_schedule_with_warmup,
+    prepare_optimizer,
+    setup_optimizer,
+)
 from torchtune.training.optim._low_precision_optimizer import OptimizerStateError
 from torchtune.training.optim._precisions import MasterWeightsOptimizer, StochasticRoundingOptimizer
 from torchtune.utils import UserError
@@ -319,12 +324,19 @@ def test_closure_hooks_and_added_groups():
     [
         (lambda p: torch.optim.LBFGS(p), "stochastic_rounding", "LBFGS evaluates the loss many times"),
         (lambda p: torch.optim.SGD(p, lr=1.0), "bfloat", "'bfloat' is not known: use one of stochastic_rounding"),
+        (lambda p: nn.Identity(), "param_dtype", "Identity has no param_groups: make it a torch.optim.Optimizer"),
     ],
 )
 def test_what_cannot_be_is_said(make, precision, message):
     model = make_model(torch.bfloat16)
     with pytest.raises(UserError, match=message):
         prepare_optimizer(make(model.parameters()), model, precision)
+
+
+def test_an_optimizer_that_leaves_parameters_out_is_refused():
+    model = make_model(torch.bfloat16)
+    with pytest.raises(UserError, match=r"SGD leaves out '0\.bias' and \d more, which would never change"):
+        setup_optimizer(lambda parameters: torch.optim.SGD(parameters[:1], lr=1.0), model)
 
 
 def test_float16_sparse_and_foreign_parameters_are_refused():

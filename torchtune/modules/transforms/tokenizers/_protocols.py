@@ -31,6 +31,12 @@ class ModelTokenizer(Protocol):
         ...
 
 
+def _row(sample: Any) -> dict[str, Any]:
+    if isinstance(sample, str):
+        raise DataError("a tokenizer takes a row with 'messages', not a text: encode(text) gives the ids of one")
+    return as_sample(sample, "the message transform")
+
+
 class MessageTransform:
     """``tokenizer(sample, inference=False)``, the same for every tokenizer with ``tokenize_messages``."""
 
@@ -44,7 +50,7 @@ class MessageTransform:
         Raises:
             DataError: the messages do not fit the prompt layout.
         """
-        sample = as_sample(sample, "the message transform")
+        sample = _row(sample)
         tokens, mask = self.tokenize_messages(_messages(sample), add_end_tokens=not inference)
         return {**sample, "tokens": tokens, "mask": mask}
 
@@ -72,7 +78,7 @@ class MessagesWithToolsTransform(MessageTransform):
         Raises:
             DataError: the messages do not fit the prompt layout.
         """
-        sample = as_sample(sample, "the message transform")
+        sample = _row(sample)
         tokens, mask = self.tokenize_messages(
             _messages(sample), add_end_tokens=not inference, tools=sample.pop("tools", None)
         )
