@@ -68,6 +68,15 @@ def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(
     assert typed(command + " max_new_tokens=2", monkeypatch) == 0
 
 
+def test_answers_are_told_by_their_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not by a loss that is near 0 whatever they are worth; and what makes all of them worth the same is said."""
+    _, said, output = run("ppo_full_finetune_single_device", tmp_path, caplog, max_steps_per_epoch=3)
+    rewards = [record["rewards/total"] for record in read_log(output)]
+    assert f"  reward      {rewards[0]:.4f} at step 1, {rewards[-1]:.4f} at step 3\n" in said
+    assert "  loss  " not in said
+    assert "All 2 answers get reward_penalty (1 times in a row now), of which 2 have not ended" in said
+
+
 def test_a_run_that_is_stopped_says_how_to_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

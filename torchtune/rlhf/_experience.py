@@ -364,7 +364,8 @@ def _table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
     shown = ordered if len(ordered) <= most else [*ordered[: most // 2], *ordered[-(most // 2) :]]
     rows = [f"{'reward':>8}  {'advantage':>9}  {'tokens':>6}  answer (row)"]
     for line in shown:
-        text = line["answer"].replace("\n", "⏎")
+        # A model may write what a terminal obeys.
+        text = "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in line["answer"])
         text = text if len(text) <= 100 else text[:97] + "…"
         reward, advantage = ("—" if line[key] is None else f"{line[key]:.3f}" for key in ("reward", "advantage"))
         rows.append(f"{reward:>8}  {advantage:>9}  {line['tokens']:>6}  {text} ({line['row']})")

@@ -10,6 +10,10 @@ from typing import Any
 from torchtune.rlhf._rollouts import RolloutError
 
 
+class NoAnswerError(RolloutError):
+    """A server is gone, or too slow."""
+
+
 def post_json(url: str, body: dict[str, Any] | None, *, timeout: float, reads_json: bool = True) -> Any:
     """Send a JSON body (or, without one, a GET request) and return the JSON of the reply.
 
@@ -22,7 +26,8 @@ def post_json(url: str, body: dict[str, Any] | None, *, timeout: float, reads_js
         reads_json: whether the reply is JSON; otherwise its text is returned.
 
     Raises:
-        RolloutError: the server is gone, too slow, or replies with an error or something else than JSON.
+        NoAnswerError: the server is gone, or too slow.
+        RolloutError: it replies with an error or something else than JSON.
     """
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
@@ -42,9 +47,9 @@ def post_json(url: str, body: dict[str, Any] | None, *, timeout: float, reads_js
     except urllib.error.URLError as error:
         if isinstance(error.reason, TimeoutError):
             raise _too_slow(url, timeout) from error
-        raise RolloutError(f"No server answers at {url} ({error.reason}): start it, or correct the url.") from error
+        raise NoAnswerError(f"No server answers at {url} ({error.reason}): start it, or correct the url.") from error
     except (OSError, http.client.HTTPException) as error:
-        raise RolloutError(f"The connection to {url} broke ({error!r}): look at the server's log.") from error
+        raise NoAnswerError(f"The connection to {url} broke ({error!r}): look at the server's log.") from error
     except ValueError as error:
         raise RolloutError(f"'{url}' is no url: write it as http://host:port/v1.") from error
     try:
@@ -53,5 +58,5 @@ def post_json(url: str, body: dict[str, Any] | None, *, timeout: float, reads_js
         raise RolloutError(f"The reply of {url} is no JSON: is it an OpenAI-compatible server?") from error
 
 
-def _too_slow(url: str, timeout: float) -> RolloutError:
-    return RolloutError(f"{url} has not answered within {timeout:g} s: raise timeout, or look at the server's log.")
+def _too_slow(url: str, timeout: float) -> NoAnswerError:
+    return NoAnswerError(f"{url} has not answered within {timeout:g} s: raise timeout, or look at the server's log.")

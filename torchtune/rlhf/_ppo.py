@@ -21,6 +21,7 @@ from torchtune.rlhf._teacher import check_same_tokenizer
 from torchtune.rlhf.loss.ppo import PPOLoss
 from torchtune.rlhf.loss.reward import pooled_scores
 from torchtune.rlhf.rewards import estimate_advantages, get_rewards_ppo, whiten
+from torchtune.utils import get_logger
 
 
 class NumberedPrompts:
@@ -106,6 +107,7 @@ class RewardModel:
         self.model, self._batch_size = model.requires_grad_(False).eval(), batch_size
         self._stop, self.closing = set(tokenizer.stop_tokens), _closing_tokens(tokenizer)
         self._penalty, self._ends, self._shortest = penalty, penalise_no_eos, min_response_length or 0
+        self._penalised = 0  # times in a row that every answer was
 
     @torch.no_grad()
     def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
@@ -125,6 +127,13 @@ class RewardModel:
     def penalised(self, rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
         """The scores ``[n]``, with the penalty in the place of those of answers with a fault."""
         faulty = [(self._ends and not one.finished) or len(one.answer) < self._shortest for one in rollouts]
+        self._penalised = self._penalised + 1 if all(faulty) else 0
+        if self._penalised in (1, 10, 100):
+            get_logger().warning(
+                f"All {len(faulty)} answers get reward_penalty ({self._penalised} times in a row now), of which "
+                f"{sum(not one.finished for one in rollouts)} have not ended: no score counts, so raise "
+                "max_generated_tokens, or set penalise_no_eos=False."
+            )
         return scores.masked_fill(torch.tensor(faulty), self._penalty)
 
 

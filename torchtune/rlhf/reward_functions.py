@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune.config import _locate
-from torchtune.rlhf._http import post_json
+from torchtune.rlhf._http import NoAnswerError, post_json
 from torchtune.rlhf._rollouts import RolloutError
 from torchtune.utils import require
 
@@ -375,6 +375,8 @@ def _called(
         if isinstance(values, Mapping | Set):
             raise RolloutError(f"it returned a {type(values).__name__}, and it must return a list")
         values = list(values)
+    except NoAnswerError as error:  # asked again for each row, it would take as many timeouts
+        raise NoAnswerError(f"{name} fails for {_named(numbers)}: {error}") from error
     except (Exception, SystemExit) as error:  # of somebody else's function, whatever it may be
         where = [number for number, row, text in zip(numbers, rows, texts, strict=True) if _raises(reward, row, text)]
         what = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"

@@ -17,7 +17,15 @@ from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.modules.transforms.tokenizers import hf_tokenizer
-from torchtune.rlhf import GroupAdvantages, LocalSampler, RewardSum, Rollout, RolloutError, collate_rollouts
+from torchtune.rlhf import (
+    GroupAdvantages,
+    LocalSampler,
+    RewardSum,
+    Rollout,
+    RolloutError,
+    _experience,
+    collate_rollouts,
+)
 from torchtune.rlhf import reward_functions as rewards
 from torchtune.rlhf.loss import (
     CISPOLoss,
@@ -219,6 +227,11 @@ def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path: Path)
     files[0].write_text('{"step": 1}\n[]\n')
     with pytest.raises(RolloutError, match="line 2 is no answer of a step"):
         rlhf.RolloutRecord(str(tmp_path), None, ParallelDims()).write(3, nothing, torch.zeros(0, 2), 1)
+
+
+def test_an_answer_in_the_log_moves_no_cursor() -> None:
+    line = {"reward": 1.0, "advantage": None, "tokens": 3, "answer": "a\x1b[2Jb\r\nc", "row": 0}
+    assert _experience._table(1, [line]).endswith("a·[2Jb·⏎c (0)")
 
 
 @pytest.fixture(scope="module")

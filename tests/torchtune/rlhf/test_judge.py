@@ -68,6 +68,14 @@ def test_a_server_that_fails_is_one_sentence_with_the_row(url: str, model: str, 
         RewardSum([judge])([{"question": "?"}], ["yes"], [8])
 
 
+def test_a_judge_that_is_slow_is_asked_once(url: str) -> None:
+    """Not once more for each answer, to say which row it was: with a timeout of minutes that would be hours."""
+    before = len(Judge.asked)
+    with pytest.raises(RolloutError, match=r"fails for rows 1, 2: .*has not answered"):
+        RewardSum([JudgeReward(url, "slow", PROMPT, timeout=0.2)])([{"question": "?"}] * 2, ["yes", "no"], [1, 2])
+    assert len(Judge.asked) <= before + 1
+
+
 def test_a_server_that_is_gone_is_one_sentence() -> None:
     with pytest.raises(RolloutError, match="No server answers at http://127"):
         RewardSum([JudgeReward("http://127.0.0.1:9/v1", "m", PROMPT)])([{"question": "?"}], ["yes"])

@@ -10,6 +10,10 @@ from tqdm import tqdm
 _SHOWN = {
     "loss": ("loss", "{:.4f}"),
     "val_loss": ("val_loss", "{:.4f}"),
+    "rewards/total": ("reward", "{:.3f}"),
+    "val_rewards/total": ("val_reward", "{:.3f}"),
+    "rewards/accuracies": ("accuracy", "{:.0%}"),
+    "val_rewards/accuracies": ("val_accuracy", "{:.0%}"),
     "tokens_per_second_per_gpu": ("tok/s", "{:,.0f}"),
     "mfu": ("MFU", "{:.0%}"),
 }
@@ -55,7 +59,7 @@ class ProgressBar:
         return self
 
     def update_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Show loss, validation loss, tokens per second and MFU; other metrics are ignored."""
+        """Show loss, reward, accuracy, those of validation, tokens per second and MFU; other metrics are ignored."""
         for name, (label, form) in _SHOWN.items():
             if name in metrics:
                 self._shown[label] = form.format(float(metrics[name]))

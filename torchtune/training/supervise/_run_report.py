@@ -23,6 +23,7 @@ from torchtune.training.supervise._step_guard import StepGuard
 from torchtune.utils import get_logger, log_rank_zero
 
 _WIDTH = 12  # of the column of names
+_COURSE = {"loss": "loss", "rewards/total": "reward", "rewards/accuracies": "accuracy"}
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> str:
@@ -196,9 +197,12 @@ class RunReport:
         return code
 
     def _results(self) -> Iterator[tuple[str, str]]:
-        first, last = self._recipe.guard.first_loss, self._recipe.guard.last_loss
-        if first is not None and last is not None and math.isfinite(last[1]):
-            yield "loss", f"{first[1]:.4f} at step {first[0]:,}, {last[1]:.4f} at step {last[0]:,}"
+        course = self._recipe.guard.course
+        for name, label in _COURSE.items():
+            # The loss of answers that are compared with others of their group stays near 0.
+            first, last = course.get(name, ((0, math.nan), (0, math.nan)))
+            if math.isfinite(last[1]) and not (name == "loss" and "rewards/total" in course):
+                yield label, f"{first[1]:.4f} at step {first[0]:,}, {last[1]:.4f} at step {last[0]:,}"
         if left_out := num_left_out():
             yield (
                 "left out",

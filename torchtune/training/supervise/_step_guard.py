@@ -21,6 +21,7 @@ from torchtune.utils import UserError, explain_os_error, get_logger, log_once, v
 
 # Steps in the mean of the loss, and their minimum.
 _WINDOW, _ENOUGH = 128, 32
+_COURSE = {"loss", "rewards/total", "rewards/accuracies"}
 # Name -> (sum, count).
 Figures = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | int]]
 
@@ -120,8 +121,8 @@ class StepGuard:
         self._window: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
         self.num_skipped = 0
-        self.first_loss: tuple[int, float] | None = None  # (step, loss) since start or resume
-        self.last_loss: tuple[int, float] | None = None
+        # Of what says whether a run gets anywhere: name -> the first (step, value) since start or resume, and the last.
+        self.course: dict[str, tuple[tuple[int, float], tuple[int, float]]] = {}
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch, a scalar, before its backward pass; the step has the sum over all ranks."""
@@ -220,7 +221,9 @@ class StepGuard:
             self._record(step, reason, loss, grad_norm)
         self._losses = []
         metrics |= {"loss": loss, **self._noted}
-        self.first_loss, self.last_loss = self.first_loss or (step, loss), (step, loss)
+        for name in _COURSE & metrics.keys():
+            now = (step, metrics[name])
+            self.course[name] = (self.course[name][0] if name in self.course else now, now)
         if self.num_skipped:
             metrics["skipped_steps"] = self.num_skipped
         if self._in_a_row >= self._max:
