@@ -465,9 +465,7 @@ def run_post_optimizer_hooks(model: nn.Module) -> None:
 
 
 # Names that transformers and peft have for linear layers -> names here.
-_OF_TRANSFORMERS = {
-    "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "o_proj": "output_proj", "lm_head": "output",
-}  # fmt: skip
+_OF_TRANSFORMERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "o_proj": "output_proj"}
 
 
 def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> list[str]:
