@@ -3,12 +3,16 @@
     python benchmarks/bench_data.py --tokenizer FOLDER            # 20 MB of chats
     python benchmarks/bench_data.py --tokenizer FOLDER --megabytes 100 --processes 2
     python benchmarks/bench_data.py --tokenizer FOLDER --data chats.jsonl
+    python benchmarks/bench_data.py --tokenizer FOLDER --steps 1000 # what a step of one pack takes of training
 
 FOLDER is a Hugging Face checkpoint with a chat template. Chats are made of sentences of the standard library's
 documentation. Each run is a process of its own that has imported everything before the clock starts; sides alternate.
 TRL reads, tokenizes and packs (best-fit decreasing) with the trainer's own method; with its default of a loss on all
 tokens, as its assistant-only loss needs a template with marks. This library finds what the assistant says, checks
 every row, and leaves mapped files. Memory is the largest resident set of the main process and of its children.
+
+With --steps there is no peer: a step of one pack is loaded from mapped data, from a stream that a process of its own
+reads ahead, and from a stream that is tokenized by the process that trains, which does nothing for 8 ms in between.
 """
 
 import argparse
@@ -130,6 +134,36 @@ def measure(side: str, data: Path, tokenizer: str, processes: int) -> dict[str, 
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def measure_steps(data: str, tokenizer: str, steps: int) -> None:
+    """Print milliseconds of CPU time of the process that trains, for each step."""
+    from torchtune.data import BatchLoader, collate_documents
+    from torchtune.datasets import chat_dataset
+    from torchtune.datasets._parallel import workers
+    from torchtune.modules.transforms.tokenizers import hf_tokenizer
+
+    kinds = {"mapped": (None, False), "stream, read ahead": (2, True), "stream": (1, True)}
+    for kind, (processes, streaming) in kinds.items():
+        with workers(processes):
+            dataset = chat_dataset(
+                hf_tokenizer(tokenizer, max_seq_len=LENGTH),
+                source=data,
+                conversation_column="messages",
+                conversation_style="openai",
+                packed=True,
+                **({"streaming": True} if streaming else {}),
+            )
+            how = {"shuffle": True, "seed": 0, "collate_fn": collate_documents}
+            loader = BatchLoader(dataset, batch_size=1, max_steps_per_epoch=steps + 1, **how)
+        took = []
+        found = iter(loader)
+        while not loader.at_epoch_end:
+            time.sleep(0.008)
+            start = time.thread_time()
+            next(found)
+            took.append(1e3 * (time.thread_time() - start))
+        print(f"{kind:<20} {statistics.mean(took[1:]):.2f} ms a step of {LENGTH:,} tokens, at most {max(took[1:]):.1f}")
+
+
 def main() -> None:
     """Measure both sides in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -138,6 +172,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=20)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="load so many packs instead")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
@@ -147,6 +182,9 @@ def main() -> None:
         data = args.data or Path(folder) / "chats.jsonl"
         if args.data is None:
             write_chats(data, int(args.megabytes * 1e6))
+        if args.steps:
+            measure_steps(str(data), args.tokenizer, args.steps)
+            return
         found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for _ in range(args.repeats):
             for side in SIDES:

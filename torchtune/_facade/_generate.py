@@ -10,6 +10,7 @@ from torch import nn
 from torchtune import training
 from torchtune._facade._origin import ORIGINS, plain
 from torchtune.data import Message, MessageLike, as_messages
+from torchtune.data._common import check_tokenizer
 from torchtune.generation import GenerationError, generate_tokens, prompt_tokens
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.utils import get_logger
@@ -129,6 +130,7 @@ def _checked(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
         raise GenerationError("model: it is a classifier and does not generate text: give a language model.")
     if empty := [name for name, tensor in decoder.named_parameters() if tensor.is_meta]:
         raise GenerationError(f"model: '{empty[0]}' has no values: load the weights first.")
+    check_tokenizer(tokenizer)
     training.fit_vocabulary(decoder, tokenizer)
     own = ORIGINS[model].tokenizer if model in ORIGINS else tokenizer
     if own is not tokenizer:

@@ -27,6 +27,15 @@ class Transform(Protocol):
         ...
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise :class:`DataError` for a tokenizer of transformers, whose calls mean something else."""
+    if any(base.__module__.partition(".")[0] == "transformers" for base in type(tokenizer).__mro__):
+        raise DataError(
+            f"tokenizer: a {type(tokenizer).__name__} of transformers masks and ends nothing here: give "
+            "torchtune.modules.transforms.tokenizers.hf_tokenizer(folder), which reads the same files."
+        )
+
+
 def as_sample(sample: Any, giver: str) -> dict[str, Any]:
     """A copy of a sample that ``giver`` returned. Raises :class:`DataError` if it is not a mapping."""
     if not isinstance(sample, Mapping):

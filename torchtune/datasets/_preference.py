@@ -8,7 +8,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune.data import ChosenRejectedToMessages, DataError, Message, Transform, as_messages
-from torchtune.data._common import as_sample
+from torchtune.data._common import as_sample, check_tokenizer
 from torchtune.data._messages import mask_messages
 from torchtune.data._to_messages import check_column_map, resolve_masking, text_column
 from torchtune.datasets._bad_rows import BadRows
@@ -65,6 +65,7 @@ class PreferenceDataset(Dataset):
     ) -> None:
         if packed:
             raise DataError("packed=True is not possible for preference data: set it to False.")
+        check_tokenizer(tokenizer)
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         self.source = found.shown
         fingerprint = Fingerprint()

@@ -7,6 +7,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune.data import DataError, Message, as_messages
+from torchtune.data._common import check_tokenizer
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
@@ -50,6 +51,7 @@ class PromptDataset(Dataset):
         filter_fn: Callable[..., bool] | None = None,
         **load_dataset_kwargs: Any,
     ) -> None:
+        check_tokenizer(tokenizer)
         self._column, self._system, self._tokenizer = column, new_system_prompt, tokenizer
         found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         if found.skips:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from torchtune.data import DataError, Transform, as_messages, validate_messages
-from torchtune.data._common import as_sample
+from torchtune.data._common import as_sample, check_tokenizer
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._load import RowSource, Source
@@ -35,6 +35,7 @@ class SFTTransform(Transform):
     """
 
     def __init__(self, message_transform: Transform | None = None, model_transform: Transform | None = None) -> None:
+        check_tokenizer(model_transform)
         self.message_transform = message_transform
         self.model_transform = model_transform
 

@@ -152,7 +152,11 @@ class StreamedDataset(Dataset):
             ahead.tell("_begin", (seed, shuffle))
         elif (self._reader.size is None or self._reader.size > _SMALL) and processes() > 1:
             way_out = "free some and resume, or start a new run with a smaller shuffle_buffer"
-            self._ahead = Ahead(self, f"tokenizes {self.source}", way_out)
+            try:
+                self._ahead = Ahead(self, f"tokenizes {self.source}", way_out)
+            except OSError as error:
+                said = f"No process can be started to tokenize {self.source} ahead ({error.strerror})"
+                get_logger().warning(f"{said}: the training process does it, and its steps take longer.")
 
     def _begin(self, seed: int, shuffle: bool) -> None:
         self._seed, self._shuffle = seed, shuffle

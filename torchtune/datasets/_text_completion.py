@@ -7,6 +7,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, truncate
+from torchtune.data._common import check_tokenizer
 from torchtune.data._to_messages import text_column
 from torchtune.datasets._build import pack_length
 from torchtune.datasets._fingerprint import Fingerprint
@@ -24,6 +25,7 @@ class TextTransform:
     """A row of text to tokens and labels; see :class:`TextCompletionDataset`."""
 
     def __init__(self, tokenizer: Any, column: str, add_eos: bool, max_seq_len: int | None, cut: bool) -> None:
+        check_tokenizer(tokenizer)
         # Control tokens that a document spells are text; tokenizers that never read them need no method for that.
         self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
         self._column, self._add_eos = column, add_eos

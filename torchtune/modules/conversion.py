@@ -464,6 +464,10 @@ def run_post_optimizer_hooks(model: nn.Module) -> None:
             conversion.post_optimizer_hook(part)
 
 
+# Names that transformers and peft have for linear layers -> names here.
+_OF_TRANSFORMERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "o_proj": "output_proj"}
+
+
 def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> list[str]:
     """The module names most like ``wanted``, for an error message; layer numbers are shown as ``*``.
 
@@ -482,6 +486,8 @@ def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> l
     )
     by_leaf = {template.rpartition(".")[2]: template for template in templates}
     leaf = wanted.rpartition(".")[2]
+    if (ours := by_leaf.get(_OF_TRANSFORMERS.get(leaf, ""))) is not None:
+        return [ours]
     close = [by_leaf[name] for name in get_close_matches(leaf, by_leaf, n=count, cutoff=0.5)]
     close += [name for name in get_close_matches(wanted, templates, n=count, cutoff=0.3) if name not in close]
     return (close or templates)[:count]

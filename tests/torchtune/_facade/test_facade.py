@@ -178,6 +178,7 @@ def test_what_cannot_be_generated(base: Path, tmp_path: Path, monkeypatch: pytes
     with torch.device("meta"):
         refused("'tok_embeddings.weight' has no values", model=from_hf_config(base))
     refused("a Linear does not generate", model=torch.nn.Linear(2, 2))
+    refused("of transformers masks and ends nothing here", by=AutoTokenizer.from_pretrained(base))
 
     other = json.loads((base / "tokenizer.json").read_text())
     ids = {number: token for token, number in other["model"]["vocab"].items()}
@@ -211,6 +212,9 @@ def test_what_cannot_be_loaded(base: Path, adapter: Path, tmp_path: Path) -> Non
     refused("dtype: 'half' is not known", base, dtype="half")
     refused("no adapter_model.safetensors", base, adapter=base)
     refused("LoRA: .*qproj", base, adapter=LoRA(target_modules=["qproj"]))  # matches nothing
+    refused(r"'gate_proj', the nearest names are .*\.mlp\.w1\.", base, adapter=LoRA(target_modules=["gate_proj"]))
+    with pytest.raises(UserError, match="target_modules is the text 'all-linear': give a list"):
+        LoRA(target_modules="all-linear")
     refused("LoRA is a class: give one of its objects", base, adapter=LoRA)
     refused("cannot get another one", adapter, adapter=LoRA(rank=2))
     refused("(?s)has the shape|of another model", write_checkpoint(tmp_path / "wide", width=64), adapter=adapter)

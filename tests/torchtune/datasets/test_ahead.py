@@ -1,5 +1,6 @@
 """A process that reads a stream ahead: nothing shows of it but the time it saves."""
 
+import errno
 import gc
 import itertools
 import json
@@ -59,7 +60,7 @@ class Streams:
         self._is_mixed = how.pop("mixed", False)
         self._how = {"transform": transform, "limit": None, "shuffle_buffer": 8} | how
 
-    def loader(self, ahead: bool, rank: int = 0, ranks: int = 1) -> BatchLoader:
+    def loader(self, ahead: bool, rank: int = 0, ranks: int = 1, is_refused: bool = False) -> BatchLoader:
         self._patch.setattr("torchtune.datasets._stream._SMALL", 0 if ahead else 1 << 30)
         dataset: Any = StreamedDataset(source="json", data_files=self._paths, **self._how)
         if self._is_mixed:
@@ -67,7 +68,7 @@ class Streams:
             dataset = MixedStream({"stream": dataset, "rows": rows}, {"stream": 2, "rows": 1})
         few = {"batch_size": 4 // ranks, "seed": 2, "max_steps_per_epoch": 5, "collate_fn": list}
         found = BatchLoader(dataset, shuffle=True, rank=rank, world_size=ranks, **few)
-        assert (process_of(found) is not None) == ahead
+        assert (process_of(found) is not None) == (ahead and not is_refused)
         return found
 
 
@@ -212,3 +213,19 @@ def test_what_was_asked_for_before_a_resume_is_not_waited_for(tmp_path: Path, mo
     loader.load_state_dict(expected[20][2])
     assert steps(loader, 9) == expected[21:]
     assert time.monotonic() - started < 10
+
+
+def test_a_run_that_may_start_no_process_reads_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = Streams(monkeypatch, write_rows(tmp_path, [30]))
+    expected = steps(streams.loader(False), 3)
+
+    def refused() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", refused)
+        assert steps(streams.loader(True, is_refused=True), 3) == expected
+    assert "No process can be started to tokenize" in caplog.text
+    assert os.strerror(errno.EAGAIN) in caplog.text

@@ -1,6 +1,7 @@
 """Rows in memory, turns as mappings, and components of somebody else that do not do what is expected of them."""
 
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from torchtune.datasets import (
     instantiate_collate,
     instantiate_dataset,
     instruct_dataset,
+    kto_dataset,
     preference_dataset,
+    prompt_dataset,
     text_completion_dataset,
 )
 
@@ -233,6 +236,23 @@ def test_an_own_dataset_whose_examples_cannot_be_used(row: Any, said: str, token
     later = made(tokenizer, [GOOD, row])
     with pytest.raises(DataError, match="example 1 of Own"):
         later[1]
+
+
+def test_a_tokenizer_of_transformers_is_refused(tokenizer_folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_folder / "tokenizer.json"))
+    for build in (instruct_dataset, text_completion_dataset, preference_dataset, kto_dataset, prompt_dataset):
+        with pytest.raises(DataError, match=r"hf_tokenizer\(folder\), which reads the same files"):
+            build(theirs, source=[{"input": "red", "output": "blue"}])
+
+
+def test_a_dataset_goes_to_workers_that_are_spawned(tokenizer: Any) -> None:
+    dataset = instruct_dataset(tokenizer, source=[{"input": "red", "output": "blue"}])
+    assert pickle.loads(pickle.dumps(dataset))[0] == dataset[0]
+    again = pickle.loads(pickle.dumps(tokenizer))
+    chat = {"messages": [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]}
+    assert again(chat) == tokenizer(chat)
 
 
 def test_an_own_dataset_that_trains_nothing_or_the_wrong_token(tokenizer: Any) -> None:

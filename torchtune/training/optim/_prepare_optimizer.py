@@ -159,6 +159,11 @@ def setup_optimizer(
         >>> optimizer.param_groups[0]["lr"]
         0.0001
     """
+    if isinstance(factory, Optimizer):
+        raise UserError(
+            f"factory: a {type(factory).__name__} is no function that makes one: give lambda params: "
+            f"{type(factory).__name__}(params, …), or prepare_optimizer the optimizer that you have."
+        )
     trained = require_trained(model)
     parameters = [parameter for _, parameter in trained]
     described = factory(parameters[:1] if in_backward else parameters)

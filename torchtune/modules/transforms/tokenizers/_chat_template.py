@@ -91,6 +91,9 @@ class ChatTemplate:
             raise DataError(f"The chat template has an error in line {line}: {error}.") from error
         self.marks_generation = "generation" in source and "endgeneration" in source
 
+    def __reduce__(self) -> Any:
+        return type(self), (self.source, self.variables)  # compiled again where it is unpickled
+
     def fingerprint_parts(self) -> list[Any] | None:
         """What renderings depend on; None where that is the time of the day."""
         layouts = _CLOCK_CALL.findall(self.source)
