@@ -172,6 +172,7 @@ def test_a_teacher_pulls_the_student_towards_it(tmp_path: Path) -> None:
             "ref_checkpointer.*its own teacher",
         ),
         ({"ref_model": {"_component_": "torchtune.models.qwen3.qwen3_8b_base"}}, "ref_model.*set ref_checkpointer"),
+        ({"sampler__stop_tokens": [99999]}, r"stop_tokens is \[99999\]: give token ids below"),
         ({"advantages": {"_component_": "torch.nn.ReLU"}}, "advantages: ReLU fails: TypeError"),
         ({"dataset__column": "question"}, "rows 0, 1, .*no column 'question'"),
         (

@@ -23,7 +23,8 @@ class LocalSampler:
         tokenizer: names the tokens that end an answer.
         max_new_tokens: most tokens of an answer.
         temperature: divides the logits, when sampling and in the loss.
-        max_sequences: answers that are sampled at once, which bounds the memory of the KV cache; null takes all.
+        max_sequences: answers that are sampled at once, at least all of a prompt, which bounds the memory of the KV
+            cache; null takes all.
         stop_tokens: tokens that end an answer; null takes the tokenizer's.
 
     Raises:
@@ -46,7 +47,7 @@ class LocalSampler:
         stop_tokens: Sequence[int] | None = None,
     ) -> None:
         check_sampling(max_new_tokens, temperature, max_sequences)
-        self.model, self.stop_tokens = model, list(stop_tokens or tokenizer.stop_tokens)
+        self.model, self.stop_tokens = model, check_stop_tokens(stop_tokens, tokenizer, model)
         self.max_new_tokens, self.temperature, self.max_sequences = max_new_tokens, temperature, max_sequences
 
     def __call__(
@@ -87,3 +88,15 @@ def check_sampling(max_new_tokens: int, temperature: float, max_sequences: int |
         )
     if max_new_tokens < 1 or (max_sequences is not None and max_sequences < 1):
         raise RolloutError("sampler.max_new_tokens and sampler.max_sequences must be at least 1.")
+
+
+def check_stop_tokens(given: Sequence[int] | None, tokenizer: Any, model: nn.Module) -> list[int]:
+    """The tokens that end an answer, by default those of the tokenizer. Raises :class:`RolloutError`."""
+    if given is None:
+        return list(tokenizer.stop_tokens)
+    size = model.tok_embeddings.weight.shape[0]
+    if not given or not all(0 <= token < size for token in given):
+        raise RolloutError(
+            f"stop_tokens is {list(given)}: give token ids below {size:,}, one at least, or null for the tokenizer's."
+        )
+    return list(given)

@@ -195,12 +195,15 @@ def setup_reference(
         TeacherError: they have different tokenizers.
     """
     cfg, dims = recipe.cfg, recipe.dims
+    samples = loss is not None  # so that batches of the loader are prompts, no answers
     loss = setup_loss(config.instantiate(cfg.loss), policy) if loss is None else loss
     for name, loader in (("batch_size", recipe.loader), ("batch_size_val", recipe.loader_val)):
         _check_batches(loss, loader, name)
         if loader is not None:
             collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
-            loss.check_batch(Batch.from_dict(collate([loader.dataset[0]])))
+            batch = Batch.from_dict(collate([loader.dataset[0]]))
+            if not samples:
+                loss.check_batch(batch)
     if not loss.needs_reference:
         for name, given in (("ref_checkpointer", ref_checkpointer), ("reference_cache", reference_cache)):
             if given is not None:

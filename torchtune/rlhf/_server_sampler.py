@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss import token_log_probs
-from torchtune.rlhf._local_sampler import check_sampling
+from torchtune.rlhf._local_sampler import check_sampling, check_stop_tokens
 from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts
 from torchtune.rlhf._servers import Asked, Server, TransformersServer, VLLMServer
 from torchtune.training import CheckpointStore
@@ -98,7 +98,7 @@ class ServerSampler:
                 "tensor_parallel_dim to 1, or sample with torchtune.rlhf.LocalSampler."
             )
         self.model, self.max_new_tokens, self.temperature = model, max_new_tokens, temperature
-        self.stop_tokens, self.max_difference = list(stop_tokens or tokenizer.stop_tokens), max_difference
+        self.stop_tokens, self.max_difference = check_stop_tokens(stop_tokens, tokenizer, model), max_difference
         rows = model.tok_embeddings.weight.shape[0]
         asked = Asked(max_new_tokens, temperature, self.stop_tokens, rows, timeout, weights_timeout)
         self._server = _make_server(server, url, model_name or checkpoint_dir, asked, Path(checkpoint_dir), tokenizer)

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +311,30 @@ def test_batches_hold_every_rollout_once_within_their_tokens() -> None:
     one = batches[0]
     assert one.tokens[0].tolist() == [0, 1, 2, 3, *range(10)]
     assert one.labels[0].tolist() == [-100, 2, 3, 4, -100, *range(2, 11)]
+
+
+def test_a_process_without_answers_notes_what_the_others_do() -> None:
+    """A server may give no log-probs: a blank batch that has some would log a figure that no other process sums."""
+
+    @dataclass(eq=False)
+    class TwoProcesses(ParallelDims):
+        unknown: int = 0  # batches without log-probs of the other one
+
+        def sum(self, *numbers: float) -> list[float]:
+            return [numbers[0] + 1, numbers[1] + 2, numbers[2] + self.unknown]
+
+        def max(self, number: int) -> int:
+            return 1
+
+    noted = []
+    for unknown in (0, 1):
+        batches, terms, _ = rlhf.rollout_batches(
+            [], [], tokens_per_batch=9, dims=TwoProcesses(unknown=unknown), blank=[1, 2]
+        )
+        _, figures = GRPOLoss().sum_and_metrics(batches[0], torch.zeros(1, len(batches[0].tokens[0])))
+        noted.append("policy/sampler_difference" in figures)
+        assert (batches[0].num_labels, terms) == (0, 1)
+    assert noted == [True, False]
 
 
 def test_what_cannot_be_is_refused(tiny: tuple) -> None:

@@ -84,6 +84,14 @@ class GRPOLoss(AnswerLoss):
         """Whether it compares with a reference model."""
         return self.kl_coeff > 0
 
+    def check_batch(self, batch: Batch) -> None:
+        """See that the batch has answers with advantages. Raises :class:`DataError`."""
+        if "advantages" not in batch.per_token:
+            raise DataError(
+                f"loss: {type(self).__name__} reads advantages of sampled answers, and a batch has none: run a recipe "
+                "of GRPO, or make it with torchtune.rlhf.collate_rollouts."
+            )
+
     def num_terms(self, num_tokens: int, num_sequences: int) -> int:
         """What the loss is a mean over."""
         return num_tokens if self.normalize == "tokens" else num_sequences
@@ -163,8 +171,7 @@ class GRPOLoss(AnswerLoss):
             baseline: not used.
         """
         labelled = (batch.labels != CROSS_ENTROPY_IGNORE_IDX).flatten()
-        if "advantages" not in batch.per_token:
-            raise DataError("The batch has no 'advantages' per token: make it with torchtune.rlhf.collate_rollouts.")
+        self.check_batch(batch)
         sampled = batch.per_token.get("sampled")
         first = "old" not in batch.per_token
         if first:  # the model has not been updated since it sampled
