@@ -66,6 +66,11 @@ class Batch(MutableMapping[str, Any]):
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tokens, torch.Tensor):
+            raise DataError(
+                f"The tokens of a batch must be a tensor, not {type(self.tokens).__name__}: Batch.from_dict takes a "
+                "mapping, and loops that rebuild mappings take dict(batch)."
+            )
         shape = tuple(self.tokens.shape)
         for name, value in {"labels": self.labels, **self.per_token}.items():
             if value is not None and value.shape[:2] != self.tokens.shape:

@@ -317,6 +317,8 @@ class TransformerDecoder(nn.Module):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
         if (tokens is None) == (input_embeds is None):
             raise ValueError("Give either tokens or input_embeds, and not both.")
+        if isinstance(tokens, Tensor) and tokens.dim() != 2:
+            raise ValueError(f"tokens have the shape {list(tokens.shape)}: give [b, s], or tokens[None] of one row.")
         h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
         if self.embed_scale != 1.0 and input_embeds is None:
             h = h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)

@@ -105,6 +105,8 @@ def test_extras_fit_the_batch() -> None:
         Batch(**batch, per_document={"reward": torch.ones(3)})
     with pytest.raises(DataError, match="two entries 'reward'"):
         Batch(**batch, per_document={"reward": torch.ones(2)}, per_token={"reward": torch.ones(2, 3)})
+    with pytest.raises(DataError, match="must be a tensor, not dict"):
+        Batch(dict(batch))  # as a Trainer of transformers rebuilds mappings
 
 
 @pytest.mark.parametrize("collate", [collate_documents, lambda packs: Batch.from_dict(padded_collate_packed(packs))])

@@ -79,6 +79,8 @@ def test_a_mask_equals_the_documents_it_spells(model: TransformerDecoder) -> Non
 
 
 def test_refusals(model: TransformerDecoder) -> None:
+    with pytest.raises(ValueError, match=r"tokens have the shape \[3\]: give \[b, s\]"):
+        model(torch.tensor([1, 2, 3]))
     with pytest.raises(ValueError, match=r"33 tokens is longer than the model's max_seq_len 32"):
         model(_tokens(1, 33))
     model(_tokens(1, 40), documents=Documents.from_lengths((20, 20)))  # each is short enough
