@@ -95,7 +95,7 @@ def _is_raised_by(component: Any, error: ValueError) -> bool:
     last = error.__traceback__
     while last.tb_next is not None:
         last = last.tb_next
-    return last.tb_frame.f_globals.get("__name__") == component.__module__
+    return last.tb_frame.f_globals.get("__name__") == getattr(component, "__module__", None)
 
 
 def _argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:
