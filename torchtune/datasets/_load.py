@@ -310,7 +310,7 @@ def _filtered(
 ) -> Any:
     if filter_fn is not None:
         if not callable(filter_fn):
-            raise DataError(f"filter_fn is {filter_fn!r}, not a function of a row: let a builder of yours hand one over.")
+            raise DataError(f"filter_fn is {filter_fn!r}, not a function of a row: let a builder of yours pass it.")
         if hasattr(rows, "filter"):
             rows = rows.filter(filter_fn, **(filter_kwargs or {}))
         else:
