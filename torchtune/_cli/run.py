@@ -35,7 +35,8 @@ class Command:
 
 
 def _is_override(token: str) -> bool:
-    return token.startswith("~") or ("=" in token and not token.startswith("-") and not Path(token).exists())
+    # os.path: a setting may be longer than the name of a file, which pathlib raises for
+    return token.startswith("~") or ("=" in token and not token.startswith("-") and not os.path.exists(token))
 
 
 def split(tokens: list[str]) -> Command:

@@ -165,6 +165,10 @@ class MaskingStrategy(Enum):
     TRAIN_ON_LAST = "train_on_last"
 
 
+# Their names, as settings.
+MaskingName = Literal["train_on_all", "train_on_assistant", "train_on_last"]
+
+
 def masking_strategy_of(value: MaskingStrategy | str) -> MaskingStrategy:
     """The strategy with a name. Raises :class:`DataError` for an unknown name."""
     try:

@@ -1,9 +1,10 @@
 """Datasets of conversations."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torchtune.data import DataError, OpenAIToMessages, ShareGPTToMessages
+from torchtune.data._messages import MaskingName
 from torchtune.datasets._build import sft_dataset
 from torchtune.datasets._load import Source
 from torchtune.datasets._packed import PackedDataset
@@ -16,9 +17,9 @@ def chat_dataset(
     *,
     source: Source,
     conversation_column: str,
-    conversation_style: str,
+    conversation_style: Literal["openai", "sharegpt"],
     train_on_input: bool | None = None,
-    masking_strategy: str | None = "train_on_assistant",
+    masking_strategy: MaskingName | None = "train_on_assistant",
     new_system_prompt: str | None = None,
     packed: bool = False,
     filter_fn: Callable[..., bool] | None = None,
@@ -78,7 +79,7 @@ def slimorca_dataset(
     source: Source = "Open-Orca/SlimOrca-Dedup",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
-    masking_strategy: str | None = "train_on_assistant",
+    masking_strategy: MaskingName | None = "train_on_assistant",
     new_system_prompt: str | None = None,
     packed: bool = False,
     filter_fn: Callable[..., bool] | None = None,

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from torchtune.data import AlpacaToMessages, InputOutputToMessages
+from torchtune.data._messages import MaskingName
 from torchtune.datasets._build import sft_dataset
 from torchtune.datasets._load import Source
 from torchtune.datasets._packed import PackedDataset
@@ -18,7 +19,7 @@ def instruct_dataset(
     source: Source,
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
-    masking_strategy: str | None = "train_on_assistant",
+    masking_strategy: MaskingName | None = "train_on_assistant",
     new_system_prompt: str | None = None,
     packed: bool = False,
     filter_fn: Callable[..., bool] | None = None,
@@ -66,7 +67,7 @@ def alpaca_dataset(
     source: Source = "tatsu-lab/alpaca",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
-    masking_strategy: str | None = "train_on_all",
+    masking_strategy: MaskingName | None = "train_on_all",
     packed: bool = False,
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
@@ -102,7 +103,7 @@ def grammar_dataset(
     source: Source = "liweili/c4_200m",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
-    masking_strategy: str | None = "train_on_assistant",
+    masking_strategy: MaskingName | None = "train_on_assistant",
     new_system_prompt: str | None = None,
     packed: bool = False,
     filter_fn: Callable[..., bool] | None = None,
@@ -141,7 +142,7 @@ def samsum_dataset(
     source: Source = "Samsung/samsum",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
-    masking_strategy: str | None = "train_on_assistant",
+    masking_strategy: MaskingName | None = "train_on_assistant",
     new_system_prompt: str | None = None,
     packed: bool = False,
     filter_fn: Callable[..., bool] | None = None,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from torchtune.data import DataError, Transform
-from torchtune.data._messages import mask_messages
+from torchtune.data._messages import MaskingName, mask_messages
 from torchtune.data._to_messages import check_column_map, column, plain_messages, resolve_masking, whole_conversation
 from torchtune.datasets._load import Source
 from torchtune.datasets._preference import PreferenceDataset, tokenize_answer
@@ -32,7 +32,7 @@ class LabelledAnswerToMessages(Transform):
     """
 
     def __init__(
-        self, column_map: Mapping[str, str] | None = None, masking_strategy: str | None = "train_on_assistant"
+        self, column_map: Mapping[str, str] | None = None, masking_strategy: MaskingName | None = "train_on_assistant"
     ) -> None:
         names = {name: name for name in ("prompt", "completion", "label")}
         self.column_map = check_column_map(column_map, names, ("completion", "label"))
@@ -97,7 +97,7 @@ def kto_dataset(
     *,
     source: Source,
     column_map: Mapping[str, str] | None = None,
-    masking_strategy: str | None = "train_on_assistant",
+    masking_strategy: MaskingName | None = "train_on_assistant",
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
     drop_bad_rows: bool = False,

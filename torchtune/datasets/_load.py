@@ -309,6 +309,8 @@ def _filtered(
     rows: Any, filter_fn: Callable[..., bool] | None, filter_kwargs: Mapping[str, Any] | None, shown: str
 ) -> Any:
     if filter_fn is not None:
+        if not callable(filter_fn):
+            raise DataError(f"filter_fn is {filter_fn!r}, not a function of a row: let a builder of yours pass it.")
         if hasattr(rows, "filter"):
             rows = rows.filter(filter_fn, **(filter_kwargs or {}))
         else:

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from torchtune.data import ChosenRejectedToMessages, DataError, Message, Transform, as_messages
 from torchtune.data._common import as_sample, check_tokenizer
-from torchtune.data._messages import mask_messages
+from torchtune.data._messages import MaskingName, mask_messages
 from torchtune.data._to_messages import check_column_map, resolve_masking, text_column
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._fingerprint import Fingerprint
@@ -164,7 +164,7 @@ def preference_dataset(
     source: Source,
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
-    masking_strategy: str | None = "train_on_assistant",
+    masking_strategy: MaskingName | None = "train_on_assistant",
     new_system_prompt: str | None = None,
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
@@ -218,7 +218,7 @@ def hh_rlhf_helpful_dataset(
     source: Source = "RLHFlow/HH-RLHF-Helpful-standard",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
-    masking_strategy: str | None = "train_on_assistant",
+    masking_strategy: MaskingName | None = "train_on_assistant",
     new_system_prompt: str | None = None,
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
@@ -266,7 +266,7 @@ class StackExchangePairedToMessages(Transform):
         self,
         train_on_input: bool | None = None,
         column_map: Mapping[str, str] | None = None,
-        masking_strategy: str | None = "train_on_assistant",
+        masking_strategy: MaskingName | None = "train_on_assistant",
     ) -> None:
         defaults = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
         self.column_map = check_column_map(column_map, defaults, tuple(defaults))
@@ -290,7 +290,7 @@ def stack_exchange_paired_dataset(
     source: Source = "lvwerra/stack-exchange-paired",
     column_map: Mapping[str, str] | None = None,
     train_on_input: bool | None = None,
-    masking_strategy: str | None = "train_on_assistant",
+    masking_strategy: MaskingName | None = "train_on_assistant",
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
     drop_bad_rows: bool = False,

@@ -251,6 +251,8 @@ def test_parts_of_a_command_line() -> None:
     assert command.torchrun == ["--nnodes", "1", "--nproc_per_node=2"]
     assert (command.recipe, command.config, command.dry_run) == ("own", "x", True)
     assert command.overrides == ["a.b=c", "~d"]
+    long = f"dataset={{source: {'a' * 300}}}"
+    assert split(["own", long, "--config", "x"]).overrides == [long], "longer than the name of a file may be"
     without = split(["--standalone", "--nproc-per-node", "2", "--config", "x", "a=1"])
     assert (without.torchrun, without.recipe, without.overrides) == (
         ["--standalone", "--nproc-per-node", "2"],

@@ -119,6 +119,7 @@ def test_no_such_split(tmp_path: Path) -> None:
 
 def test_no_rows_left(tmp_path: Path) -> None:
     path = str(write(tmp_path / "mine.jsonl"))
+    assert "filter_fn is 'mine.keep', not a function of a row" in refused(tmp_path, source=path, filter_fn="mine.keep")
     assert "filter_fn leaves no rows" in refused(tmp_path, source=path, filter_fn=lambda row: False)
     empty = tmp_path / "head.csv"
     empty.write_text("input,output\n")
