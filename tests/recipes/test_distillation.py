@@ -176,6 +176,7 @@ def test_a_resume_with_another_teacher_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"teacher_cache": "/dev/null/x", "kd_loss": KD}, "teacher_cache: /dev/null/x/train cannot be written to"),
         ({"kd_loss": {"_component_": f"{LOSSES}LinearCrossEntropyLoss"}}, "LinearCrossEntropyLoss compares no two"),
         ("another tokenizer", r"token \d+ is .*teacher/tokenizer.json.* models are compared by token ids"),
         ("a reward model", r"a teacher predicts tokens, and this one ends in 1 output"),

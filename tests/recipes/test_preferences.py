@@ -207,6 +207,8 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path: Path) -> None
         (LORA, {"dataset": {**TEXTS, "_component_": "torchtune.datasets.text_completion_dataset"}}, "so it is no pair"),
         (FULL, {"loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss", "beta": 0}}, "SimPOLoss: beta is 0"),
         (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.OnPolicyDistillationLoss"}}, "run a recipe of GRPO"),
+        (LORA, {"loss__beta": math.nan}, "loss.beta: must be a number, not nan"),
+        (LORA, {"reference_cache": "/dev/null/x"}, "reference_cache: /dev/null/x cannot be written to"),
         (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "batch_size": 11}, "1: set batch_size to 10"),
     ],
 )

@@ -1,6 +1,7 @@
 """Objects from component nodes."""
 
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,10 +93,8 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
 
 def _is_raised_by(component: Any, error: ValueError) -> bool:
     """Whether a component's own module raises it, of what it was given; others have met what nobody foresaw."""
-    last = error.__traceback__
-    while last.tb_next is not None:
-        last = last.tb_next
-    return last.tb_frame.f_globals.get("__name__") == getattr(component, "__module__", None)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__") == getattr(component, "__module__", None)
 
 
 def _argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:

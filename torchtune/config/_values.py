@@ -1,6 +1,7 @@
 """A value against an annotation: what is wrong with it, and the value in its final type."""
 
 import dataclasses
+import math
 import os
 import typing
 from collections.abc import Mapping, Sequence, Set
@@ -97,6 +98,10 @@ def check_value(document: Document, path: KeyPath, value: Any, annotation: Any, 
         for bounds in (*extras, *split_annotated(chosen)[1]):
             if isinstance(bounds, Range) and not bounds.holds(value):
                 document.add(path, f"must be {bounds}, not {value}")
+                break
+        else:
+            if math.isnan(value):
+                document.add(path, "must be a number, not nan")
     return value
 
 

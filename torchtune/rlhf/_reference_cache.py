@@ -1,6 +1,7 @@
 """Log-probs of a reference, computed once, kept in a file by data and model, and handed out with the examples."""
 
 import hashlib
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,16 @@ class CacheError(UserError):
     """Log-probs that cannot be kept."""
 
     told_by_rank_0 = True  # all ranks find the same
+
+
+def make_folder(folder: Path, kind: type[UserError], setting: str) -> None:
+    """Make a folder that is written to when all is computed; raise ``kind`` now where that would not be possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it may not be written to")
+    except OSError as error:
+        raise kind(f"{setting}: {folder} cannot be written to ({error}): choose another folder.") from error
 
 
 class WithReference:
@@ -86,6 +97,7 @@ def cache_log_probs(
     Raises:
         CacheError: the data change from reading to reading, are no pairs, or a file is damaged.
     """
+    make_folder(Path(folder), CacheError, "reference_cache")
     of_model = _fingerprint(parameters, dims)
     for loader in loaders:
         data = loader.dataset

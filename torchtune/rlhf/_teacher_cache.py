@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, DataError
 from torchtune.modules.loss import LikeliestTokens
+from torchtune.rlhf._reference_cache import make_folder
 from torchtune.training import ParallelDims
 from torchtune.utils import FolderLock, UserError, atomic_write, get_logger, log_rank_zero, sign_of_life, write_json
 
@@ -133,7 +134,7 @@ class TeacherCache:
 
         The rows that :meth:`note` names count once the block has ended: a run that is killed begins again.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder, TeacherCacheError, "teacher_cache")
         names = [self.folder / name for name in (_TOKENS, _LOG_PROBS)]
         with FolderLock(self.folder).held():
             for path in names:

@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -100,7 +100,8 @@ def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -
     except OSError as error:
         raise explain_os_error(error, path) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may be a file, which the error above says
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

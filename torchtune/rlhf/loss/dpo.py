@@ -1,5 +1,6 @@
 """Losses of pairs of answers."""
 
+import math
 from abc import abstractmethod
 from typing import ClassVar
 
@@ -136,8 +137,8 @@ class _Margin(PreferenceLoss):
 
 
 def _check_beta(value: float) -> float:
-    if value <= 0:
-        raise ValueError(f"beta is {value}: it must be above 0.")
+    if not 0 < value < math.inf:
+        raise ValueError(f"beta is {value}: it must be above 0, and finite.")
     return value
 
 

@@ -32,6 +32,8 @@ class RewardLoss(PreferenceLoss):
 
     def __init__(self, center_coefficient: float = 0.01) -> None:
         super().__init__()
+        if center_coefficient < 0:
+            raise ValueError(f"center_coefficient is {center_coefficient}: below 0 it would drive the scores apart.")
         self.center_coefficient = center_coefficient
 
     def check_model(self, model: nn.Module) -> None:
