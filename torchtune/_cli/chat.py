@@ -157,6 +157,7 @@ class _Conversation:
     def _write(self, tokens: list[int], limit: int) -> tuple[str, str]:
         """Print an answer; return it, and whether it came to its end (stop, length, interrupt)."""
         from torchtune.generation import stream_tokens
+        from torchtune.generation._tokens import finite_steps
         from torchtune.modules.transforms.tokenizers import StreamDecoder
 
         decoder, pieces, end = StreamDecoder(self._tokenizer), [], "length"
@@ -169,6 +170,7 @@ class _Conversation:
             stop_tokens=self._tokenizer.stop_tokens,
             rng=self._rng,
         )
+        steps = finite_steps(steps, self._model)
         try:
             for step in steps:
                 token = int(step.tokens)

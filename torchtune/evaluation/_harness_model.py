@@ -1,5 +1,6 @@
 """A model as the evaluation harness (lm-eval, extra ``eval``) calls it."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from torchtune.data import collate_documents
 from torchtune.evaluation._errors import EvaluationError
 from torchtune.generation import fast_linears, stream_tokens
+from torchtune.generation._tokens import finite_steps
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import get_logger, require
 
@@ -142,6 +144,8 @@ class HarnessModel(_harness.TemplateLM):
                     targets = {at: requests[at][2] for at in shared[inputs]}
                     longest = max(map(len, targets.values()))
                     for at, values in self._scored(hidden[end - longest : end], targets).items():
+                        if math.isnan(values[0]):
+                            raise EvaluationError("A log-likelihood is NaN: load the model in fp32, or it diverged.")
                         found[at] = values
                         if requests[at][0] is not None:
                             self.cache_hook.add_partial("loglikelihood", requests[at][0], values)
@@ -248,7 +252,7 @@ class HarnessModel(_harness.TemplateLM):
             max_sequences=self.batch_size,
             is_over=is_over,
         )
-        with closing(steps):
+        with closing(finite_steps(steps, self.decoder)) as steps:
             for _ in steps:
                 for at in ended:
                     yield at, _requests.postprocess_generated_text(self.tok_decode(new[at]), until, None)

@@ -45,7 +45,7 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
         batch_size: rows per batch.
 
     Raises:
-        EvaluationError: a row is longer than the model's context, or no token is labelled.
+        EvaluationError: a row is longer than the model's context, no token is labelled, or the loss is not finite.
 
     Example:
         >>> rows = [{"tokens": [5, 6, 7], "labels": [6, 7, -100]}]
@@ -74,4 +74,6 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
         model.train(was_training)
     if not tokens:
         raise EvaluationError("perplexity: no token of the data is labelled: use rows with an answer, or texts.")
+    if not math.isfinite(total):
+        raise EvaluationError(f"perplexity: the loss is {total}: load the model in fp32, or its training has diverged.")
     return Perplexity(total / tokens, tokens)

@@ -16,7 +16,7 @@ from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.generation._errors import GenerationError
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._prompt_file import AnswerFile, Prompt
-from torchtune.generation._tokens import TokenStep, stream_tokens
+from torchtune.generation._tokens import TokenStep, finite_steps, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.training.supervise._run_report import bits
 
@@ -88,7 +88,8 @@ def answer_prompts(
         The file, with all answers and not yet finished: see :meth:`AnswerFile.finish`.
 
     Raises:
-        GenerationError: a prompt leaves no room for an answer, or the file has other answers.
+        GenerationError: a prompt leaves no room for an answer, the file has other answers, or the logits are not
+            finite.
 
     Example:
         >>> _ = (folder / "prompts.jsonl").write_text('"the cat"')
@@ -128,7 +129,7 @@ def answer_prompts(
                 draws=None if temperature == 0 else _draws(part, max_new_tokens, seed).to(device),
                 max_sequences=max_sequences,
             )
-            with closing(steps):
+            with closing(finite_steps(steps, model)) as steps:
                 for row, tokens in _ended(steps, [limits[prompt.line] for prompt in part], stop):
                     prompt, stopped = part[row], tokens[-1] in stop
                     end = "stop" if stopped else "max_new_tokens" if len(tokens) == max_new_tokens else "context"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from torchtune.generation._tokens import stream_tokens
+from torchtune.generation._tokens import finite_steps, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
 
@@ -43,6 +43,7 @@ def stream(
         stop_tokens=stop_tokens,
         use_cache=use_cache,
     )
+    steps = finite_steps(steps, model)
     try:
         for step in steps:
             if (token := step.tokens.item()) in (stop_tokens or ()):

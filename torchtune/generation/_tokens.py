@@ -1,7 +1,7 @@
 """Batched generation of tokens and their log-probabilities, streaming or whole."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -203,6 +203,22 @@ def stream_tokens(
                 yield TokenStep(indices, drawn[:, 0], log_probs)
             if not ranks.any(batch.is_unfinished):
                 return
+
+
+def finite_steps(steps: Iterator[TokenStep], model: TransformerDecoder) -> Iterator[TokenStep]:
+    """The steps of :func:`stream_tokens`; tokens of logits that are not finite would be read as answers.
+
+    Raises:
+        GenerationError: the logits of a step are not finite.
+    """
+    with closing(steps):
+        for step in steps:
+            if not step.log_probs.isfinite().all():
+                raise GenerationError(
+                    f"The model's logits are not finite in {model.tok_embeddings.weight.dtype}: load it in fp32, and "
+                    "check that its training did not diverge."
+                )
+            yield step
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:

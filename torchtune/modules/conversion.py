@@ -5,6 +5,7 @@ are LoRA, quantised base weights, fake quantisation and fused kernels. To add on
 ``phase`` and ``convert`` are required, every other method has a default.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -383,7 +384,8 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
             )
         done = [*done, conversion]
         model.conversions = done
-        log_rank_zero(get_logger(), str(report))
+        has_effect = report.replaced or report.num_parameters
+        log_rank_zero(get_logger(), str(report), logging.INFO if has_effect else logging.WARNING)
         reports.append(report)
     model.conversions = done
     return reports

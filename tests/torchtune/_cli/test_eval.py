@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import write_checkpoint, write_conversations
 from torchtune._cli.tune import main
@@ -145,7 +146,13 @@ def test_what_cannot_be_evaluated(folder: Path, tmp_path: Path, tune: Any) -> No
     assert "score: 'raises' fails for row 2: ZeroDivisionError" in error
     (path,) = (tmp_path / "eval").glob("*.jsonl")
     assert len(path.read_text().splitlines()) == 2  # what was answered is kept
+    diverged = write_checkpoint(tmp_path / "diverged")
+    tensors = load_file(diverged / "model.safetensors")
+    save_file({name: tensor * math.nan for name, tensor in tensors.items()}, diverged / "model.safetensors")
+    chats = write_conversations(tmp_path / "chats.jsonl", 2)
     for args, message in {
+        (diverged, "--data", data, "--score", "exact"): "logits are not finite in torch.float32: load it in fp32",
+        (diverged, "--data", chats, "--perplexity"): "perplexity: the loss is nan",
         (model,): "give rows in --data, or --tasks",
         (model, "--score", "exact"): "need rows",
         (model, "--data", data): "nothing is to be measured",

@@ -84,6 +84,21 @@ def test_order_of_application_and_record(caplog: pytest.LogCaptureFixture) -> No
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+def test_a_conversion_without_effect_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Nothing(Kernel):
+        def convert(self, model: Recorder) -> ConversionReport:
+            return ConversionReport("Nothing")
+
+    logger = logging.getLogger("torchtune")
+    logger.addHandler(caplog.handler)
+    try:
+        apply_conversions(Recorder(), [Nothing()])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.records[-1].getMessage() == "Nothing: 0 modules converted"
+    assert caplog.records[-1].levelno == logging.WARNING
+
+
 def test_hooks_run_in_order_and_are_optional() -> None:
     model = Recorder()
     apply_conversions(model, [Kernel("a"), Kernel("b"), LoRA(2, 4)][:2])
