@@ -146,8 +146,11 @@ def _replaced(
     settings: Any, cfg: RecipeSettings, folder: str, rows: int, length: int, changes: Mapping[str, Any]
 ) -> Any:
     """The settings with these changes, stand-ins for files, and two steps to do."""
+    if "collate_prompts" in str(cfg.collate_fn):
+        raise SimulationError("collate_fn: a recipe that samples answers cannot be simulated: use --dry-run.")
     pairs = "preference" in str(cfg.collate_fn) or "dpo" in str(cfg.collate_fn)
-    data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "pairs": pairs}
+    kind = {"rated" if "KTO" in str(cfg.loss) else "pairs": pairs}
+    data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, **kind}
     changes = {
         **changes,
         "output_dir": folder,
@@ -165,6 +168,7 @@ def _replaced(
         "epochs": 1,
         "max_steps_per_epoch": STEPS,
         "hang_timeout_minutes": None,
+        "share_prefix": False,  # what answers have in common is not known
         "log_level": "ERROR",
     }
     for key, value in _items(settings):

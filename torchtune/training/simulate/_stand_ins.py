@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,8 +35,17 @@ class StandInCheckpointer(CheckpointStore):
         super().__init__({})
         self.checkpoint_dir = Path()
 
+    @property
+    def store(self) -> "StandInCheckpointer":
+        """Of checkpointers, what knows the sources."""
+        return self
+
     def add_source(self, name: str, source: Any) -> None:
         """Any source will do."""
+
+    def source(self, name: str = "policy") -> Any:
+        """A folder without files, of weights of their own."""
+        return SimpleNamespace(checkpoint_dir=self.checkpoint_dir, fingerprint=name)
 
     def load_model(
         self, model: nn.Module, *, device: Any = "cpu", dtype: torch.dtype | None = None, name: str = "policy"
@@ -88,18 +98,19 @@ class StandInDataset:
         rows: how many.
         length: tokens of each.
         pairs: whether a row is a pair of answers.
+        rated: whether it is an answer that is labelled good or bad.
     """
 
-    def __init__(self, tokenizer: Any, *, rows: int, length: int, pairs: bool = False) -> None:
-        self._rows, self._row = rows, [0] * length
+    def __init__(self, tokenizer: Any, *, rows: int, length: int, pairs: bool = False, rated: bool = False) -> None:
+        self._rows, self._row, self._rated = rows, [0] * length, rated
         names = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
         self._names = names if pairs else ("tokens", "labels")
 
     def __len__(self) -> int:
         return self._rows
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return dict.fromkeys(self._names, self._row)
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict.fromkeys(self._names, self._row) | ({"is_chosen": index % 2 == 0} if self._rated else {})
 
 
 class StandInLogger:
