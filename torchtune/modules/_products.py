@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchtune.utils import computes_on_cpu
 
 _WORTH = 2**21  # multiplications from which on oneDNN is faster, its call included
+_ROWS = 64  # from which on a layer saves more than looking at all its operations costs: more than decoding has
 _BLOCK = 2**22  # elements of a result that is copied into another tensor
 
 
@@ -118,6 +119,7 @@ def fast_products(x: Tensor) -> AbstractContextManager[Any]:
     Layers keep their class, for conversions that look for ``nn.Linear``.
 
     Args:
-        x: what a layer computes on, ``[..., d]``; where oneDNN is no faster for it, nothing changes.
+        x: what a layer computes on, ``[..., d]``; where oneDNN is no faster for it, or rows are few, nothing changes.
     """
-    return _Linears() if _is_worth(x.numel() * x.shape[-1], x) else nullcontext()
+    rows, d = x.shape[:-1].numel(), x.shape[-1]
+    return _Linears() if rows >= _ROWS and _is_worth(rows * d * d, x) else nullcontext()

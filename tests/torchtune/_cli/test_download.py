@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_written(hub: ThreadingHTTPServer, tmp_path: Pat
     (tmp_path / "file").write_text("")
     done = download(url(hub), tmp_path / "cache", "own/model", "--output-dir", str(tmp_path / "file" / "here"))
     assert done.returncode == 2
-    assert f"Failed to write 'own/model' to {tmp_path / 'file' / 'here'}: Not a directory." in done.stderr
+    assert f"{tmp_path / 'file' / 'here'} cannot be written (Not a directory): choose another path." in done.stderr
 
 
 def test_kaggle_is_refused_by_name(tmp_path: Path) -> None:
