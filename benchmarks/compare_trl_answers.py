@@ -79,7 +79,7 @@ def run_ours(
 
     def rollouts() -> Any:
         vocab_size = model.tok_embeddings.weight.shape[0]
-        sampler = rlhf.LocalSampler(model, None, max_new_tokens=NEW, stop_tokens=[-1])
+        sampler = rlhf.LocalSampler(model, None, max_new_tokens=NEW, stop_tokens=[vocab_size - 1])
         prompts = make_prompts(examples) if layout == "rollouts" else [[5] * int(NEW * PROMPT / (1 - PROMPT))] * steps
         for number, tokens in enumerate(prompts):
             meter.start()
