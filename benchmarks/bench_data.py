@@ -29,6 +29,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 LENGTH = 2048
 
@@ -50,21 +51,27 @@ def write_chats(path: Path, size: int) -> None:
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
-def prepare_with_torchtune(data: str, tokenizer: str, processes: int) -> int:
-    """Packs that this library makes."""
+def open_chats(data: str, tokenizer: str, **how: Any) -> Any:
+    """Packs of chats, as this library makes them."""
     from torchtune.datasets import chat_dataset
-    from torchtune.datasets._parallel import workers
     from torchtune.modules.transforms.tokenizers import hf_tokenizer
 
+    return chat_dataset(
+        hf_tokenizer(tokenizer, max_seq_len=LENGTH),
+        source=data,
+        conversation_column="messages",
+        conversation_style="openai",
+        packed=True,
+        **how,
+    )
+
+
+def prepare_with_torchtune(data: str, tokenizer: str, processes: int) -> int:
+    """Packs that this library makes."""
+    from torchtune.datasets._parallel import workers
+
     with workers(processes):
-        dataset = chat_dataset(
-            hf_tokenizer(tokenizer, max_seq_len=LENGTH),
-            source=data,
-            conversation_column="messages",
-            conversation_style="openai",
-            packed=True,
-        )
-    return len(dataset)
+        return len(open_chats(data, tokenizer))
 
 
 def prepare_with_trl(data: str, tokenizer: str, processes: int) -> int:
@@ -137,21 +144,12 @@ def measure(side: str, data: Path, tokenizer: str, processes: int) -> dict[str, 
 def measure_steps(data: str, tokenizer: str, steps: int) -> None:
     """Print milliseconds of CPU time of the process that trains, for each step."""
     from torchtune.data import BatchLoader, collate_documents
-    from torchtune.datasets import chat_dataset
     from torchtune.datasets._parallel import workers
-    from torchtune.modules.transforms.tokenizers import hf_tokenizer
 
     kinds = {"mapped": (None, False), "stream, read ahead": (2, True), "stream": (1, True)}
     for kind, (processes, streaming) in kinds.items():
         with workers(processes):
-            dataset = chat_dataset(
-                hf_tokenizer(tokenizer, max_seq_len=LENGTH),
-                source=data,
-                conversation_column="messages",
-                conversation_style="openai",
-                packed=True,
-                **({"streaming": True} if streaming else {}),
-            )
+            dataset = open_chats(data, tokenizer, **({"streaming": True} if streaming else {}))
             how = {"shuffle": True, "seed": 0, "collate_fn": collate_documents}
             loader = BatchLoader(dataset, batch_size=1, max_steps_per_epoch=steps + 1, **how)
         took = []

@@ -18,7 +18,7 @@ from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
-from torchtune.utils import computes_on_cpu
+from torchtune.utils import computes_on_cpu, onednn_layout, onednn_linear
 
 
 def _is_plain(weight: object) -> bool:
@@ -32,16 +32,12 @@ def _is_plain(weight: object) -> bool:
     )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return _product(x, layer.weight, layer.bias)
+    return onednn_linear(x, layer.weight, layer.bias)
 
 
 def _adapted(layer: LoRALinear, x: Tensor) -> Tensor:
-    y = _product(x, layer.weight, layer.bias)
+    y = onednn_linear(x, layer.weight, layer.bias)
     if not layer.disabled:
         low = x.flatten(0, -2) @ layer.lora_a.weight.t()
         y.flatten(0, -2).addmm_(low, layer.lora_b.weight.t(), alpha=layer.scaling)
@@ -72,7 +68,7 @@ class _Packed:
         self._ranks = [layer.rank for layer in self._adapted]
         self._sizes = [len(weight) for weight in weights] + [sum(self._ranks)]
         rows = weights + [layer.lora_a.weight.detach() for layer in self._adapted]
-        self._weight = _reordered(torch.cat(rows) if len(rows) > 1 else rows[0])
+        self._weight = onednn_layout(torch.cat(rows) if len(rows) > 1 else rows[0])
         self._up = self._scaled_up(weights[0])
         self._bias = None
         if any(layer.bias is not None for layer in layers):
@@ -105,7 +101,7 @@ class _Packed:
         return found
 
     def _all(self, x: Tensor) -> list[Tensor | None]:
-        y = _product(x, self._weight, self._bias)
+        y = onednn_linear(x, self._weight, self._bias)
         *outputs, low = y.split(self._sizes, -1)
         if self._adapted:
             for layer, part in zip(self._adapted, low.split(self._ranks, -1), strict=True):
@@ -124,10 +120,6 @@ class _Packed:
         alone = len(rows) == self._sizes[0]
         for layer, weight in zip(self._layers, rows.split(self._sizes), strict=False):
             layer.weight.data = weight if alone else weight.clone()
-
-
-def _reordered(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, 64)  # its layout is the same for all small batches
 
 
 def _candidates(model: nn.Module) -> list[nn.Module]:
@@ -222,7 +214,7 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
                             module.forward = partial(_KINDS[type(module)], module)
                             changed.append(module)
                 if tied:
-                    output.linear = _product
+                    output.linear = onednn_linear
             yield
         finally:
             for module in changed:

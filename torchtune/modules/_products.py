@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchtune.utils import computes_on_cpu
+from torchtune.utils import computes_on_cpu, onednn_linear
 
 _WORTH = 2**21  # multiplications from which on oneDNN is faster, its call included
 _ROWS = 64  # from which on a layer saves more than looking at all its operations costs: more than decoding has
@@ -49,7 +49,7 @@ def _dense(matrix: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).t(), None, "none", [], "")
+    return onednn_linear(_dense(a), _dense(b).t())
 
 
 def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
@@ -81,7 +81,7 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """``F.linear`` by oneDNN, without a gradient; None where that is no faster."""
     if x.ndim < 2 or not _is_worth(x.numel() * weight.shape[0], x, weight):
         return None
-    return torch.ops.mkldnn._linear_pointwise(x, _dense(weight), bias, "none", [], "")
+    return onednn_linear(x, _dense(weight), bias)
 
 
 class _Linear(torch.autograd.Function):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torchtune import config
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.loss import LossError
-from torchtune.modules.peft import AdapterModule, disable_adapter
+from torchtune.modules.peft import disable_adapter
+from torchtune.modules.peft._utils import adapter_modules
 from torchtune.rlhf._reference_cache import cache_log_probs
 from torchtune.rlhf._teacher import check_same_tokenizer, warn_of_itself
 from torchtune.rlhf.loss import AnswerLoss, setup_loss
@@ -285,8 +286,8 @@ def _changes_nothing(model: nn.Module, dims: ParallelDims) -> bool:
     """Whether all that is trained are adapters that add 0."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     changed = False
-    for module in model.modules():
-        if isinstance(module, AdapterModule) and getattr(module, "disabled", None) is False:
+    for _, module in adapter_modules(model):
+        if getattr(module, "disabled", None) is False:
             own = dict(module.named_parameters())
             trained -= {id(own[name]) for name in module.adapter_params()}
             last = getattr(getattr(module, "lora_b", None), "weight", None)

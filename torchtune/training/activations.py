@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtune.modules.peft._functional import base_products_are_kept
 from torchtune.modules.transformer import TransformerSelfAttentionLayer, text_decoder
 from torchtune.training.memory import CheckpointedForward, checkpoint_module, set_activation_checkpointing
-from torchtune.utils import UserError, reduce_scatter_op
+from torchtune.utils import UserError, onednn_linear_op, reduce_scatter_op
 
 
 class ActivationCheckpointingError(UserError, ValueError):
@@ -31,8 +31,7 @@ def _attention_ops() -> set[Any]:
 
 def _matmul_ops() -> set[Any]:
     ops = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-    on_cpu = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # torchtune.modules._products
-    return ops if on_cpu is None else ops | {on_cpu.default}
+    return ops | ({onednn_linear_op()} - {None})
 
 
 class _EveryOtherMatmul:

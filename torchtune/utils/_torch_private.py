@@ -82,6 +82,22 @@ def reduce_scatter_op() -> Any:
     return torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear`` on CPU by oneDNN, without a gradient; float32 has no public way to it."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def onednn_linear_op() -> Any | None:
+    """The operation of :func:`onednn_linear`, for rules on what is recomputed; None in a build without oneDNN."""
+    op = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return None if op is None else op.default
+
+
+def onednn_layout(weight: torch.Tensor) -> torch.Tensor:
+    """A weight in the layout that :func:`onednn_linear` reads fastest."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 64)  # it is the same for all small batches
+
+
 def has_cpp_compiler() -> bool:
     """Whether the compiler that inductor writes C++ for can be found; only inductor knows where it looks."""
     from torch._inductor.cpp_builder import get_cpp_compiler

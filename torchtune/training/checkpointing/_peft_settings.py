@@ -9,8 +9,9 @@ from torch import nn
 
 from torchtune.models import FusedAdapter
 from torchtune.modules.conversion import complete_conversions
-from torchtune.modules.peft import AdapterModule, LoRALinear
+from torchtune.modules.peft import LoRALinear
 from torchtune.modules.peft._functional import start_from_weight
+from torchtune.modules.peft._utils import adapter_modules
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import identity, read_json
@@ -179,7 +180,7 @@ def startable(model: nn.Module, init: str, path: Path | str) -> dict[str, LoRALi
     """
     spec, description = identity(model)
     groups = {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.tune}
-    adapted = {path: module for path, module in model.named_modules() if isinstance(module, AdapterModule)}
+    adapted = dict(adapter_modules(model))
     others = [
         f"{path}.{module.adapter_params()[0]}"
         for path, module in adapted.items()
