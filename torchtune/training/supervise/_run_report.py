@@ -19,11 +19,10 @@ from torchtune.training._recipe_settings import RecipeSettings, RecipeSettingsEr
 from torchtune.training.checkpointing._adapter import ADAPTER_FILE
 from torchtune.training.checkpointing._directories import complete_directories
 from torchtune.training.parallel._parallel_dims import ParallelDims
-from torchtune.training.supervise._step_guard import StepGuard
+from torchtune.training.supervise._step_guard import COURSE, StepGuard
 from torchtune.utils import get_logger, log_rank_zero
 
 _WIDTH = 12  # of the column of names
-_COURSE = {"loss": "loss", "rewards/total": "reward", "rewards/accuracies": "accuracy"}
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> str:
@@ -198,7 +197,7 @@ class RunReport:
 
     def _results(self) -> Iterator[tuple[str, str]]:
         course = self._recipe.guard.course
-        for name, label in _COURSE.items():
+        for name, label in COURSE.items():
             # The loss of answers that are compared with others of their group stays near 0.
             first, last = course.get(name, ((0, math.nan), (0, math.nan)))
             if math.isfinite(last[1]) and not (name == "loss" and "rewards/total" in course):

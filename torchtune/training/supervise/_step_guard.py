@@ -21,7 +21,8 @@ from torchtune.utils import UserError, explain_os_error, get_logger, log_once, v
 
 # Steps in the mean of the loss, and their minimum.
 _WINDOW, _ENOUGH = 128, 32
-_COURSE = {"loss", "rewards/total", "rewards/accuracies"}
+# Metrics that say whether a run gets anywhere, and what a report calls them.
+COURSE = {"loss": "loss", "rewards/total": "reward", "rewards/accuracies": "accuracy"}
 # Name -> (sum, count).
 Figures = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | int]]
 
@@ -221,7 +222,7 @@ class StepGuard:
             self._record(step, reason, loss, grad_norm)
         self._losses = []
         metrics |= {"loss": loss, **self._noted}
-        for name in _COURSE & metrics.keys():
+        for name in COURSE.keys() & metrics.keys():
             now = (step, metrics[name])
             self.course[name] = (self.course[name][0] if name in self.course else now, now)
         if self.num_skipped:
