@@ -95,10 +95,10 @@ class Llama3VisionTransform(Llama3Tokenizer):
             inference: leave the last turn open, for a model to continue.
 
         Returns:
-            the sample with ``tokens``, ``mask`` (True = not trained on), ``encoder_input`` with lists ``images``, of
-            ``[tiles, 3, tile_size, tile_size]``, and ``aspect_ratio``, of int64 ``[2]``, and ``encoder_mask``, a list of
-            bool ``[s, tiles * (patches + 1)]``. A row to train on that has no image gets a blank tile that no token
-            attends to, so that all ranks run the same modules.
+            the sample with ``tokens``, ``mask`` (True = not trained on), ``encoder_input`` and ``encoder_mask``.
+            ``encoder_input`` has lists: ``images``, of ``[tiles, 3, tile_size, tile_size]``, and ``aspect_ratio``, of
+            int64 ``[2]``. ``encoder_mask`` is a list of bool ``[s, tiles * (patches + 1)]``. A row to train on that has
+            no image gets a blank tile that no token attends to, so that all ranks run the same modules.
 
         Raises:
             DataError: the messages do not fit the prompt layout, an image cannot be read, or ``max_seq_len`` would cut

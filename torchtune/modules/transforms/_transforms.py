@@ -22,10 +22,8 @@ class VisionCrossAttentionMask(Transform):
     Example:
         >>> transform = torchtune.modules.transforms.VisionCrossAttentionMask(4, 2, image_token_id=9)
         >>> sample = {"tokens": [1, 9, 2], "encoder_input": {"images": [torch.zeros(1, 3, 4, 4)]}}
-        >>> transform(sample)["encoder_mask"][0].int()
-        tensor([[0, 0, 0, 0, 0],
-                [1, 1, 1, 1, 1],
-                [1, 1, 1, 1, 1]])
+        >>> transform(sample)["encoder_mask"][0].int().tolist()
+        [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
     """
 
     def __init__(self, tile_size: int, patch_size: int, image_token_id: int) -> None:
