@@ -142,8 +142,9 @@ def _builtin() -> Mapping[str, ModelSpec]:
     """Built-in families by name: the packages beside this file with a ``SPEC`` of the package's name."""
     specs = {}
     for name in packages_in([str(Path(__file__).parent)]):
-        spec = importlib.import_module(f"torchtune.models.{name}").SPEC
-        if spec.name == name:  # else the package re-exports sizes of another family
+        spec = getattr(importlib.import_module(f"torchtune.models.{name}"), "SPEC", None)
+        # Else the package is a part of other families, or re-exports sizes of another one.
+        if spec is not None and spec.name == name:
             specs[name] = spec
     return specs
 
