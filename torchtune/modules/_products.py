@@ -81,10 +81,9 @@ def _is_worth_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether oneDNN, which checks no shapes, is faster and does what ``F.linear`` does."""
     return (
         x.ndim > 1
-        and weight.ndim == 2
-        and _is_worth(x.numel() * weight.shape[0], x, weight)
-        and x.shape[-1] == weight.shape[1]
+        and x.shape[-1:] == weight.shape[1:]
         and (bias is None or (_is_plain(bias) and bias.shape == weight.shape[:1]))
+        and _is_worth(x.numel() * weight.shape[0], x, weight)
     )
 
 
@@ -96,18 +95,17 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        needs_rows, needs_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(rows if needs[1] else None, weight if needs[0] else None)
         return onednn_linear(rows, _dense(weight), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
         product = torch.mm if torch.is_grad_enabled() else mm  # a gradient of gradients is asked for
-        grad_rows = product(grad, weight) if needs_rows else None
-        grad_weight = product(grad.t(), rows) if needs_weight else None
-        return grad_rows, grad_weight, grad.sum(0) if needs_bias else None
+        grad_rows = None if weight is None else product(grad, weight)
+        grad_weight = None if rows is None else product(grad.t(), rows)
+        return grad_rows, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -125,9 +123,8 @@ class _Linears(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Activation checkpointing of a part computes it again outside, where the products must be the same.
-        if func is F.linear and saved_tensor_hooks() == self._hooks:
-            func = linear
-        return func(*args, **(kwargs or {}))
+        is_ours = func is F.linear and saved_tensor_hooks() == self._hooks
+        return (linear if is_ours else func)(*args, **(kwargs or {}))
 
 
 def fast_products(x: Tensor) -> AbstractContextManager[Any]:
