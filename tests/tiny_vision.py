@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from tests.tiny import write_tokenizer
+
 TILE, PATCH, TILES, TOKENS = 28, 14, 4, 5  # tokens: patches of a tile, and the learned one
-IMAGE_TOKEN = 60
+IMAGE_TOKEN = 320  # the first one after the vocabulary
 INDICES = [1, 2]  # layers of the encoder whose inputs are projected beside its output
 
 
@@ -75,8 +77,9 @@ def mllama(seed: int = 0) -> Any:
 
 
 def write_vision_checkpoint(folder: Path, seed: int = 0) -> Path:
-    """Save :func:`mllama` in ``folder``, and return the folder."""
+    """Save :func:`mllama` in ``folder``, with a tokenizer, and return the folder."""
     mllama(seed).save_pretrained(folder)
+    assert write_tokenizer(folder) <= IMAGE_TOKEN
     return folder
 
 

@@ -44,7 +44,9 @@ class VisionDescription(Description):
         if self.tile_size % self.patch_size:
             raise ModelError(f"tile_size ({self.tile_size}) must be a multiple of patch_size ({self.patch_size}).")
         if self.clip_dim % self.num_clip_heads:
-            raise ModelError(f"clip_dim ({self.clip_dim}) must be a multiple of num_clip_heads ({self.num_clip_heads}).")
+            raise ModelError(
+                f"clip_dim ({self.clip_dim}) must be a multiple of num_clip_heads ({self.num_clip_heads})."
+            )
         wrong = [layer for layer in self.clip_hidden_states if not 0 <= layer < self.num_clip_layers]
         if wrong or list(self.clip_hidden_states) != sorted(set(self.clip_hidden_states)):
             raise ModelError(

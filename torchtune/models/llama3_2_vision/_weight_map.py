@@ -64,9 +64,10 @@ class _Flat(ExternalSlice):
 
 @dataclass(frozen=True)
 class TileTable(Op):
-    """Embeddings of tiles: ours by place ``[rows, columns, n, d]``, theirs by aspect ratio ``[1 + ratios, tiles * n * d]``.
+    """Embeddings of tiles: ours by place, theirs by aspect ratio.
 
-    Theirs repeats a place in every aspect ratio that has it. Ratio 0, and the tiles that a ratio lacks, are zero.
+    Ours is ``[rows, columns, n, d]``, theirs ``[1 + ratios, tiles * n * d]``, which repeats a place in every
+    aspect ratio that has it. Ratio 0, and the tiles that a ratio lacks, are zero.
     """
 
     def to_tune(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
@@ -236,9 +237,14 @@ _PLACES = {
 def _rows(column: int) -> list[Row]:
     """Everything but the text decoder's own weights."""
     cross, encoder, clip, head, projection = _PLACES[column]
-    rows = [Row(cross + row[column], f"decoder.layers.{{layer}}.fusion_layer.{row[0]}", when="fusion_layers") for row in _CROSS]
+    rows = [
+        Row(cross + row[column], f"decoder.layers.{{layer}}.fusion_layer.{row[0]}", when="fusion_layers")
+        for row in _CROSS
+    ]
     rows += [Row(clip + row[column], f"encoder.clip.layers.{{clip}}.{row[0]}") for row in _ENCODER_LAYER]
-    rows += [Row(head + row[column], f"encoder.projection.layers.{{head}}.{row[0]}") for row in (*_ENCODER_LAYER, *_GATES)]
+    rows += [
+        Row(head + row[column], f"encoder.projection.layers.{{head}}.{row[0]}") for row in (*_ENCODER_LAYER, *_GATES)
+    ]
     rows += [Row(encoder + row[column][0], f"encoder.{row[0]}", row[column][1]) for row in _ENCODER]
     rows += [Row(projection + kind, f"encoder.projection.output.{kind}") for kind in ("weight", "bias")]
     return rows
