@@ -14,7 +14,6 @@ from urllib.request import urlopen
 import torch
 
 from torchtune.data._common import DataError
-from torchtune.utils import UserError
 from torchtune.utils._optional import require
 
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, http.client.HTTPException)
@@ -117,15 +116,6 @@ def load_image(image_loc: Path | str) -> torch.Tensor:
         UserError: Pillow is not installed.
     """
     return as_pixels(image_loc).contiguous()
-
-
-def padded_collate_tiled_images_and_mask(batch: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Raise: batches with images are not in this release. Copied generation and evaluation recipes import the name.
-
-    Raises:
-        UserError: always.
-    """
-    raise UserError("padded_collate_tiled_images_and_mask: vision models are not in this release: use a text model.")
 
 
 def format_content_with_images(content: str, *, image_tag: str, images: list[Any]) -> list[dict[str, Any]]:
