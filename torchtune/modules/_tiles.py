@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchtune.modules._outside_graphs import outside_graphs
+
 
 @dataclass(frozen=True)
 class TileMask:
@@ -20,7 +22,7 @@ class TileMask:
 
     groups: tuple[tuple[int, int], ...]
 
-    @torch.compiler.disable  # a new set of images compiles nothing
+    @outside_graphs  # a new set of images compiles nothing
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
         """Attention ``[b, s, n, h]`` of queries, keys and values of this shape."""
         found, start = [], 0
