@@ -8,7 +8,7 @@ import torch
 from tests.tiny import write_tokenizer
 
 TILE, PATCH, TILES, TOKENS = 28, 14, 4, 5  # tokens: patches of a tile, and the learned one
-IMAGE_TOKEN = 320  # the first one after the vocabulary
+IMAGE_TOKEN = 316  # the first one after the vocabulary
 INDICES = [1, 2]  # layers of the encoder whose inputs are projected beside its output
 
 
@@ -78,8 +78,13 @@ def mllama(seed: int = 0) -> Any:
 
 def write_vision_checkpoint(folder: Path, seed: int = 0) -> Path:
     """Save :func:`mllama` in ``folder``, with a tokenizer, and return the folder."""
+    from tokenizers import Tokenizer
+
     mllama(seed).save_pretrained(folder)
-    assert write_tokenizer(folder) <= IMAGE_TOKEN
+    assert write_tokenizer(folder) == IMAGE_TOKEN
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|image|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -149,3 +154,46 @@ def logits_of_transformers(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of random text, two of three with an image at their beginning, as a dataset of images yields them.
+
+    Args:
+        tokenizer: what recipes hand over; not used.
+        count: of rows.
+        with_images: whether there are images at all.
+    """
+
+    def __init__(self, tokenizer: Any = None, count: int = 6, with_images: bool = True) -> None:
+        self.count, self.with_images = count, with_images
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        text = torch.randint(3, 300, (5 + index % 2,), generator=generator).tolist()
+        ratios = [(1 + index % 2, 2)] if index % 3 and self.with_images else []
+        tokens = torch.tensor([1, *[IMAGE_TOKEN] * len(ratios), *text])
+        inputs = images(ratios or [(1, 1)], seed=index)
+        mask = sees(tokens[None], inputs["aspect_ratio"])[0]
+        counts = [height * width for height, width in ratios]
+        return {
+            "tokens": tokens,
+            "labels": torch.cat([torch.tensor([-100, -100]), tokens[3:], torch.tensor([-100])]),
+            "encoder_input": {
+                "images": [inputs["images"][0, j, :count] for j, count in enumerate(counts)],
+                "aspect_ratio": [torch.tensor(ratio) for ratio in ratios],
+            },
+            "encoder_mask": [mask[:, : count * TOKENS] for count in counts],
+        }
+
+
+def with_parts(checkpoint_dir: str, **trainable: bool) -> Any:
+    """The model of a checkpoint, some of its parts frozen: ``decoder_trainable`` …, as builders of known sizes have."""
+    from torchtune.models.llama3_2_vision import SPEC
+    from torchtune.utils import read_json
+
+    description = SPEC.from_hf_config(read_json(Path(checkpoint_dir) / "config.json", ValueError))
+    return SPEC.builder(description, SPEC, **trainable)

@@ -170,9 +170,11 @@ class DeepFusionModel(nn.Module):
 
     def _gathers(self) -> bool:
         """Whether ranks gather the encoder's parameters in its forward pass, so that all of them must run it."""
-        from torch.distributed.tensor import DTensor  # slow to import
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return False
+        from torch.distributed.fsdp import FSDPModule  # slow to import
 
-        return isinstance(next(self.encoder.parameters(), None), DTensor)
+        return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
 
     def _warn_of_text(self) -> None:
         fusion = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
