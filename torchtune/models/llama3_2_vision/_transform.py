@@ -86,6 +86,10 @@ class Llama3VisionTransform(Llama3Tokenizer):
         """Largest token id plus 1, that of ``<|image|>`` included."""
         return max(super().vocab_size, self.image_id + 1)
 
+    def fingerprint_parts(self) -> dict[str, Any]:
+        """What the tokens of a row depend on: not how images are resized."""
+        return {name: value for name, value in vars(self).items() if name not in ("transform_image", "xattn_mask")}
+
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """Replace ``messages`` by tokens and images.
 
