@@ -45,6 +45,17 @@ def multimodal_chat_dataset(
 
     Raises:
         DataError: ``packed``; there is no folder ``image_dir``; no row has an image; see :class:`SFTDataset`.
+
+    Example:
+        >>> from PIL import Image
+        >>> def transform(sample):
+        ...     images = [image.size for message in sample["messages"] for image in message.get_media()]
+        ...     return {"tokens": [1, 2], "mask": [True, False], "sizes": images}
+        >>> turns = [{"from": "human", "value": "<image> What?"}, {"from": "gpt", "value": "a cat"}]
+        >>> rows = [{"conversations": turns, "image": Image.new("RGB", (4, 3))}]
+        >>> data = torchtune.datasets.multimodal.multimodal_chat_dataset(transform, source=rows, image_tag="<image>")
+        >>> data[0]["sizes"]
+        [(4, 3)]
     """
     transform = ShareGPTToMessages(
         column_map=column_map,

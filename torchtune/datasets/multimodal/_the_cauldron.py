@@ -63,6 +63,12 @@ def the_cauldron_transform(
         texts_col: column of the questions with answers.
         images_col: column of the images.
         new_system_prompt: text of a system turn to insert.
+
+    Example:
+        >>> transform = torchtune.datasets.multimodal.the_cauldron_transform(tokenizer)
+        >>> row = {"images": [], "texts": [{"user": "Who?", "assistant": "one cat"}]}
+        >>> tokenizer.decode([label for label in transform(row)["labels"] if label != -100])
+        'one cat'
     """
     columns = {"texts": texts_col, "images": images_col}
     return SFTTransform(TheCauldronToMessages(columns, new_system_prompt), model_transform)

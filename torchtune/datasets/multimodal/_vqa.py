@@ -30,6 +30,15 @@ def vqa_dataset(
 
     Raises:
         DataError: ``packed``; there is no folder ``image_dir``; no row has an image; see :class:`SFTDataset`.
+
+    Example:
+        >>> from PIL import Image
+        >>> def transform(sample):
+        ...     images = [image.size for message in sample["messages"] for image in message.get_media()]
+        ...     return {"tokens": [1, 2], "mask": [True, False], "sizes": images}
+        >>> rows = [{"input": "What?", "output": "a cat", "image": Image.new("RGB", (4, 3))}]
+        >>> torchtune.datasets.multimodal.vqa_dataset(transform, source=rows)[0]["sizes"]
+        [(4, 3)]
     """
     columns = {"image": "image", **column_map} if column_map else {name: name for name in ("input", "output", "image")}
     transform = InputOutputToMessages(
