@@ -1,6 +1,7 @@
 """Rows with images: what is checked before they are read."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,21 @@ def images_of(sample: Mapping[str, Any]) -> list[Any]:
     """The images of a conversation, in order."""
     messages = sample.get("messages") or ()
     return [image for message in messages if isinstance(message, Message) for image in message.get_media()]
+
+
+def size_of(image: Any) -> tuple[int, int] | None:
+    """(width, height) of an image, in pixels; ``None`` of one of the web. Raises :class:`DataError`."""
+    if isinstance(image, torch.Tensor):
+        return image.shape[-1], image.shape[-2]
+    opened = open_image(image, decode=False)
+    return None if opened is None else opened.size
+
+
+def content_of(image: Any) -> Any:
+    """What tells an image from others, without its pixels if it has a name."""
+    if isinstance(image, Mapping):
+        return image.get("bytes") or image.get("path")
+    return str(image) if isinstance(image, str | Path) else id(image)
 
 
 def check_images(sample: Mapping[str, Any], decode: bool) -> int:

@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 
 from torchtune.data import DataError, Transform, as_messages, validate_messages
 from torchtune.data._common import as_sample, check_tokenizer
-from torchtune.data._images import open_image
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._images import check_images, check_rows, encoded, images_of, row_error, with_images
@@ -228,14 +227,11 @@ class SFTDataset(Dataset):
         except DataError as error:
             raise row_error(error, self.source, row, self._rows, self._skips) from error
 
-    def image_sizes(self, index: int) -> list[tuple[int, int] | None]:
-        """(width, height) of the images of a row, in pixels; ``None`` for those of the web."""
-        images = images_of(self._transform.messages(self._rows[int(self._numbers[index])])) if self.on_reading else []
-        opened = [image if hasattr(image, "shape") else open_image(image, decode=False) for image in images]
-        return [
-            None if one is None else (one.shape[-1], one.shape[-2]) if hasattr(one, "shape") else one.size
-            for one in opened
-        ]
+    def images(self, index: int) -> list[Any]:
+        """The images of a row as it has them: paths, addresses, files or pixels."""
+        if not self.on_reading:
+            return []
+        return images_of(self._transform.messages(self._rows[int(self._numbers[index])]))
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""

@@ -14,6 +14,7 @@ from tests.torchtune.modules.transforms.test_vision import photo
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE
 from torchtune.data import DataError, Message, padded_collate_sft
 from torchtune.datasets import PackedDataset, SFTDataset, alpaca_dataset, chat_dataset, instantiate_collate
+from torchtune.datasets._images import size_of
 from torchtune.datasets._preview import preview
 from torchtune.datasets._shared import preparing
 from torchtune.datasets.multimodal import (
@@ -23,6 +24,7 @@ from torchtune.datasets.multimodal import (
     the_cauldron_transform,
     vqa_dataset,
 )
+from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.models.llama3_2_vision import Llama3VisionTransform
 
 SIZES = [(28, 28), (20, 60), (90, 30)]
@@ -82,6 +84,10 @@ def assert_same(row: dict[str, Any], other: dict[str, Any]) -> None:
     assert all(map(torch.equal, row["encoder_mask"], other["encoder_mask"]))
 
 
+def sizes_of(dataset: SFTDataset, index: int) -> list[tuple[int, int] | None]:
+    return [size_of(image) for image in dataset.images(index)]
+
+
 @pytest.mark.parametrize("file", ["rows.json", "rows.jsonl"])
 def test_llava(transform: Llama3VisionTransform, pictures: Path, tmp_path: Path, file: str) -> None:
     dataset = llava_instruct_dataset(
@@ -92,7 +98,7 @@ def test_llava(transform: Llama3VisionTransform, pictures: Path, tmp_path: Path,
     assert_same(dataset[1], expected(transform, photo(*SIZES[1], seed=1), ["What is\n", None], ["blue"]))
     assert_same(dataset[2], expected(transform, None, ["Where is the dog?"], ["small"]))
     assert dataset.lengths.tolist() == [len(dataset[i]["tokens"]) for i in range(4)]
-    assert (dataset.num_images, dataset.image_sizes(1), dataset.image_sizes(2)) == (3, [(60, 20)], [])
+    assert (dataset.num_images, sizes_of(dataset, 1), sizes_of(dataset, 2)) == (3, [(60, 20)], [])
     collate = instantiate_collate("torchtune.data.padded_collate_tiled_images_and_mask", transform)
     batch = collate([dataset[i] for i in range(4)])
     assert batch.inputs["encoder_input"]["images"].shape == (4, 1, 3, 3, 28, 28)  # 90 x 30 is three tiles high
@@ -132,7 +138,7 @@ def test_questions_and_several_images(transform: Llama3VisionTransform, pictures
         image_dir=str(pictures),
     )
     sizes = [(28, 28), (60, 20)]
-    assert asked.image_sizes(0) == sizes
+    assert sizes_of(asked, 0) == sizes
     assert transform.decode(asked[0]["tokens"], skip_special_tokens=False).count("<|image|><|image|>What?") == 1
     turns = llava(names, "one <image> two <image>", "red")
     chats = multimodal_chat_dataset(transform, source=[turns], image_tag="<image>", image_dir=str(pictures))
@@ -146,7 +152,7 @@ def test_questions_and_several_images(transform: Llama3VisionTransform, pictures
     chat = chat_dataset(
         transform, source=[{"messages": openai}], conversation_column="messages", conversation_style="openai"
     )
-    assert chat.image_sizes(0) == sizes[::-1]
+    assert sizes_of(chat, 0) == sizes[::-1]
     # Text alone goes with the transform of a vision model, too.
     text = alpaca_dataset(transform, source=[{"instruction": "one", "output": "two"}])
     assert text[0]["encoder_input"]["images"][0].shape == (1, 3, 28, 28)
@@ -174,7 +180,7 @@ def test_a_bad_row_is_named_before_training(
     assert "row 1: " in str(error.value)
     assert reason in str(error.value)
     kept = llava_instruct_dataset(transform, source=[ROWS[0], row, ROWS[1]], image_dir=str(pictures), on_bad_row="skip")
-    assert (len(kept), kept.origins(1)[0]["row"], kept.image_sizes(1)) == (2, 2, [(60, 20)])
+    assert (len(kept), kept.origins(1)[0]["row"], sizes_of(kept, 1)) == (2, 2, [(60, 20)])
     assert kept[1]["tokens"][-8:] == kept.document(1)["tokens"].tolist()[-8:]
 
 
@@ -214,6 +220,8 @@ def test_what_is_not_possible_with_images(transform: Llama3VisionTransform, pict
         instantiate_collate("torchtune.data.collate_documents", transform)
     with pytest.raises(DataError, match="padded_collate_tiled_images_and_mask"):
         padded_collate_sft([dataset[0]])
+    with pytest.raises(DataError, match="rows 0, 1, 3: a turn holds an image, but Llama3Tokenizer takes text only"):
+        llava_instruct_dataset(Llama3Tokenizer(write_ranks(tmp_path / "ranks")), **build)
     with preview(1):  # whose rows may be without images
         llava_instruct_dataset(transform, source=write(tmp_path / "a.jsonl", ROWS[2:]), image_dir=str(pictures))
 
@@ -254,7 +262,7 @@ def test_a_transform_of_ones_own_gets_pillow_images(pictures: Path, tmp_path: Pa
     assert "pixel_values" not in dataset[0]
     theirs = Processor().images(images=[[photo(*SIZES[1], seed=1)]], return_tensors="pt")["pixel_values"]
     assert torch.equal(dataset[2]["pixel_values"], theirs)
-    assert (dataset.num_images, dataset.image_sizes(2), len(dataset)) == (2, [(60, 20)], 3)
+    assert (dataset.num_images, sizes_of(dataset, 2), len(dataset)) == (2, [(60, 20)], 3)
     (pictures / "0.png").unlink()
     with pytest.raises(DataError, match=r"row 1: .*0.png cannot be read"):
         llava_instruct_dataset(Processor(), **settings)

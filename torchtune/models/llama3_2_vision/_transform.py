@@ -132,7 +132,7 @@ class Llama3VisionTransform(Llama3Tokenizer):
 
 def llama3_2_vision_transform(
     path: str,
-    max_seq_len: int = 8192,
+    max_seq_len: int | None = 8192,
     image_size: int = 560,
     special_tokens_path: str | None = None,
     prompt_template: TemplateType | None = None,
@@ -141,7 +141,7 @@ def llama3_2_vision_transform(
 
     Args:
         path: Meta's ``tokenizer.model``.
-        max_seq_len: longest row, in tokens.
+        max_seq_len: longest row, in tokens; ``None`` does not cut.
         image_size: side of a tile, in pixels; that of the model.
         special_tokens_path: a ``tokenizer.json`` with special tokens that replace Llama 3's.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
