@@ -127,7 +127,8 @@ class Llama3VisionTransform(Llama3Tokenizer):
         images = sum(len(message.get_media()) for message in messages)
         if lost := images - tokens.count(self.image_id):
             raise DataError(f"max_seq_len={self.max_seq_len} cuts off {lost} of the row's {images} images: raise it")
-        return tokens, mask
+        # The output layer has no row for the token of an image, whosever turn it is in.
+        return tokens, [masked or token == self.image_id for token, masked in zip(tokens, mask, strict=True)]
 
 
 def llama3_2_vision_transform(
