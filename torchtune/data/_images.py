@@ -46,8 +46,7 @@ def _data(value: Any) -> bytes:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        where = "" if Path(error.filename).is_absolute() else f" in {Path.cwd()}"
-        return f"there is no such file{where}: image_dir is the folder of the images"
+        return "there is no such file"
     if isinstance(error, binascii.Error):
         return "its base64 is broken"
     if type(error).__name__ == "UnidentifiedImageError":

@@ -71,6 +71,13 @@ def test_text_is_that_of_llama3_and_images_those_of_transformers(ranks: str) -> 
     assert open_row["tokens"][-1] != row["tokens"][-1]
 
 
+def test_the_token_of_an_image_is_never_trained_on(ranks: str) -> None:
+    shown = Message("assistant", [{"type": "text", "content": "red"}, {"type": "image", "content": PHOTOS[0]}])
+    row = transform_of(ranks)({"messages": [Message("user", "one", masked=True), shown]})
+    assert [masked for token, masked in zip(row["tokens"], row["mask"], strict=True) if token == IMAGE] == [True]
+    assert row["mask"].count(False) > 2
+
+
 def test_a_row_without_images_has_a_blank_tile_that_nothing_sees(ranks: str) -> None:
     transform = transform_of(ranks)
     row = transform(ROWS[2])

@@ -86,6 +86,10 @@ class Llama3VisionTransform(Llama3Tokenizer):
         """Largest token id plus 1, that of ``<|image|>`` included."""
         return max(super().vocab_size, self.image_id + 1)
 
+    def fingerprint_parts(self) -> dict[str, Any]:
+        """What the tokens of a row depend on: not how images are resized."""
+        return {name: value for name, value in vars(self).items() if name not in ("transform_image", "xattn_mask")}
+
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """Replace ``messages`` by tokens and images.
 
@@ -123,12 +127,13 @@ class Llama3VisionTransform(Llama3Tokenizer):
         images = sum(len(message.get_media()) for message in messages)
         if lost := images - tokens.count(self.image_id):
             raise DataError(f"max_seq_len={self.max_seq_len} cuts off {lost} of the row's {images} images: raise it")
-        return tokens, mask
+        # The output layer has no row for the token of an image, whosever turn it is in.
+        return tokens, [masked or token == self.image_id for token, masked in zip(tokens, mask, strict=True)]
 
 
 def llama3_2_vision_transform(
     path: str,
-    max_seq_len: int = 8192,
+    max_seq_len: int | None = 8192,
     image_size: int = 560,
     special_tokens_path: str | None = None,
     prompt_template: TemplateType | None = None,
@@ -137,7 +142,7 @@ def llama3_2_vision_transform(
 
     Args:
         path: Meta's ``tokenizer.model``.
-        max_seq_len: longest row, in tokens.
+        max_seq_len: longest row, in tokens; ``None`` does not cut.
         image_size: side of a tile, in pixels; that of the model.
         special_tokens_path: a ``tokenizer.json`` with special tokens that replace Llama 3's.
         prompt_template: dotted path of a template, or a mapping role -> [text before, text after].
