@@ -147,6 +147,8 @@ def _replaced(
     kind = "texts" if cfg.loss is None else getattr(config.instantiate(cfg.loss), "trains_on", "texts")
     if kind == "prompts":
         raise SimulationError("loss: a recipe that samples answers cannot be simulated: use --dry-run.")
+    if cfg.teacher_cache is not None:
+        raise SimulationError("teacher_cache: it is of rows that a simulated run does not have: set it to null.")
     data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "kind": kind}
     changes = {
         **changes,

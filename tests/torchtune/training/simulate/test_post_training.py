@@ -40,7 +40,11 @@ def simulated(name: str, folder: Path, **settings: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("lora_dpo_single_device", {}), ("lora_dpo_single_device", OWN), ("knowledge_distillation_single_device", {})],
+    [
+        ("lora_dpo_single_device", {"reference_cache": "never"}),
+        ("lora_dpo_single_device", OWN),
+        ("knowledge_distillation_single_device", {}),
+    ],
     ids=["pairs", "own loss of labelled answers", "teacher"],
 )
 def test_two_steps_are_simulated(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
