@@ -16,6 +16,7 @@ from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._shared import prepare
 from torchtune.datasets._store import TokenStore, Writers, shifted_labels
 from torchtune.datasets._tokenize import TransformRows, tokenize_rows
+from torchtune.modules.transforms.tokenizers._protocols import arrays_of
 from torchtune.utils import get_logger, log_rank_zero
 
 
@@ -45,13 +46,20 @@ class SFTTransform(Transform):
         Raises:
             DataError: the row does not fit the transforms.
         """
+        return self._transformed(sample, lambda transform, messages: transform(messages))
+
+    def as_arrays(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``self(sample)``, with arrays for lists where the model transform gives these."""
+        return self._transformed(sample, arrays_of)
+
+    def _transformed(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
         if self.message_transform is not None:
             sample = as_sample(self.message_transform(sample), "message_transform")
             if "messages" in sample:
                 sample["messages"] = as_messages(sample["messages"])
                 validate_messages(sample["messages"])
         if self.model_transform is not None:
-            sample = self.model_transform(sample)
+            sample = tokenize(self.model_transform, sample)
         sample = as_sample(sample, "the model transform")
         if "tokens" not in sample or "mask" not in sample:
             raise DataError(
@@ -142,7 +150,7 @@ class SFTDataset(Dataset):
         found.add_to(fingerprint)
 
         def build(writers: Writers) -> dict[str, Any]:
-            return transform_rows(found, TransformRows(self._transform, limit, side), writers)
+            return transform_rows(found, TransformRows(self._transform.as_arrays, limit, side), writers)
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
         on_reading = bool(info.get("on_reading"))
