@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "model_table.txt"
 
 
-def parameters(d: Description) -> int:
+def parameters(d: Description, spec: ModelSpec) -> int:
     """Parameters of a model, counted on the meta device; of layers that are all alike, on two models of few layers."""
 
     def count(layers: int) -> int:
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in build(replace(d, num_layers=layers)).parameters())
+            return sum(parameter.numel() for parameter in build(replace(d, num_layers=layers), spec).parameters())
 
-    if d.expertless_layers or d.mixer_layers or d.window_layers or d.num_layers < 2:
+    if spec.builder is not None or d.expertless_layers or d.mixer_layers or d.window_layers or d.num_layers < 2:
         return count(d.num_layers)
     one = count(1)
     return one + (d.num_layers - 1) * (count(2) - one)
@@ -77,7 +77,9 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
     module = importlib.import_module(f"torchtune.models.{name}")
     sizes = module._model_builders.SIZES | getattr(module._model_builders, "REWARD_SIZES", {})
     apart = features(next(iter(sizes.values()))) if sizes else []
-    known = tokenizers[module.__name__] | {name for name in module.__all__ if name.endswith("_tokenizer")}
+    known = tokenizers[module.__name__] | {
+        name for name in module.__all__ if name.endswith(("_tokenizer", "_transform"))
+    }
     known = known or {"hf_tokenizer"}
     described = (module.__doc__ or name).strip().rstrip(".")
     lines = [
@@ -104,7 +106,7 @@ def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers
         used = configs.get(f"{module.__name__}.{builder}", [])
         lines += [
             f"   * - :func:`{builder} <{module.__name__}.{builder}>`",
-            f"     - {parameters(description):,}",
+            f"     - {parameters(description, spec):,}",
             f"     - {description.max_seq_len:,}",
             f"     - {', '.join(f'``{config}``' for config in used) or '-'}",
         ]

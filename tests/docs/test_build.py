@@ -74,7 +74,7 @@ def sizes() -> list[str]:
     found = []
     for path in sorted((ROOT / "torchtune" / "models").glob("*/_model_builders.py")):
         family = f"torchtune.models.{path.parent.name}"
-        rows = importlib.import_module(f"{family}._model_builders").BUILDERS
+        rows = getattr(importlib.import_module(f"{family}._model_builders"), "BUILDERS", ())  # none: parts of others
         public = importlib.import_module(family).__all__
         found += [f"{family}.{name}" for name in rows if name in public and "lora_" not in name]
     return found

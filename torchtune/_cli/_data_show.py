@@ -3,7 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,6 +13,7 @@ import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets._facts import histogram
+from torchtune.datasets._images import content_of, size_of
 from torchtune.utils import UserError
 
 _COLOUR = ("\x1b[32m", "\x1b[0m")
@@ -31,8 +32,10 @@ def _parts(dataset: Any) -> list[Any]:
 
 def _rows(dataset: Any, start: int = 0, end: int | None = None) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:
     """Of every row (name, tokens, labels), two of a preference pair; arrays are int [s]."""
+    # The text of rows with images is known without their pixels.
+    reads = dataset.document if getattr(dataset, "on_reading", False) and dataset.store is not None else None
     for index in range(start, len(dataset) if end is None else min(end, len(dataset))):
-        row = dataset[index]
+        row = dataset[index] if reads is None else reads(index)
         if "chosen_input_ids" in row:
             pairs = [(side, row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in ("chosen", "rejected")]
         elif isinstance(row, Mapping) and "tokens" in row and "labels" in row:
@@ -50,8 +53,14 @@ def _rows(dataset: Any, start: int = 0, end: int | None = None) -> Iterator[list
         yield [(name, np.asarray(tokens), np.asarray(labels)) for name, tokens, labels in pairs]
 
 
-def _shown(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> str:
-    """The text of a row with what is trained on between marks."""
+def _images(dataset: Any, index: int) -> list[Any]:
+    return dataset.images(index) if getattr(dataset, "on_reading", False) else []
+
+
+def _shown(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int] | None]) -> str:
+    """The text of a row with what is trained on between marks, and the sizes of images in their places."""
+    if not hasattr(tokenizer, "decode"):
+        return f"{type(tokenizer).__name__} has no decode(), so that the text is not known"
     takes = inspect.signature(tokenizer.decode).parameters
     options = {name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in takes}
     opening, closing = _COLOUR if _is_coloured() else _PLAIN
@@ -62,6 +71,8 @@ def _shown(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> str:
         text = tokenizer.decode(tokens[start:end].tolist(), **options)
         pieces.append(f"{opening}{text}{closing}" if trained[start] else text)
     text = "".join(pieces)
+    for size in sizes:
+        text = text.replace("<|image|>", "<image>" if size is None else "<image {}x{}>".format(*size), 1)
     return (
         text
         if len(text) <= _EXAMPLE
@@ -98,12 +109,14 @@ def show_dataset(name: str, node: Any, tokenizer: Any, examples: int, everything
     scale = 1.0 if seen is None or not seen.read else seen.total / seen.read
     counts = _counted(dataset, getattr(tokenizer, "max_seq_len", None))
     print("\n".join([f"\n{name}: {_rows_of(counts, scale)}", *_described(dataset, counts, scale)]))
-    for number, row in enumerate(_rows(_parts(dataset)[0], end=examples)):
+    first = _parts(dataset)[0]
+    for number, row in enumerate(_rows(first, end=examples)):
+        sizes = [size_of(image) for image in _images(first, number)]
         for side, ids, targets in row:
             told = f"{len(ids):,} tokens, {int((targets != CROSS_ENTROPY_IGNORE_IDX).sum()):,} trained on"
             marks = "in colour" if _is_coloured() else "between [[ and ]]"
             print(f"\n--- row {number}{f', {side}' if side else ''}: {told}, {marks}")
-            print(_shown(ids, targets, tokenizer))
+            print(_shown(ids, targets, tokenizer, sizes))
     return {"examples": round(len(dataset) * scale), "hashes": counts.hashes, "exact": scale == 1.0}
 
 
@@ -122,9 +135,9 @@ class _Counts:
 
 def _counted(dataset: Any, limit: int | None) -> _Counts:
     counts = _Counts(limit)
-    for row in (row for part in _parts(dataset) for row in _rows(part)):
+    for part, index, row in ((inner, *found) for inner in _parts(dataset) for found in enumerate(_rows(inner))):
         counts.rows += 1
-        key = hash(tuple(ids.tobytes() for _, ids, _ in row))
+        key = hash((*(ids.tobytes() for _, ids, _ in row), *map(content_of, _images(part, index))))
         counts.copies += counts.hashes.setdefault(key, counts.rows) != counts.rows
         for _, ids, targets in row:
             counts.lengths.append(len(ids))
@@ -144,6 +157,8 @@ def _described(dataset: Any, counts: _Counts, scale: float) -> Iterator[str]:
     share = 100 * counts.labels / max(tokens, 1)
     trained = f"{about}{round(counts.labels * scale):,} of them trained on ({share:.1f} %)"
     yield f"tokens      {about}{round(tokens * scale):,}, {trained}"
+    if images := sum(getattr(part, "num_images", None) or 0 for part in _parts(dataset)):
+        yield f"images      {about}{round(images * scale):,}"
     if counts.limit is not None:
         yield f"truncated   {counts.full:,} rows are as long as max_seq_len={counts.limit} or were cut to it"
     if dropped := sum(len(getattr(part, "dropped", ())) for part in _parts(dataset)):

@@ -11,13 +11,10 @@ from torchtune.data._collate import (
     padded_collate_packed,
     padded_collate_sft,
 )
+from torchtune.data._collate_images import padded_collate_tiled_images_and_mask
 from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, Transform
 from torchtune.data._documents import Documents
-from torchtune.data._images import (
-    format_content_with_images,
-    load_image,
-    padded_collate_tiled_images_and_mask,
-)
+from torchtune.data._images import format_content_with_images, load_image
 from torchtune.data._loader import BatchLoader
 from torchtune.data._messages import (
     MaskingStrategy,

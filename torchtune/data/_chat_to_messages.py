@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torchtune.data._common import DataError, Transform
 from torchtune.data._images import format_content_with_images
 from torchtune.data._messages import ROLES, MaskingStrategy, Message, content_part, mask_messages
-from torchtune.data._to_messages import as_turn, check_column_map, column, image_item, resolve_masking
+from torchtune.data._to_messages import as_turn, check_column_map, column, image_column, resolve_masking
 
 
 def _turns(value: Any, name: str) -> Sequence[Any]:
@@ -49,10 +49,10 @@ class ShareGPTToMessages(_ConversationTransform):
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``conversations`` and, if there is one, ``image``.
+        column_map: the columns of ``conversations`` and, if there is one, ``image``: an image, a list of them, or null.
         new_system_prompt: text of a system turn that replaces that of the conversation.
         image_dir: folder of images, if rows have file names.
-        image_tag: placeholder of the image in the first user turn; ``None`` inserts the image before the text.
+        image_tag: placeholder of an image in user turns; ``None`` inserts the images before the text of the first one.
         masking_strategy: see :func:`mask_messages`.
 
     Raises:
@@ -68,6 +68,8 @@ class ShareGPTToMessages(_ConversationTransform):
         "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
         "tool": "tool", "observation": "tool",
     }  # fmt: skip
+
+    takes_encoded_images = True  # a file's bytes are as good as its pixels
 
     def __init__(
         self,
@@ -89,9 +91,9 @@ class ShareGPTToMessages(_ConversationTransform):
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """``{"messages": [...]}``."""
         name = self.column_map["conversations"]
-        image = None
+        images = None
         if self.wants_image or "image" in sample:
-            image = image_item(column(sample, self.column_map.get("image", "image")), self.image_dir)["content"]
+            images = image_column(sample, self.column_map.get("image", "image"), self.image_dir)
         messages = []
         for turn in _turns(column(sample, name), name):
             as_turn(turn, "from", "value")
@@ -100,15 +102,20 @@ class ShareGPTToMessages(_ConversationTransform):
             role, content = self.roles[turn["from"]], turn["value"]
             if not isinstance(content, str):
                 raise DataError(f"a turn of '{turn['from']}' has no text")
-            if role == "user" and image is not None:
-                content = (
-                    format_content_with_images(content, image_tag=self.image_tag, images=[image])
-                    if self.image_tag is not None
-                    else [{"type": "image", "content": image}, {"type": "text", "content": content}]
-                )
-                image = None
+            if role == "user" and images is not None:
+                count = len(images) if self.image_tag is None else content.count(self.image_tag)
+                content = self._with_images(content, images[:count])
+                images = images[count:]
             messages.append(Message(role=role, content=content))
+        if images:
+            where = "a user turn" if self.image_tag is None else f"a '{self.image_tag}' in a user turn"
+            raise DataError(f"{len(images)} images have no place: each needs {where}")
         return {"messages": self._finish(messages)}
+
+    def _with_images(self, content: str, images: list[Any]) -> list[dict[str, Any]]:
+        if self.image_tag is not None:
+            return format_content_with_images(content, image_tag=self.image_tag, images=images)
+        return [*({"type": "image", "content": image} for image in images), {"type": "text", "content": content}]
 
 
 class OpenAIToMessages(_ConversationTransform):
@@ -132,6 +139,8 @@ class OpenAIToMessages(_ConversationTransform):
         >>> [(message.role, message.masked) for message in messages]
         [('user', True), ('assistant', False)]
     """
+
+    takes_encoded_images = True  # a file's bytes are as good as its pixels
 
     def __init__(
         self,

@@ -248,6 +248,11 @@ def padded_collate_sft(
         return padded_collate_packed(batch, padding_idx, ignore_idx)
     for example in batch:
         documents_of(example)
+        if "encoder_mask" in example:
+            raise DataError(
+                "padded_collate_sft has no place for 'encoder_mask': set "
+                "collate_fn=torchtune.data.padded_collate_tiled_images_and_mask."
+            )
     tokens = [_row(example["tokens"]) for example in batch]
     labels = [_row(example["labels"]) for example in batch]
     length = max(max(map(len, tokens)), max(map(len, labels)))

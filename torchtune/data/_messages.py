@@ -71,6 +71,8 @@ class Message:
     @property
     def contains_media(self) -> bool:
         """Whether the turn contains an image."""
+        if len(self.content) == 1:  # most turns
+            return self.content[0]["type"] == "image"
         return any(item["type"] == "image" for item in self.content)
 
     @property
@@ -147,8 +149,14 @@ def content_part(part: Any) -> dict[str, Any]:
         if not isinstance(image, Mapping) or "url" not in image:
             raise DataError("a part of a turn of type 'image_url' must have an 'image_url' with a 'url'")
         found = {"type": "image", "content": image["url"]}
+    elif isinstance(part, Mapping) and kind == "image":
+        names = [name for name in ("image", "path", "url", "base64") if part.get(name) is not None]
+        if not names:
+            raise DataError("a part of a turn of type 'image' must have an 'image', a 'path' or a 'url'")
+        value = part[names[0]]
+        found = {"type": "image", "content": f"data:image;base64,{value}" if names[0] == "base64" else value}
     if found is None:
-        raise DataError(f"a part of a turn has the type '{kind}': only text and image_url are known")
+        raise DataError(f"a part of a turn has the type '{kind}': only text, image and image_url are known")
     if kind == "text" and not isinstance(found["content"], str):
         raise DataError(f"a part of a turn of type 'text' holds {type(found['content']).__name__}, not a text")
     return found

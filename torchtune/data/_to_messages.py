@@ -66,11 +66,12 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
     return masking_strategy_of(masking_strategy or MaskingStrategy.TRAIN_ON_ASSISTANT)
 
 
-def image_item(value: Any, image_dir: Path | None) -> dict[str, Any]:
-    """The content item of an image, or of a file name in ``image_dir``."""
-    if isinstance(value, str | Path) and image_dir is not None:
-        value = image_dir / value
-    return {"type": "image", "content": value}
+def image_column(sample: Mapping[str, Any], name: str, image_dir: Path | None) -> list[Any]:
+    """The image, or the images, of a column; file names are those in ``image_dir``. A null is none."""
+    value = column(sample, name)
+    values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    is_name = [isinstance(one, str | Path) and image_dir is not None for one in values]
+    return [image_dir / one if joined else one for one, joined in zip(values, is_name, strict=True)]
 
 
 class InputOutputToMessages(Transform):
@@ -78,7 +79,8 @@ class InputOutputToMessages(Transform):
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
-        column_map: the columns of ``input``, ``output`` and, if there is one, ``image``.
+        column_map: the columns of ``input``, ``output`` and, if there is one, ``image``: an image, a list of them, or
+            null.
         new_system_prompt: text of a system turn to insert.
         image_dir: folder of images, if rows have file names.
         masking_strategy: see :func:`mask_messages`.
@@ -91,6 +93,8 @@ class InputOutputToMessages(Transform):
         >>> [message.text_content for message in transform({"question": "Why?", "answer": "So."})["messages"]]
         ['Why?', 'So.']
     """
+
+    takes_encoded_images = True  # a file's bytes are as good as its pixels
 
     def __init__(
         self,
@@ -111,7 +115,8 @@ class InputOutputToMessages(Transform):
         """``{"messages": [...]}``."""
         content: list[dict[str, Any]] = [{"type": "text", "content": text_column(sample, self.column_map["input"])}]
         if self.wants_image or "image" in sample:
-            content.insert(0, image_item(column(sample, self.column_map.get("image", "image")), self.image_dir))
+            images = image_column(sample, self.column_map.get("image", "image"), self.image_dir)
+            content = [{"type": "image", "content": image} for image in images] + content
         messages = [
             Message(role="user", content=content),
             Message(role="assistant", content=text_column(sample, self.column_map["output"])),

@@ -36,4 +36,5 @@ __getattr__, __dir__, __all__ = attach(
         "text_completion_dataset": "_text_completion",
         "wikitext_dataset": "_text_completion",
     },
+    ("multimodal",),
 )

@@ -67,6 +67,7 @@ def _conversation(value: Any) -> str | None:
 
 def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     """(format, what of a config reads it) of a row; ("unknown", "") where no builder of this library does."""
+    image = next((name for name in ("image", "images") if name in row), None)
     turns = {name: style for name, value in row.items() if (style := _conversation(value))}
     if {"chosen", "rejected"} <= row.keys():
         return "preference pairs", "preference_dataset"
@@ -76,6 +77,10 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
         return "Alpaca", "alpaca_dataset"
     if turns and not ("prompt" in turns and len(row) > 1):
         name, style = next(iter(turns.items()))
+        if image is not None and style == "sharegpt":
+            tag = " image_tag=<image>" if row[image] is None or "<image>" in str(row[name]) else ""
+            columns = f"column_map.conversations={name} column_map.image={image}{tag}"
+            return "ShareGPT with images", f"multimodal.multimodal_chat_dataset {columns}"
         kind = {"openai": "OpenAI messages", "sharegpt": "ShareGPT"}[style]
         return kind, f"chat_dataset conversation_column={name} conversation_style={style}"
     for question, answer in (
@@ -87,6 +92,9 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
         if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
             if question == "question" and "####" in row[answer]:
                 return "prompts with answers", f"prompt_dataset column={question}"
+            if image is not None:
+                columns = f"column_map.input={question} column_map.output={answer} column_map.image={image}"
+                return "questions about images", f"multimodal.vqa_dataset {columns}"
             return "instructions", f"instruct_dataset column_map.input={question} column_map.output={answer}"
     if "prompt" in row:
         return "prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset"

@@ -142,14 +142,15 @@ class Fingerprint:
 
     def _add_object(self, value: Any) -> None:
         kind = value if isinstance(value, FunctionType | type) else type(value)
-        self._feed(kind.__module__, kind.__qualname__)
-        name = f"{kind.__module__}.{kind.__qualname__}"
+        module = str(kind.__module__)  # code that is run from a text has none
+        self._feed(module, kind.__qualname__)
+        name = f"{module}.{kind.__qualname__}"
         own = getattr(value, "fingerprint", None)
         if isinstance(own, str):
             self._feed(own)
         elif reader := _READERS.get(name):
             self.add(reader(value))
-        elif kind.__module__.split(".")[0] != torchtune.__name__ or "<" in kind.__qualname__:
+        elif module.split(".")[0] != torchtune.__name__ or "<" in kind.__qualname__:
             self.is_exact = False
         else:
             modules = {base.__module__ for base in getattr(kind, "__mro__", [kind])}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtune import config
 from torchtune.config._locate import locate
-from torchtune.data import Batch, DataError
+from torchtune.data import Batch, DataError, collate_documents, padded_collate_sft
 from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._own import CheckedDataset, checked_collate, is_own
 from torchtune.utils import doing
@@ -49,7 +49,8 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     function from outside this library returns is checked first.
 
     Raises:
-        DataError: it pads on the left, which a causal model cannot be trained with; when called, see
+        DataError: it pads on the left, which a causal model cannot be trained with; it takes text only, but the
+            tokenizer gives images; when called, see
             :meth:`Batch.from_dict <torchtune.data.Batch.from_dict>`.
 
     Example:
@@ -60,6 +61,11 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
     if getattr(collate, "__name__", "") == "left_pad_sequence":
         raise DataError("collate_fn: left_pad_sequence does not make batches for training: use collate_documents.")
+    if getattr(tokenizer, "takes_images", False) and collate in (collate_documents, padded_collate_sft):
+        raise DataError(
+            f"collate_fn: {collate.__name__} takes text only, but the tokenizer gives images: set "
+            "collate_fn=torchtune.data.padded_collate_tiled_images_and_mask."
+        )
     signature, own = inspect.signature(collate), is_own(collate)
     if own and signature.return_annotation is Batch:
         return collate

@@ -128,6 +128,8 @@ class PackedDataset(Dataset):
         self.ds = ds
         self.max_seq_len = max_seq_len
         self.padding_idx = padding_idx
+        if getattr(ds, "on_reading", False):
+            raise DataError("Rows with images cannot be packed: leave packed out.")
         lengths = _lengths(ds)
         if not len(lengths):
             raise DataError("There is nothing to pack: the dataset is empty.")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from torchtune.data import DataError, Transform, as_messages, validate_messages
 from torchtune.data._common import as_sample, check_tokenizer
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._images import check_images, check_rows, encoded, images_of, row_error, with_images
 from torchtune.datasets._load import RowSource, Source
-from torchtune.datasets._shared import prepare
+from torchtune.datasets._shared import is_preparing, prepare
 from torchtune.datasets._store import TokenStore, Writers, shifted_labels
 from torchtune.datasets._tokenize import TransformRows, tokenize_rows
 from torchtune.modules.transforms.tokenizers._protocols import arrays_of
@@ -53,13 +55,9 @@ class SFTTransform(Transform):
         return self._transformed(sample, arrays_of)
 
     def _transformed(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
-        if self.message_transform is not None:
-            sample = as_sample(self.message_transform(sample), "message_transform")
-            if "messages" in sample:
-                sample["messages"] = as_messages(sample["messages"])
-                validate_messages(sample["messages"])
+        sample = self.messages(sample)
         if self.model_transform is not None:
-            sample = tokenize(self.model_transform, sample)
+            sample = tokenize(self.model_transform, with_images(sample))
         sample = as_sample(sample, "the model transform")
         if "tokens" not in sample or "mask" not in sample:
             raise DataError(
@@ -69,11 +67,34 @@ class SFTTransform(Transform):
         sample["labels"] = shifted_labels(sample["tokens"], sample.pop("mask"))
         return sample
 
+    def messages(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model transform is given, with images as the rows have them. Raises :class:`DataError`."""
+        if self.message_transform is None:
+            return dict(sample)
+        sample = as_sample(self.message_transform(sample), "message_transform")
+        if "messages" in sample:
+            sample["messages"] = as_messages(sample["messages"])
+            validate_messages(sample["messages"])
+        return sample
 
-def transform_rows(found: RowSource, work: TransformRows, writers: Writers) -> dict[str, Any]:
+    def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
+        """``tokens``, ``labels`` and the number of images as ``note``, of a tokenizer that needs no pixels for that.
+
+        The files of the images are looked at, or read if ``decode``. Raises :class:`DataError`.
+        """
+        sample = self.messages(sample)
+        images = check_images(sample, decode)
+        if "messages" not in sample:
+            raise DataError(f"the message transform gives {', '.join(map(str, sample)) or 'nothing'}, not 'messages'")
+        tokens, mask = self.model_transform.tokenize_messages(sample["messages"])
+        return {"tokens": tokens, "labels": shifted_labels(tokens, mask), "note": images}
+
+
+def transform_rows(found: RowSource, work: TransformRows, writers: Writers, rows: Any = None) -> dict[str, Any]:
     """Write the tokens of the rows of a source; ``skipped``: (row, reason) of those that are left out."""
     bad = BadRows(found.shown, rows=found.rows(), drop=found.skips, switch="on_bad_row=skip")
-    return {**tokenize_rows(found.rows(), work, bad, writers), "skipped": bad.left_out}
+    rows = found.rows() if rows is None else rows
+    return {**tokenize_rows(rows, work, bad, writers), "skipped": bad.left_out}
 
 
 def row_numbers(info: Mapping[str, Any], rows: int, source: str) -> np.ndarray:
@@ -101,9 +122,11 @@ class SFTDataset(Dataset):
     attribute ``fingerprint``, a text that changes when they do.
 
     Everything that is wrong with the data shows before training starts. Transforms that give more than tokens
-    (images) are applied again whenever such a row is read, and only the first row is checked.
+    (images) are applied whenever such a row is read. Before training the text of all rows is tokenized, if the
+    ``model_transform`` can do that alone (it has ``takes_images``), and every image file is looked at.
 
     ``on_bad_row=skip`` leaves out rows that cannot be trained on, and lists them in the run's ``skipped_rows.jsonl``.
+    It reads every image once before training.
 
     Args:
         source: a dataset of the hub, a folder, a file, a loader's name (``json``, ``csv``, ``parquet`` …), or rows in
@@ -113,6 +136,10 @@ class SFTDataset(Dataset):
         filter_fn: rows for which it is false are left out.
         filter_kwargs: arguments of ``datasets.Dataset.filter``.
         **load_dataset_kwargs: arguments of ``datasets.load_dataset``; ``prepared``: a folder of ``tune data prepare``.
+
+    Attributes:
+        on_reading: rows are transformed when they are read.
+        num_images: images of all rows; ``None`` where rows are text.
 
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (named by number); the
@@ -148,16 +175,35 @@ class SFTDataset(Dataset):
         fingerprint.add_part("masks and columns", message_transform)
         fingerprint.add_part("tokenizer", model_transform)
         found.add_to(fingerprint)
+        takes_images = bool(getattr(model_transform, "takes_images", False))
+        if takes_images and found.skips and not is_preparing():
+            fingerprint.is_exact = False  # which images are broken is no part of it
 
         def build(writers: Writers) -> dict[str, Any]:
-            return transform_rows(found, TransformRows(self._transform.as_arrays, limit, side), writers)
+            if not takes_images:
+                info = transform_rows(found, TransformRows(self._transform.as_arrays, limit, side), writers)
+                return self._checked(found) if info.get("on_reading") else info
+            text = partial(self._transform.text, decode=found.skips)
+            rows = encoded(found.rows(), message_transform)
+            info = transform_rows(found, TransformRows(text, limit, side, notes=True), writers, rows)
+            return {**info, "images": sum(info["notes"]), "notes": []}
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
-        on_reading = bool(info.get("on_reading"))
-        self._rows = found.rows() if on_reading else None
-        self.store: TokenStore | None = None if on_reading else stores["rows"]
-        self._numbers = row_numbers(info, len(self), self.source)
+        self.on_reading = takes_images or bool(info.get("on_reading"))
+        self.num_images: int | None = info.get("images")
+        self._rows = encoded(found.rows(), message_transform) if self.on_reading else None
+        self.store: TokenStore | None = None if info.get("on_reading") else stores["rows"]
+        self._skips = found.skips
+        kept = len(self._rows) - len(info["skipped"]) if self.store is None else len(self.store)
+        self._numbers = row_numbers(info, kept, self.source)
         say_what_is_cut(info, len(self), self.source, limit)
+
+    def _checked(self, found: RowSource) -> dict[str, Any]:
+        """What there is to say of rows that somebody else's transform makes of text and images."""
+        bad = BadRows(found.shown, rows=found.rows(), drop=found.skips, switch="on_bad_row=skip")
+        rows = encoded(found.rows(), self._transform.message_transform)
+        images = check_rows(rows, lambda row: check_images(self._transform.messages(row), found.skips), bad)
+        return {"on_reading": True, "images": images, "skipped": bad.left_out}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -168,18 +214,32 @@ class SFTDataset(Dataset):
 
     @property
     def fingerprint(self) -> int | None:
-        """Changes when any token or label does; ``None`` where rows are transformed on reading."""
+        """Changes when any token or label does; ``None`` where they are known on reading only."""
         return None if self.store is None else self.store.fingerprint
 
     def __len__(self) -> int:
-        return len(self._rows if self.store is None else self.store)
+        return len(self._numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``tokens`` and pre-shifted ``labels`` as lists, and what else the transform gives."""
-        if self.store is None:
-            return self._transform(self._rows[index])
-        tokens, labels = self.store.arrays(index)
-        return {"tokens": tokens.tolist(), "labels": labels.tolist()}
+        """``tokens`` and pre-shifted ``labels`` as lists, and what else the transform gives.
+
+        Raises:
+            DataError: an image cannot be read, which could not be seen before.
+        """
+        if not self.on_reading:
+            tokens, labels = self.store.arrays(index)
+            return {"tokens": tokens.tolist(), "labels": labels.tolist()}
+        row = int(self._numbers[index])
+        try:
+            return self._transform(self._rows[row])
+        except DataError as error:
+            raise row_error(error, self.source, row, self._rows, self._skips) from error
+
+    def images(self, index: int) -> list[Any]:
+        """The images of a row as it has them: paths, addresses, files or pixels."""
+        if not self.on_reading:
+            return []
+        return images_of(self._transform.messages(self._rows[int(self._numbers[index])]))
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""

@@ -65,6 +65,11 @@ def preparing(folder: Path) -> Iterator[None]:
         _output.reset(token)
 
 
+def is_preparing() -> bool:
+    """Whether this runs in a :func:`preparing` block."""
+    return _output.get() is not None
+
+
 _output: ContextVar[Path | None] = ContextVar("output", default=None)
 _HINT = "set the environment variable TORCHTUNE_CACHE to a folder of your own"
 

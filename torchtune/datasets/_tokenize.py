@@ -49,7 +49,7 @@ class Part:
         notes: what there is to keep of each row besides.
         cut: rows that are as long as may be.
         bad: rows that cannot be trained on, and why.
-        on_reading: the first row has more than tokens: rows are to be transformed when they are read.
+        on_reading: a row has more than tokens: rows are to be transformed when they are read.
     """
 
     stores: dict[str, Tokenized] = field(default_factory=dict)
@@ -117,23 +117,35 @@ def _columns(row: Any) -> Mapping[str, Any]:
 
 
 class TransformRows(Tokenize):
-    """Makes one store of ``tokens`` and ``labels`` that a transform gives; ``side`` is the end of rows that is cut."""
+    """Makes one store of ``tokens`` and ``labels`` that a transform gives.
+
+    Args:
+        transform: of a row.
+        limit: longest row.
+        side: end of rows that is cut.
+        notes: the transform gives a ``note``, too.
+    """
 
     def __init__(
-        self, transform: Callable[[Mapping[str, Any]], Mapping[str, Any]], limit: int | None, side: str = "right"
+        self,
+        transform: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        limit: int | None,
+        side: str = "right",
+        notes: bool = False,
     ) -> None:
         super().__init__(self._transformed, ["rows"], limit)
         self._transform = transform
+        self._known = {"tokens", "labels", "note"} if notes else {"tokens", "labels"}
         self._why = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
 
     def _transformed(self, index: int, row: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         sample = self._transform(row)
-        if index == 0 and sample.keys() - {"tokens", "labels", *row}:
+        if sample.keys() - {*self._known, *row}:
             raise OnReading
         if not has_label(sample):
             is_full = self._limit is not None and len(sample["tokens"]) >= self._limit
             raise DataError(NO_LABEL + (f" within max_seq_len={self._limit}, {self._why}" if is_full else ""))
-        return {"rows": sample}
+        return {"rows": {name: sample[name] for name in self._known}}
 
 
 def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writers: Writers) -> dict[str, Any]:
@@ -146,8 +158,8 @@ def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writers: Writers) -> 
         writers: take the token rows, by name; what they have from before a kill is not worked on again.
 
     Returns:
-        ``cut``: how many rows are as long as may be; ``notes`` of the rows; or ``on_reading`` where the first row has
-        more than tokens.
+        ``cut``: how many rows are as long as may be; ``notes`` of the rows; or ``on_reading`` where a row has more
+        than tokens.
 
     Raises:
         DataError: some rows cannot be trained on and are not left out; the message names up to ten.

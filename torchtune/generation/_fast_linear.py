@@ -2,8 +2,8 @@
 
 PyTorch multiplies float32 matrices on CPU with MKL. oneDNN is faster for the few rows of a decoding step (1.7 times at
 16 rows on an AMD processor) and for prompts. It reads weights fastest in blocks: again 1.3 times at 16 rows, 1.6 times
-at one, in bfloat16 too. Its operator has no gradient and rounds differently: training keeps MKL. With a weight of its
-own layout, layers of the same input are one product, adapters included.
+at one, in bfloat16 too. Its operator has no gradient and rounds differently. With a weight of its own layout, layers of
+the same input are one product, adapters included.
 """
 
 from collections import Counter
@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from torchtune.generation._errors import GenerationError
 from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.modules.tied_linear import TiedLinear
@@ -32,11 +33,26 @@ def _is_plain(weight: object) -> bool:
     )
 
 
+def _check_no_gradient(*tensors: Tensor) -> None:
+    """What is computed here has no gradient: a loop that trains on it would train nothing, in silence."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise GenerationError(
+            "A linear layer inside of fast_linears is called with gradients, and it has none: call the model in "
+            "torch.no_grad() or torch.inference_mode(), or close what generates before you train."
+        )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    _check_no_gradient(x, weight)
+    return onednn_linear(x, weight, bias)
+
+
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return onednn_linear(x, layer.weight, layer.bias)
+    return _product(x, layer.weight, layer.bias)
 
 
 def _adapted(layer: LoRALinear, x: Tensor) -> Tensor:
+    _check_no_gradient(x, layer.lora_a.weight)
     y = onednn_linear(x, layer.weight, layer.bias)
     if not layer.disabled:
         low = x.flatten(0, -2) @ layer.lora_a.weight.t()
@@ -77,6 +93,7 @@ class _Packed:
                 part.copy_(0 if layer.bias is None else layer.bias)
         for layer in layers:
             layer.weight.data = layer.weight.new_empty(0)
+        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -93,6 +110,7 @@ class _Packed:
 
     def output(self, index: int, x: Tensor) -> Tensor:
         """Output ``[..., out]`` of one of the layers."""
+        _check_no_gradient(x, *self._parameters)
         if x is not self._input or self._outputs[index] is None:
             self._input, self._outputs = x, self._all(x)
         found, self._outputs[index] = self._outputs[index], None
@@ -149,6 +167,8 @@ def _groups(model: nn.Module, candidates: Sequence[nn.Module]) -> list[list[nn.M
         elif isinstance(module, FeedForward):
             names = ("w1", "w3")
         group = [part for part in (getattr(module, name, None) for name in names) if id(part) in free]
+        if any(part._forward_pre_hooks for part in group):  # of which each may change the input
+            continue
         if len({(part.weight.shape[1], part.weight.dtype) for part in group}) == 1:
             found.append([free.pop(id(part)) for part in group])
     return found + [[module] for module in free.values()]
@@ -181,8 +201,8 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
     """Context manager in which the model's plain linear layers on CPU run in oneDNN, without gradients.
 
-    Layers of other classes, dtypes and devices and sharded layers are unchanged; compiled layers run uncompiled. Inside
-    another such context for the same model, it does nothing.
+    Layers of other classes, dtypes and devices and sharded layers are unchanged, and under autocast all are; compiled
+    layers run uncompiled. Inside another such context for the same model, it does nothing.
 
     Args:
         model: with ``layers`` and ``output``, in evaluation mode.
@@ -200,7 +220,7 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
     tied = type(output) is TiedLinear and output.linear is torch.nn.functional.linear and _is_plain(output.weight)
     with uncompiled(model):
         try:
-            if torch.backends.mkldnn.is_available():
+            if torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu"):
                 candidates = _candidates(model)
                 if pack:
                     for group in _groups(model, candidates):
@@ -214,7 +234,7 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
                             module.forward = partial(_KINDS[type(module)], module)
                             changed.append(module)
                 if tied:
-                    output.linear = onednn_linear
+                    output.linear = _product
             yield
         finally:
             for module in changed:

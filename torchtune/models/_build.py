@@ -44,7 +44,7 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(description: Description, spec: ModelSpec | None = None) -> TransformerDecoder:
-    """Build a decoder, on the device and in the dtype that tensors are being made in.
+    """Build a decoder, or a family's composite model, on the device and in the dtype that tensors are being made in.
 
     Under ``torch.device("meta")`` nothing is allocated; ``to_empty`` allocates later. All state is in the parameters.
 
@@ -61,6 +61,8 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
         >>> len(same.layers)
         2
     """
+    if spec is not None and spec.builder is not None:
+        return spec.builder(description, spec)
     d = description
     ropes = _ropes(d)
     embeddings = nn.Embedding(d.vocab_size, d.embed_dim)

@@ -282,6 +282,10 @@ class Description:
                 f"shared_kv_layers ({self.shared_kv_layers}): a layer of each kind must come before these layers."
             )
 
+    def other_numbers(self, layer: int) -> dict[str, int]:
+        """What templates of weight names call a layer that checkpoints number otherwise: placeholder -> number."""
+        return {}
+
     def attn_heads(self, layer: int) -> tuple[int, int]:
         """Size of a head, and number of key heads, in a layer's attention."""
         if layer in self.window_layers:

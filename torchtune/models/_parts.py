@@ -21,6 +21,8 @@ _TEXT_ARCHITECTURES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
+# Composite models that are built whole.
+_WHOLE = ("MllamaForConditionalGeneration",)
 # Fields of the composite config that also apply to the text decoder.
 _SHARED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
 # Layouts: name prefix in a text-only checkpoint -> prefix in the composite checkpoint.
@@ -70,14 +72,14 @@ def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` of the text decoder: ``text_config`` of a composite model, else ``config`` itself.
+    """The ``config.json`` of what is built: ``text_config`` of a composite model, else ``config`` itself.
 
     Raises:
         ModelError: no model family reads the text decoder, or ``architectures`` is not a list of names.
     """
-    architecture_of(config)
+    architecture = architecture_of(config)
     inner, quantization = config.get("text_config"), config.get("quantization_config")
-    if not isinstance(inner, Mapping):
+    if not isinstance(inner, Mapping) or architecture in _WHOLE:
         return {key: value for key, value in config.items() if key != "quantization_config" or not _is_readable(value)}
     if str(inner.get("model_type")) not in _TEXT_ARCHITECTURES:
         raise ModelError(

@@ -9,6 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from torchtune._lazy import packages_in
 from torchtune.models._description import Description, ModelError
 from torchtune.models._parallel_plan import decoder_plan
@@ -34,6 +36,8 @@ class ModelSpec:
         untrained_modules: (start of a name within a layer, attribute of a description that lists layers): further
             weights of this kind.
         untrained_layers: end of a name by which layers after the model's last one are known to be such weights.
+        builder: builds a model that is more than a text decoder: ``builder(description, spec) -> model``. Checkpoints
+            then hold the whole model, and ``config.json`` describes it.
         not_in_peft: ends of Hugging Face names of modules that ``peft`` refuses to adapt.
         model_types: names that ``model_type:`` in YAML may give for it.
         parallel_plan: tensor-parallel plan: ``plan(model) -> {module name pattern: style}``; by default that of
@@ -58,6 +62,7 @@ class ModelSpec:
     untrained_modules: tuple[tuple[str, str], ...] = ()
     untrained_layers: str | None = None
     not_in_peft: tuple[str, ...] = ()
+    builder: Callable[..., nn.Module] | None = None
 
     def untrained_names(self, names: Collection[str], description: Description) -> set[str]:
         """Select the names of a Hugging Face checkpoint that ``untrained`` and ``untrained_layers`` describe."""
@@ -142,8 +147,9 @@ def _builtin() -> Mapping[str, ModelSpec]:
     """Built-in families by name: the packages beside this file with a ``SPEC`` of the package's name."""
     specs = {}
     for name in packages_in([str(Path(__file__).parent)]):
-        spec = importlib.import_module(f"torchtune.models.{name}").SPEC
-        if spec.name == name:  # else the package re-exports sizes of another family
+        spec = getattr(importlib.import_module(f"torchtune.models.{name}"), "SPEC", None)
+        # Else the package is a part of other families, or re-exports sizes of another one.
+        if spec is not None and spec.name == name:
             specs[name] = spec
     return specs
 

@@ -35,7 +35,13 @@ from torchtune.models._weight_ops import ExternalSlice, FusedAdapter, Identity, 
 from torchtune.utils import UserError
 
 # Placeholder in a template -> attribute of the description with its count.
-_PLACEHOLDERS = {"layer": "num_layers", "expert": "num_experts"}
+_PLACEHOLDERS = {
+    "layer": "num_layers",
+    "expert": "num_experts",
+    "clip": "num_clip_layers",
+    "head": "num_projection_layers",
+}
+_LAYERS = ("layer", "clip", "head")  # of each, a group of tensors has one
 
 _PEFT_PREFIX = "base_model.model."
 
@@ -146,7 +152,7 @@ class WeightMap:
         rows: the table.
         tied: tensors that the format may repeat.
         ignore: templates of external names without weights (for example cached rotary frequencies).
-        modules: (start of external names, start of the names of transformers' modules, by which ``peft`` goes).
+        modules: pairs (start of external names, start of the names of transformers' modules, by which ``peft`` goes).
 
     Example:
         >>> model.spec.weight_map("hf").tune_name("model.norm.weight", model.description)
@@ -156,7 +162,7 @@ class WeightMap:
     rows: tuple[Row, ...]
     tied: tuple[Tied, ...] = ()
     ignore: tuple[str, ...] = ()
-    modules: tuple[str, str] = ("", "")
+    modules: tuple[tuple[str, str], ...] = (("", ""),)
 
     def prefixed(self, prefixes: Mapping[str, str]) -> "WeightMap":
         """The map of a composite checkpoint with this model as one part.
@@ -282,7 +288,7 @@ class WeightMap:
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
         if group is None or len(group.external) != 1 or len(group.tune) != 1:
             raise WeightMapError(f"The module '{tune_module}' is no single module in the other format.")
-        return rename_prefix(group.external[0].removesuffix(".weight"), dict([self.modules]))
+        return rename_prefix(group.external[0].removesuffix(".weight"), dict(self.modules))
 
     def peft(self) -> "WeightMap":
         """The map between our adapter names and PEFT's files, derived from the weight rows of this map.
@@ -291,7 +297,7 @@ class WeightMap:
         ``base_model.model.Y.lora_A.weight``, ``….lora_B.weight`` and ``….lora_magnitude_vector``. What reorders
         the rows of a weight reorders those of ``lora_b`` and of the magnitude. Use it with ``partial=True``.
         """
-        return _derive_peft(self.prefixed(dict([self.modules])))
+        return _derive_peft(self.prefixed(dict(self.modules)))
 
     def adapted_modules(self, description: Description) -> frozenset[str]:
         """Our names of the modules that have adapters in PEFT's format."""
@@ -376,11 +382,14 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
     groups = []
     for row in weight_map.rows:
         where = [getattr(description, name) for name in _templates(row.when or ())]
-        layered = any("{layer}" in template for template in _templates(row.tune))
-        for layer in range(description.num_layers) if layered else (None,):
+        kinds = (kind for kind in _LAYERS if any(f"{{{kind}}}" in template for template in _templates(row.tune)))
+        kind = next(kinds, None)
+        for layer in range(getattr(description, _PLACEHOLDERS[kind])) if kind else (None,):
             if not all(layer in at if isinstance(at, Sequence | frozenset) else at for at in where):
                 continue
-            fixed = {} if layer is None else {"layer": layer}
+            fixed = {} if layer is None else {kind: layer}
+            if kind == "layer":
+                fixed |= description.other_numbers(layer)
             external = [name for template in _templates(row.external) for name in _fill(template, description, **fixed)]
             tune = [name for template in _templates(row.tune) for name in _fill(template, description, **fixed)]
             groups.append(Group(tuple(external), tuple(tune), row.op, description))

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchtune.utils import computes_on_cpu, onednn_linear
+from torchtune.utils import computes_on_cpu, in_function_transform, onednn_linear, saved_tensor_hooks
 
 _WORTH = 2**21  # multiplications from which on oneDNN is faster, its call included
 _ROWS = 64  # from which on a layer saves more than looking at all its operations costs: more than decoding has
@@ -35,10 +34,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _is_worth(multiplications: int, *tensors: Tensor) -> bool:
     return (
-        multiplications >= _WORTH
+        not torch.compiler.is_compiling()  # first: sizes that are looked at are sizes that are compiled for
+        and multiplications >= _WORTH
         and all(_is_plain(tensor) for tensor in tensors)
-        and not torch.compiler.is_compiling()
         and _is_faster_here()
+        and torch.backends.mkldnn.enabled
     )
 
 
@@ -77,40 +77,54 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) ->
     return out
 
 
+def _is_worth_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether oneDNN, which checks no shapes, is faster and does what ``F.linear`` does."""
+    return (
+        x.ndim > 1
+        and x.shape[-1:] == weight.shape[1:]
+        and (bias is None or (_is_plain(bias) and bias.shape == weight.shape[:1]))
+        and _is_worth(x.numel() * weight.shape[0], x, weight)
+    )
+
+
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """``F.linear`` by oneDNN, without a gradient; None where that is no faster."""
-    if x.ndim < 2 or not _is_worth(x.numel() * weight.shape[0], x, weight):
-        return None
-    return onednn_linear(x, _dense(weight), bias)
+    return onednn_linear(x, _dense(weight), bias) if _is_worth_linear(x, weight, bias) else None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return fast_linear(x, weight, bias)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(rows if needs[1] else None, weight if needs[0] else None)
+        return onednn_linear(rows, _dense(weight), bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        grad = grad.flatten(0, -2)
-        grad_x = mm(grad, weight).view(x.shape) if needs_x else None
-        grad_weight = mm(grad.t(), x.flatten(0, -2)) if needs_weight else None
-        return grad_x, grad_weight, grad.sum(0) if needs_bias else None
+        rows, weight = ctx.saved_tensors
+        product = torch.mm if torch.is_grad_enabled() else mm  # a gradient of gradients is asked for
+        grad_rows = None if weight is None else product(grad, weight)
+        grad_weight = None if rows is None else product(grad.t(), rows)
+        return grad_rows, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: ``[..., in]`` to ``[..., out]``, with gradients."""
-    if x.ndim > 1 and _is_worth(x.numel() * weight.shape[0], x, weight):
-        return _Linear.apply(x, weight, bias)
-    return F.linear(x, weight, bias)
+    if not _is_worth_linear(input, weight, bias) or torch.is_autocast_enabled("cpu") or in_function_transform():
+        return F.linear(input, weight, bias)
+    # Views outside of the node: its result may be changed in place.
+    return _Linear.apply(input.flatten(0, -2), weight, bias).view(*input.shape[:-1], len(weight))
 
 
 class _Linears(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._hooks = saved_tensor_hooks()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+        # Activation checkpointing of a part computes it again outside, where the products must be the same.
+        is_ours = func is F.linear and saved_tensor_hooks() == self._hooks
+        return (linear if is_ours else func)(*args, **(kwargs or {}))
 
 
 def fast_products(x: Tensor) -> AbstractContextManager[Any]:

@@ -19,12 +19,13 @@ from torchtune.modules._document_attention import (
     keys_that_are_read,
 )
 from torchtune.modules._flash_attention import flash_attention_with_sinks
+from torchtune.modules._tiles import TileMask
 from torchtune.utils import get_logger, log_once
 
 if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
     from torch.nn.attention.flex_attention import BlockMask
 
-_MaskType = Union[Tensor, "BlockMask"]
+_MaskType = Union[Tensor, "BlockMask", TileMask]
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -54,7 +55,8 @@ def attention(
         v: values ``[b, t, n_kv, h]``.
         documents: boundaries in the flattened ``b * s`` positions; attention is causal within each document and what
             it goes on from.
-        mask: bool ``[b, s, t]`` (True: attend), or a FlexAttention ``BlockMask``.
+        mask: bool ``[b, s, t]`` (True: attend), a FlexAttention ``BlockMask``, or what a
+            :class:`VisionTransformer` makes of the tiles of images.
         is_causal: ignored with ``mask`` or ``documents``. A single query comes after all keys.
         dropout_p: dropout probability of attention weights.
         window: sliding window in positions, the query's own included. With a mask, the last visible key is the query's
@@ -85,6 +87,8 @@ def attention(
             raise ValueError("Attention takes either documents or a mask, not both.")
         documents = documents if chunk is None else _chunks_of(documents, chunk)
         return _packed_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
+    if isinstance(mask, TileMask):
+        return mask.attend(q, k, v, dropout_p)
     if mask is not None and not isinstance(mask, Tensor):
         if chunk is not None:
             raise ValueError("Attention in chunks takes documents or a bool mask, not a BlockMask.")

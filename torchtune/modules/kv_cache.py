@@ -123,3 +123,28 @@ class KVCache(nn.Module):
         if place.first == place.end:
             return k_val, v_val
         return self.k_cache[rows, :, place.first : end], self.v_cache[rows, :, place.first : end]
+
+
+class EncoderCache:
+    """The cache of a cross-attention layer: keys and values of an encoder's output, which do not grow with the text.
+
+    Attributes:
+        held: keys and values ``[b, t, n_kv, h]``; None while there are none.
+    """
+
+    def __init__(self) -> None:
+        self.held: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of positions filled."""
+        return 0 if self.held is None else self.held[0].shape[1]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.held = None
+
+    def update(self, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep keys and values ``[b, n_kv, t, h]``, in the place of those before, and return them."""
+        self.held = k_val.transpose(1, 2), v_val.transpose(1, 2)
+        return k_val, v_val

@@ -25,9 +25,15 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
         >>> torchtune.training.fit_vocabulary(model, tokenizer)  # raises if a token had no row
     """
     decoder = text_decoder(model)
-    rows, needed = decoder.tok_embeddings.weight.shape[0], tokenizer.vocab_size
+    embedding, needed = decoder.tok_embeddings, tokenizer.vocab_size
+    rows = getattr(embedding, "num_tokens", embedding.weight.shape[0])
     if needed <= rows:
         return
+    if hasattr(embedding, "num_tokens"):
+        raise UserError(
+            f"tokenizer: it has {needed} tokens but the model's embeddings have {rows} rows, of which the last ones "
+            "are those of its special tokens and cannot be moved: use the tokenizer of this checkpoint."
+        )
     if not resize:
         raise UserError(
             f"tokenizer: it has {needed} tokens but the checkpoint's embedding has {rows} rows: use the tokenizer of "

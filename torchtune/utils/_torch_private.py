@@ -58,6 +58,16 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_function_transform() -> bool:
+    """Whether ``torch.func`` or forward-mode AD is at work: most functions with a backward pass refuse them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def saved_tensor_hooks() -> Any | None:
+    """The innermost ``torch.autograd.graph.saved_tensors_hooks`` of this thread; checkpointing has its own."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def record_memory_history(enabled: bool) -> None:
     """Let a snapshot of CUDA's memory say where blocks came from; the documentation of torch names these functions."""
     if enabled:
@@ -84,7 +94,8 @@ def reduce_scatter_op() -> Any:
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``F.linear`` on CPU by oneDNN, without a gradient; float32 has no public way to it."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    dense = None if bias is None else bias.contiguous()  # it takes strides of one for granted
+    return torch.ops.mkldnn._linear_pointwise(x, weight, dense, "none", [], "")
 
 
 def onednn_linear_op() -> Any | None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.tiny import write_tokenizer
+from tests.torchtune.models.tokenizer_files import write_ranks
+from tests.torchtune.modules.transforms.test_vision import photo
 from torchtune._cli import tune
 from torchtune.datasets._facts import format_of, histogram, scan
 from torchtune.utils import UserError
@@ -24,6 +26,15 @@ ROWS = {
     "instructions": (
         {"question": "red", "answer": "blue"},
         "instruct_dataset column_map.input=question column_map.output=answer",
+    ),
+    "ShareGPT with images": (
+        {"conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "blue"}], "image": "a.png"},
+        "multimodal.multimodal_chat_dataset column_map.conversations=conversations column_map.image=image "
+        "image_tag=<image>",
+    ),
+    "questions about images": (
+        {"question": "red", "answer": "blue", "image": "a.png"},
+        "multimodal.vqa_dataset column_map.input=question column_map.output=answer column_map.image=image",
     ),
     "preference pairs": ({"prompt": "red", "chosen": "blue", "rejected": "cat"}, "preference_dataset"),
     "labelled answers (KTO)": ({"prompt": "red", "completion": "blue", "label": True}, "kto_dataset"),
@@ -141,3 +152,27 @@ def test_a_histogram_counts_every_value() -> None:
     lines = histogram(values, "tokens per row").splitlines()
     assert lines[0] == "tokens per row: 1 to 5,000, half have at most 250"
     assert sum(int(line.split()[-1]) for line in lines[1:]) == len(values)
+
+
+def test_images_are_shown_by_size(tokenizer: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    for i, size in enumerate([(30, 20), (8, 9)]):
+        photo(*size).save(tmp_path / f"{i}.png")
+    turns = [{"from": "human", "value": "<image> red"}, {"from": "gpt", "value": "blue"}]
+    rows = [{"conversations": turns, "image": f"{i}.png"} for i in (0, 1, 1)]
+    data = {
+        "_component_": "torchtune.datasets.multimodal.multimodal_chat_dataset",
+        "source": str(write(tmp_path / "rows.jsonl", *rows)),
+        "image_tag": "<image>",
+        "image_dir": str(tmp_path),
+    }
+    transform = "torchtune.models.llama3_2_vision.llama3_2_vision_transform"
+    ranks = write_ranks(tmp_path / "tokenizer.model")
+    out, error = run(
+        capsys, monkeypatch, "show", "llama3_2/1B_full_single_device", f"tokenizer._component_={transform}",
+        f"tokenizer.path={ranks}", "tokenizer.image_size=28", f"dataset={json.dumps(data)}", "--examples", 3,
+    )  # fmt: skip
+    assert "images      3\n" in out, error
+    assert "duplicates  1 rows" in out  # the same words of another image are another row
+    assert out.count("<image 20x30>red<|eot_id|>") == 1
+    assert out.count("<image 9x8>red<|eot_id|>") == 2
+    assert "blue<|eot_id|>]]" in out

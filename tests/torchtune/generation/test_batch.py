@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchtune.generation import _fast_linear, fast_linears, generate_tokens
+from torchtune.generation import GenerationError, _fast_linear, fast_linears, generate_tokens
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules import TransformerDecoder
@@ -135,3 +135,26 @@ def test_weights_are_never_there_twice(model: TransformerDecoder, monkeypatch: p
     with fast_linears(model, pack=True):
         pass
     assert len(packs) == 2 * 4 + 1
+
+
+def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_input() -> None:
+    model, tokens = _model(), torch.tensor([_PROMPTS[0]])
+    apply_conversions(model, [LoRA(2, 3, attn_modules=["q_proj"])])
+    model.layers[0].attn.k_proj.register_forward_pre_hook(lambda _, args: (args[0].mul_(0.5),))
+    with torch.no_grad():
+        wanted = model(tokens)
+        with fast_linears(model, pack=True):
+            torch.testing.assert_close(model(tokens), wanted)
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(tokens)
+            for pack in (False, True):
+                with fast_linears(model, pack=pack):
+                    assert torch.equal(model(tokens), wanted)
+
+
+def test_a_loop_that_would_train_nothing_is_refused(model: TransformerDecoder) -> None:
+    for pack in (False, True):
+        with fast_linears(model, pack=pack), pytest.raises(GenerationError, match="is called with gradients"):
+            model(torch.tensor([_PROMPTS[0]]))
+    model(torch.tensor([_PROMPTS[0]])).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -16,7 +16,9 @@ from torchtune._lazy import packages_in
 from torchtune.models import get_spec, list_specs, spec_for_architecture
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = packages_in(torchtune.models.__path__)
+# Without a text model of their own: parts of other families.
+PARTS = {"clip", "llama3_2_vision"}
+FOLDERS = sorted({*packages_in(torchtune.models.__path__)} - PARTS)
 
 
 def missing_entries(family: str, reader: str, architecture: str, has_sizes: bool = True) -> Iterator[str]:

@@ -95,6 +95,9 @@ def test_llama3_tools_and_images(ranks: str) -> None:
         "<|start_header_id|>assistant<|end_header_id|>\n\ncat<|eot_id|><|end_of_text|>"
     )
     assert tokenizer.tokenize_messages(messages)[0] == parse_llama3(tokenizer, expected)
+    # A row would have the token of the image, but not the image.
+    with pytest.raises(DataError, match="Llama3Tokenizer takes text only: use the transform of a vision model"):
+        tokenizer({"messages": messages})
 
 
 def test_llama3_decoding(ranks: str) -> None:

@@ -1,8 +1,12 @@
 """Products in float32 on CPU, against float64 and torch's own."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torchtune.modules import _products
 from torchtune.modules._products import fast_linear, fast_products, linear, mm
@@ -28,24 +32,79 @@ def test_a_product_of_any_strides_equals_float64(rows: int, monkeypatch: pytest.
         torch.testing.assert_close(out.double(), 2 * truth, rtol=0, atol=2e-4)
 
 
+def _part(kind: str) -> torch.Tensor | None:
+    """A bias, for some in strides that oneDNN does not look at, or in a shape that it does not know."""
+    whole = _draw(512)
+    return {"none": None, "all": whole[:256], "strided": whole[::2], "one": whole[:1]}[kind]
+
+
 @needs_it
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_inside_and_its_gradients_equal_float64(bias: bool) -> None:
-    layer = torch.nn.Linear(192, 256, bias=bias)
-    x = _draw(2, 64, 192).requires_grad_()
-    assert fast_linear(x, layer.weight) is not None
-    with fast_products(x):
-        y = layer(x)
-    assert "_Linear" in type(y.grad_fn).__name__
+@pytest.mark.parametrize("bias", ["none", "all", "strided", "one"])
+@pytest.mark.parametrize("trained", [{0}, {1}, {2}, {0, 1, 2}], ids=["input", "weight", "bias", "each"])
+def test_a_layer_inside_and_its_gradients_equal_float64(bias: str, trained: set[int]) -> None:
+    found = [_draw(2, 64, 2, 192)[:, :, 0], _draw(256, 192), _part(bias)]
+    truth = [item if item is None else item.double() for item in found]
+    if all(found[index] is None for index in trained):
+        return
+    for item in (items[index] for items in (found, truth) for index in trained if items[index] is not None):
+        item.requires_grad_()
+    with fast_products(found[0]):
+        y = F.linear(found[0], weight=found[1], bias=found[2])
+    reference = F.linear(*truth)
+    torch.testing.assert_close(y.double(), reference, rtol=0, atol=1e-4)
     weights = _draw(2, 64, 1).expand_as(y)  # a gradient of stride 0
-    y.backward(weights)
-    wide, reference = x.detach().double().requires_grad_(), torch.nn.Linear(192, 256, bias=bias).double()
-    reference.load_state_dict(layer.state_dict())
-    truth = reference(wide)
-    truth.backward(weights.double())
-    torch.testing.assert_close(y.double(), truth, rtol=0, atol=1e-5)
-    for ours, theirs in ((x, wide), *zip(layer.parameters(), reference.parameters(), strict=True)):
-        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-4)
+    y.mul_(2).backward(weights)
+    reference.backward(2 * weights.double())
+    for ours, theirs in zip(found, truth, strict=True):
+        assert (ours is None or ours.grad is None) == (theirs is None or theirs.grad is None)
+        if theirs is not None and theirs.grad is not None:
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-3)
+
+
+@needs_it
+def test_a_layer_inside_is_taken_by_one_node_that_keeps_what_its_gradients_need() -> None:
+    kept: list[tuple[int, ...]] = []
+    for x, weight in ((_draw(64, 192).requires_grad_(), _draw(256, 192)), (_draw(64, 192), _draw(256, 192))):
+        weight.requires_grad_(not x.requires_grad)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda item: kept.append(item.shape) or item, lambda item: item
+        )
+        with hooks, fast_products(x):
+            y = F.linear(x, weight)
+        assert "_Linear" in type(y.grad_fn.next_functions[0][0]).__name__
+    assert kept == [(256, 192), (64, 192)]
+
+
+@needs_it
+def test_what_torch_does_with_a_layer_it_does_inside() -> None:
+    x, weight = _draw(64, 192) / 16, _draw(256, 192)
+
+    def product(weight: torch.Tensor) -> torch.Tensor:
+        with fast_products(x):
+            return F.linear(x, weight)
+
+    def loss(weight: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor] = product) -> torch.Tensor:
+        return of(weight).pow(3).sum()
+
+    def exact(weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.to(weight.dtype), weight)
+
+    wide = weight.double()
+    wanted = torch.func.grad(partial(loss, of=exact))(wide)
+    torch.testing.assert_close(torch.func.grad(loss)(weight).double(), wanted, rtol=1e-4, atol=1e-4)
+    curved = torch.autograd.functional.hvp(partial(loss, of=exact), wide, wide)[1]
+    torch.testing.assert_close(
+        torch.autograd.functional.hvp(loss, weight, weight)[1].double(), curved, rtol=1e-4, atol=1e-4
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert product(weight).dtype == torch.bfloat16
+    weight.requires_grad_()
+    with fast_products(x):  # what is computed again for backward is not inside any more
+        y = checkpoint(F.linear, x, weight, use_reentrant=False)
+    y.pow(3).sum().backward()
+    torch.testing.assert_close(weight.grad.double(), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(x, _draw(256, 256))
 
 
 def test_what_is_small_or_of_another_dtype_is_left_to_torch() -> None:

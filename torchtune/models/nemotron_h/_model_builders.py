@@ -157,7 +157,7 @@ SPEC = ModelSpec(
     architectures=("NemotronHForCausalLM",),
     from_hf_config=FORMAT.read,
     to_hf_config=FORMAT.write,
-    weight_maps={"hf": replace(_RENAMED, modules=("backbone.", "model."))},
+    weight_maps={"hf": replace(_RENAMED, modules=(("backbone.", "model."),))},
     untrained=("mtp.",),
     not_in_peft=("mixer.out_proj",),
 )

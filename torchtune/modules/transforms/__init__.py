@@ -1,5 +1,7 @@
 """Transforms of samples; tokenizers are in ``torchtune.modules.transforms.tokenizers``."""
 
+from torchtune._lazy import attach
 from torchtune.data import Transform
 
-__all__ = ["Transform"]
+__getattr__, __dir__, __all__ = attach(__name__, {"VisionCrossAttentionMask": "_transforms"})
+__all__ += ["Transform"]

@@ -13,6 +13,7 @@ from torchtune.models import (
     FusedAdapter,
     Group,
     ModelError,
+    ModelSpec,
     WeightMap,
     WeightMapError,
     module_prefixes,
@@ -131,10 +132,9 @@ def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, 
     tensors = [(name, source.read(name)) for name in source.names()]
     if not any(name.startswith(_PEFT_PREFIX) for name, _ in tensors):
         return tensors
-    composite = text_prefixes(name.removeprefix(_PEFT_PREFIX) for name, _ in tensors)
-    prefixes = {_PEFT_PREFIX + theirs: _PEFT_PREFIX + ours for ours, theirs in composite.items()}
-    tensors = [(rename_prefix(name, prefixes), tensor) for name, tensor in tensors]
     spec, description = identity(model)
+    prefixes = _prefixes_of_text(spec, [name for name, _ in tensors])
+    tensors = [(rename_prefix(name, prefixes), tensor) for name, tensor in tensors]
     weight_map = spec.weight_map("hf").peft()
     rows = token_tensors(model)
     tokens = [(rows[name], tensor) for name, tensor in tensors if name in rows]
@@ -148,6 +148,14 @@ def _our_names(model: nn.Module, source: Source, file: Path) -> list[tuple[str, 
         return [*tokens, *weight_map.to_tune(tensors, description, partial=True)]
     except (WeightMapError, ModelError) as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
+
+
+def _prefixes_of_text(spec: ModelSpec, names: Collection[str]) -> dict[str, str]:
+    """Prefixes in the adapter of a composite model -> those in one of its text decoder, if that alone is the model."""
+    if spec.builder is not None:
+        return {}
+    composite = text_prefixes(name.removeprefix(_PEFT_PREFIX) for name in names)
+    return {_PEFT_PREFIX + theirs: _PEFT_PREFIX + ours for ours, theirs in composite.items()}
 
 
 def _spread(
@@ -322,10 +330,9 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     """
     file, settings = folder / ADAPTER_FILE, read_json(folder / ADAPTER_CONFIG_FILE)
     names = [name for name in open_source([file]).names() if ".lora_A." in name]
-    composite = text_prefixes(name.removeprefix(_PEFT_PREFIX) for name in names)
-    prefixes = {_PEFT_PREFIX + theirs: _PEFT_PREFIX + ours for ours, theirs in composite.items()}
-    names = [rename_prefix(name, prefixes) for name in names]
     spec, description = identity(model)
+    prefixes = _prefixes_of_text(spec, names)
+    names = [rename_prefix(name, prefixes) for name in names]
     found = {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.external}
     if unknown := [name for name in names if name not in found]:
         raise CheckpointError(

@@ -133,7 +133,8 @@ def config_of_model(model: nn.Module, source_dir: Path | None, *, is_part: bool 
         is_part: whether the model is the text decoder of a multimodal source, which the file describes too.
     """
     spec, description = identity(model)
-    embedding = FullWeights(model).spec("tok_embeddings.weight")
+    weights = FullWeights(model)
+    embedding = weights.spec(next(name for name in weights.base if name.endswith("tok_embeddings.weight")))
     config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
     return with_text_config(read_json(source_dir / "config.json"), config) if is_part else config
 
@@ -150,13 +151,17 @@ def config_of(
         config = {key: value for key, value in config.items() if key not in ("rope_parameters", "torch_dtype")}
         longest = config.get("max_position_embeddings")
         config |= spec.to_hf_config(description)
-        config["max_position_embeddings"] = longest or config["max_position_embeddings"]
+        if longest:
+            config["max_position_embeddings"] = longest
     config.pop("quantization_config", None)  # the export is not quantized
-    config["vocab_size"] = vocab_size
+    if spec.builder is None:
+        config["vocab_size"] = vocab_size
     name = str(dtype).removeprefix("torch.")
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
     if "dtype" in config:
         config["dtype"] = name
+    for part in (config.get("text_config"), config.get("vision_config")) if spec.builder is not None else ():
+        part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
     return config
 
 

@@ -1,6 +1,7 @@
 """Turns that begin with a header, as Llama 3 lays them out."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.data._truncate import truncate_row
@@ -24,6 +25,8 @@ class HeaderTurns(MessageTransform, ModelTokenizer):
     Raises:
         DataError: the file is missing or broken, or a special token that the layout needs is missing.
     """
+
+    takes_images = False
 
     def __init__(
         self,
@@ -62,6 +65,23 @@ class HeaderTurns(MessageTransform, ModelTokenizer):
         self.max_seq_len = max_seq_len
         self.prompt_template = prompt_template
         self.truncation_type = truncation_type
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace ``messages`` by ``tokens`` and ``mask`` (True = not trained on).
+
+        Args:
+            sample: has ``messages``.
+            inference: leave the last turn open, for a model to continue.
+
+        Raises:
+            DataError: the messages do not fit the prompt layout, or hold images, of which this gives a token only.
+        """
+        sample = super().__call__(sample, inference)
+        if not self.takes_images and self.image_id in sample["tokens"]:  # no text encodes to it
+            raise DataError(
+                f"a turn holds an image, but {type(self).__name__} takes text only: use the transform of a vision model"
+            )
+        return sample
 
     @property
     def base_vocab_size(self) -> int:

@@ -1,0 +1,271 @@
+"""Datasets of text and images, from files of this machine."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+
+from tests.torchtune.models.tokenizer_files import write_ranks
+from tests.torchtune.modules.transforms.test_vision import photo
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE
+from torchtune.data import DataError, Message, padded_collate_sft
+from torchtune.datasets import PackedDataset, SFTDataset, alpaca_dataset, chat_dataset, instantiate_collate
+from torchtune.datasets._images import size_of
+from torchtune.datasets._preview import preview
+from torchtune.datasets._shared import preparing
+from torchtune.datasets.multimodal import (
+    llava_instruct_dataset,
+    multimodal_chat_dataset,
+    the_cauldron_dataset,
+    the_cauldron_transform,
+    vqa_dataset,
+)
+from torchtune.models.llama3 import Llama3Tokenizer
+from torchtune.models.llama3_2_vision import Llama3VisionTransform
+
+SIZES = [(28, 28), (20, 60), (90, 30)]
+
+
+@pytest.fixture(scope="module")
+def transform(tmp_path_factory: pytest.TempPathFactory) -> Llama3VisionTransform:
+    ranks = write_ranks(tmp_path_factory.mktemp("llama3") / "tokenizer.model")
+    return Llama3VisionTransform(ranks, tile_size=28, patch_size=14, max_seq_len=60, dtype=torch.float32)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for i, size in enumerate(SIZES):
+        photo(*size, seed=i).save(folder / f"{i}.png")
+    return folder
+
+
+def llava(image: str | list[str] | None, *turns: str) -> dict[str, Any]:
+    speakers = ["human", "gpt"] * len(turns)
+    return {"image": image, "conversations": [{"from": s, "value": v} for s, v in zip(speakers, turns, strict=False)]}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    lines = path.suffix == ".jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows))
+    return str(path)
+
+
+ROWS = [
+    llava("0.png", "<image>\nWhere is the cat?", "big", "one two", "red"),
+    llava("1.png", "What is\n<image>", "blue"),
+    llava(None, "Where is the dog?", "small"),
+    llava("2.png", "<image>three", "green"),
+]
+
+
+def expected(transform: Llama3VisionTransform, image: Any, *turns: Any) -> dict[str, Any]:
+    """The row by hand: ``turns`` are texts, and None where the image is."""
+    messages = []
+    for i, turn in enumerate(turns):
+        parts = [{"type": "image", "content": image} if p is None else {"type": "text", "content": p} for p in turn]
+        messages.append(Message("assistant" if i % 2 else "user", parts, masked=i % 2 == 0))
+    row = transform({"messages": messages})
+    trained = [*row["mask"][1:], True]
+    row["labels"] = [IGNORE if m else t for t, m in zip([*row["tokens"][1:], 0], trained, strict=True)]
+    return row
+
+
+def assert_same(row: dict[str, Any], other: dict[str, Any]) -> None:
+    assert (row["tokens"], row["labels"]) == (other["tokens"], other["labels"])
+    for name in ("images", "aspect_ratio"):
+        assert all(map(torch.equal, row["encoder_input"][name], other["encoder_input"][name]))
+        assert len(row["encoder_input"][name]) == len(other["encoder_input"][name])
+    assert all(map(torch.equal, row["encoder_mask"], other["encoder_mask"]))
+
+
+def sizes_of(dataset: SFTDataset, index: int) -> list[tuple[int, int] | None]:
+    return [size_of(image) for image in dataset.images(index)]
+
+
+@pytest.mark.parametrize("file", ["rows.json", "rows.jsonl"])
+def test_llava(transform: Llama3VisionTransform, pictures: Path, tmp_path: Path, file: str) -> None:
+    dataset = llava_instruct_dataset(
+        transform, source="json", data_files=write(tmp_path / file, ROWS), image_dir=str(pictures)
+    )
+    first = [[None, "\nWhere is the cat?"], ["big"], ["one two"], ["red"]]
+    assert_same(dataset[0], expected(transform, photo(*SIZES[0], seed=0), *first))
+    assert_same(dataset[1], expected(transform, photo(*SIZES[1], seed=1), ["What is\n", None], ["blue"]))
+    assert_same(dataset[2], expected(transform, None, ["Where is the dog?"], ["small"]))
+    assert dataset.lengths.tolist() == [len(dataset[i]["tokens"]) for i in range(4)]
+    assert (dataset.num_images, sizes_of(dataset, 1), sizes_of(dataset, 2)) == (3, [(60, 20)], [])
+    collate = instantiate_collate("torchtune.data.padded_collate_tiled_images_and_mask", transform)
+    batch = collate([dataset[i] for i in range(4)])
+    assert batch.inputs["encoder_input"]["images"].shape == (4, 1, 3, 3, 28, 28)  # 90 x 30 is three tiles high
+
+
+def test_images_as_the_hub_stores_them(transform: Llama3VisionTransform, pictures: Path, tmp_path: Path) -> None:
+    from datasets import Dataset, Features, Image, List, Value
+
+    texts = [[{"user": "Where?", "assistant": "one", "source": "a"}, {"user": "What?", "assistant": "two"}]] * 2
+    features = {
+        "images": List(Image()),
+        "texts": List(Features({name: Value("string") for name in ("user", "assistant", "source")})),
+    }
+    names = [[str(pictures / "1.png"), str(pictures / "2.png")], [str(pictures / "0.png")]]
+    rows = Dataset.from_dict({"images": names, "texts": texts}, Features(features))
+    rows.to_parquet(tmp_path / "rows.parquet")
+    images = [photo(*SIZES[i], seed=i) for i in (1, 2, 0)]
+    for source in (rows, str(tmp_path / "rows.parquet")):
+        dataset = the_cauldron_dataset(transform, source=source, new_system_prompt="one")
+        assert [len(dataset[i]["encoder_input"]["images"]) for i in range(2)] == [2, 1]
+        read = [image for i in range(2) for image in dataset[i]["encoder_input"]["images"]]
+        for ours, image in zip(read, images, strict=True):
+            assert torch.equal(ours, transform.transform_image({"image": image})["image"])
+        assert transform.decode(dataset[1]["tokens"]) == "oneWhere?oneWhat?two"
+        trained = transform.decode([label for label in dataset[1]["labels"] if label != IGNORE])
+        assert (trained, dataset.num_images) == ("onetwo", 3)
+    made = the_cauldron_transform(transform, new_system_prompt="one")(rows[1])
+    assert_same(made, dataset[1])
+
+
+def test_questions_and_several_images(transform: Llama3VisionTransform, pictures: Path, tmp_path: Path) -> None:
+    names = ["0.png", "1.png"]
+    asked = vqa_dataset(
+        transform,
+        source=write(tmp_path / "vqa.jsonl", [{"q": "What?", "a": "cat", "image": names}] * 2),
+        column_map={"input": "q", "output": "a"},
+        image_dir=str(pictures),
+    )
+    sizes = [(28, 28), (60, 20)]
+    assert sizes_of(asked, 0) == sizes
+    assert transform.decode(asked[0]["tokens"], skip_special_tokens=False).count("<|image|><|image|>What?") == 1
+    turns = llava(names, "one <image> two <image>", "red")
+    chats = multimodal_chat_dataset(transform, source=[turns], image_tag="<image>", image_dir=str(pictures))
+    assert transform.decode(chats[0]["tokens"], skip_special_tokens=False).count("one<|image|>two<|image|>") == 1
+    url = {"type": "image_url", "image_url": {"url": str(pictures / "1.png")}}
+    openai = [
+        {"role": "user", "content": [url, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": "a"},
+    ]
+    openai[0]["content"].append({"type": "image", "image": str(pictures / "0.png")})
+    chat = chat_dataset(
+        transform, source=[{"messages": openai}], conversation_column="messages", conversation_style="openai"
+    )
+    assert sizes_of(chat, 0) == sizes[::-1]
+    # Text alone goes with the transform of a vision model, too.
+    text = alpaca_dataset(transform, source=[{"instruction": "one", "output": "two"}])
+    assert text[0]["encoder_input"]["images"][0].shape == (1, 3, 28, 28)
+    assert text.num_images == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (llava("0.png", "What?", "red"), "1 images have no place: each needs a '<image>' in a user turn"),
+        (llava(None, "<image> What?", "red"), "a turn has 1 '<image>' but 0 images"),
+        (llava(["0.png", "1.png"], "<image> What?", "red"), "1 images have no place"),
+        (llava("none.png", "<image>", "red"), "none.png cannot be read (there is no such file)"),
+        (llava("text.png", "<image>", "red"), "text.png cannot be read (it is of no kind that Pillow reads)"),
+        (llava("0.png", "cat " * 60 + "<image>", "red"), "max_seq_len=60 cuts off 1 of the row's 1 images"),
+        (llava("0.png", "<image>" + "cat " * 60, "red"), "no label is left within max_seq_len=60"),
+    ],
+)
+def test_a_bad_row_is_named_before_training(
+    transform: Llama3VisionTransform, pictures: Path, row: dict[str, Any], reason: str
+) -> None:
+    (pictures / "text.png").write_text("no image")
+    with pytest.raises(DataError) as error:
+        llava_instruct_dataset(transform, source=[ROWS[0], row, ROWS[1]], image_dir=str(pictures))
+    assert "row 1: " in str(error.value)
+    assert reason in str(error.value)
+    kept = llava_instruct_dataset(transform, source=[ROWS[0], row, ROWS[1]], image_dir=str(pictures), on_bad_row="skip")
+    assert (len(kept), kept.origins(1)[0]["row"], sizes_of(kept, 1)) == (2, 2, [(60, 20)])
+    assert kept[1]["tokens"][-8:] == kept.document(1)["tokens"].tolist()[-8:]
+
+
+def test_a_broken_image_is_named_when_it_is_read(
+    transform: Llama3VisionTransform, pictures: Path, tmp_path: Path
+) -> None:
+    whole = (pictures / "1.png").read_bytes()
+    (pictures / "1.png").write_bytes(whole[:2000])
+    source = write(tmp_path / "rows.jsonl", ROWS)
+    settings: dict[str, Any] = {"source": source, "image_dir": str(pictures)}
+    dataset = llava_instruct_dataset(transform, **settings)
+    assert len(dataset[0]["encoder_input"]["images"]) == 1
+    with pytest.raises(
+        DataError, match=r"rows.jsonl, row 1 .*line 2.*1.png cannot be read .*truncated.*on_bad_row=skip"
+    ):
+        dataset[1]
+    assert len(llava_instruct_dataset(transform, **settings, on_bad_row="skip")) == 3
+    (pictures / "1.png").write_bytes(whole)
+    assert len(llava_instruct_dataset(transform, **settings, on_bad_row="skip")) == 4
+
+
+def test_what_is_not_possible_with_images(transform: Llama3VisionTransform, pictures: Path, tmp_path: Path) -> None:
+    build = {"source": ROWS, "image_dir": str(pictures)}
+    for settings, reason in (
+        ({"packed": True}, "packed=True is not possible with images: leave packed out"),
+        ({"streaming": True}, "streaming=True is not possible with images: leave streaming out"),
+        ({"image_dir": "nowhere/"}, "There is no folder nowhere/ .*: set image_dir"),
+        ({"source": ROWS[2:3]}, "no row has an image: set column_map"),
+        ({"column_map": {"conversations": "conversations", "image": "photo"}}, "there is no column 'photo'"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            llava_instruct_dataset(transform, **{**build, **settings})
+    dataset = llava_instruct_dataset(transform, **build)
+    with pytest.raises(DataError, match="Rows with images cannot be packed"):
+        PackedDataset(dataset, max_seq_len=200)
+    with pytest.raises(DataError, match=r"collate_fn=torchtune.data.padded_collate_tiled_images_and_mask"):
+        instantiate_collate("torchtune.data.collate_documents", transform)
+    with pytest.raises(DataError, match="padded_collate_tiled_images_and_mask"):
+        padded_collate_sft([dataset[0]])
+    with pytest.raises(DataError, match="rows 0, 1, 3: a turn holds an image, but Llama3Tokenizer takes text only"):
+        llava_instruct_dataset(Llama3Tokenizer(write_ranks(tmp_path / "ranks")), **build)
+    with preview(1):  # whose rows may be without images
+        llava_instruct_dataset(transform, source=write(tmp_path / "a.jsonl", ROWS[2:]), image_dir=str(pictures))
+
+
+def test_prepared_rows_are_checked_and_measured_once(
+    transform: Llama3VisionTransform, pictures: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"source": write(tmp_path / "a.jsonl", ROWS), "image_dir": str(pictures)}
+    with preparing(tmp_path / "out"):
+        made = llava_instruct_dataset(transform, **settings)
+    (pictures / "0.png").unlink()
+    dataset = llava_instruct_dataset(transform, **settings, prepared=str(tmp_path / "out"))
+    assert dataset.lengths.tolist() == made.lengths.tolist()
+    assert_same(dataset[1], made[1])
+    with pytest.raises(DataError, match=r"row 0 .*there is no such file"):
+        dataset[0]
+
+
+class Processor:
+    """Somebody else's transform, on transformers: text of one token per character, pixels of the images."""
+
+    def __init__(self) -> None:
+        self.images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        messages = sample["messages"]
+        tokens = [(len(m.text_content), m.masked) for m in messages for _ in range(len(m.text_content))]
+        row: dict[str, Any] = {"tokens": [t for t, _ in tokens], "mask": [m for _, m in tokens]}
+        if images := [image for message in messages for image in message.get_media()]:
+            row["pixel_values"] = self.images(images=[images], return_tensors="pt")["pixel_values"]
+        return row
+
+
+def test_a_transform_of_ones_own_gets_pillow_images(pictures: Path, tmp_path: Path) -> None:
+    rows = [ROWS[2], *ROWS[:2]]  # the first row is text: what the others have besides is not lost
+    settings: dict[str, Any] = {"source": write(tmp_path / "a.jsonl", rows), "image_dir": str(pictures)}
+    dataset = llava_instruct_dataset(Processor(), **settings)
+    assert "pixel_values" not in dataset[0]
+    theirs = Processor().images(images=[[photo(*SIZES[1], seed=1)]], return_tensors="pt")["pixel_values"]
+    assert torch.equal(dataset[2]["pixel_values"], theirs)
+    assert (dataset.num_images, sizes_of(dataset, 2), len(dataset)) == (2, [(60, 20)], 3)
+    (pictures / "0.png").unlink()
+    with pytest.raises(DataError, match=r"row 1: .*0.png cannot be read"):
+        llava_instruct_dataset(Processor(), **settings)
+    kept = llava_instruct_dataset(Processor(), **settings, on_bad_row="skip")
+    assert [kept.origins(i)[0]["row"] for i in range(len(kept))] == [0, 2]
+    assert isinstance(kept, SFTDataset)

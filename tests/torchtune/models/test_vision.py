@@ -1,0 +1,227 @@
+"""Llama 3.2 Vision against ``transformers``: logits, gradients, files, adapters, decoding."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import MllamaConfig, MllamaForConditionalGeneration
+
+import torchtune
+from tests import tiny_vision
+from tests.tiny_vision import IMAGE_TOKEN as IMG
+from tests.tiny_vision import images, logits_of_transformers, sees
+from torchtune.models import llama3_2_vision as vision
+from torchtune.models.llama3_2_vision import SPEC
+from torchtune.modules.model_fusion import get_fusion_params
+from torchtune.modules.peft import LoRA, get_adapter_params
+from torchtune.training import ModelSource
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_vision.write_vision_checkpoint(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return tiny_vision.mllama()
+
+
+def ours(folder):
+    with torch.device("meta"):
+        model = torchtune.models.from_hf_config(folder)
+    ModelSource(folder).read(model, torch.device("cpu"))
+    return model.eval()
+
+
+TOKENS = torch.tensor([[1, IMG, 5, 9, IMG, 7, 3], [1, 8, 5, IMG, 6, 7, 3], [1, 8, 5, 9, 6, 7, 3]])
+ROWS = [(2, 1), (1, 3)], [(2, 2)], []
+
+
+def test_logits_and_gradients_are_those_of_transformers(folder, theirs):
+    model = ours(folder)
+    given = images(*ROWS)
+    mask = sees(TOKENS, given["aspect_ratio"])
+    wanted = logits_of_transformers(theirs, TOKENS, given, mask)
+    found = model(TOKENS, encoder_input=given, encoder_mask=mask)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+    weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(3))
+    (wanted * weight).sum().backward()
+    (found * weight).sum().backward()
+    named = dict(theirs.named_parameters())
+    compared = 0
+    for group in SPEC.weight_map("hf_modules").groups(model.description):
+        if type(group.op).__name__ == "TileTable":  # one place of ours is several numbers of theirs
+            continue
+        back = group.to_tune([named[name].grad for name in group.external])
+        for name, value in zip(group.tune, back, strict=True):
+            grad = model.get_parameter(name).grad
+            scale = value.abs().max().clamp(min=1e-3)
+            torch.testing.assert_close(
+                grad / scale, value / scale, atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            compared += 1
+    assert compared == len(list(model.parameters())) - 3
+    theirs.zero_grad()
+
+
+def test_features_depend_on_the_image_alone(folder):
+    """Not on the images beside it, nor on how many tiles the batch has room for."""
+    encoder = ours(folder).encoder
+    given = images([(1, 2), (2, 2)])
+    both = encoder(**given).unflatten(1, (2, 4, 5))
+    alone = {"images": given["images"][:, :1, :2], "aspect_ratio": given["aspect_ratio"][:, :1]}
+    torch.testing.assert_close(encoder(**alone).unflatten(1, (2, 5)), both[:, 0, :2], atol=1e-6, rtol=1e-5)
+
+
+def test_text_alone_skips_the_encoder_and_cross_attention(folder, theirs):
+    model = ours(folder).train()
+    with torch.no_grad():
+        wanted = theirs(input_ids=TOKENS[2:], use_cache=False).logits
+    found = model(TOKENS[2:])
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+    found.sum().backward()
+    assert all(parameter.grad is None for parameter in model.encoder.parameters())
+
+
+def test_decoding_with_caches_is_decoding_without(folder):
+    model = ours(folder)
+    given, tokens = images([(2, 1)]), torch.tensor([[1, IMG, 5, 9]])
+    wanted = tokens
+    with torch.no_grad():
+        for _ in range(4):
+            mask = sees(wanted, given["aspect_ratio"])
+            logits = model(wanted, encoder_input=given, encoder_mask=mask)
+            wanted = torch.cat([wanted, logits[:, -1:].argmax(-1)], dim=1)
+        model.setup_caches(1, torch.float32, decoder_max_seq_len=8)
+        causal, found, start, more = torch.ones(8, 8, dtype=torch.bool).tril(), tokens, 0, {"encoder_input": given}
+        for _ in range(4):
+            place = torch.arange(start, found.shape[1])
+            seen = sees(found, given["aspect_ratio"])[:, start:]
+            logits = model(found[:, start:], mask=causal[place][None], input_pos=place[None], encoder_mask=seen, **more)
+            start, more = found.shape[1], {}
+            found = torch.cat([found, logits[:, -1:].argmax(-1)], dim=1)
+    assert found.tolist() == wanted.tolist()
+    model.reset_caches()
+    assert model.decoder.layers[1].fusion_layer.attn.kv_cache.size == 0
+
+
+@pytest.mark.parametrize("kind", ["hf", "hf_modules", "meta"])
+def test_names_and_layouts_go_there_and_back(folder, kind):
+    model = ours(folder)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    names = SPEC.weight_map(kind)
+    external = dict(names.to_external(weights.items(), model.description))
+    for name, value in names.to_tune(external.items(), model.description):
+        assert torch.equal(value, weights.pop(name)), name
+    assert not weights
+
+
+def both_logits(model, reference):
+    given = images(*ROWS)
+    mask = sees(TOKENS, given["aspect_ratio"])
+    with torch.no_grad():
+        wanted = logits_of_transformers(reference, TOKENS, given, mask)
+        return model(TOKENS, encoder_input=given, encoder_mask=mask), wanted
+
+
+def test_files_are_equal_bit_for_bit(folder, tmp_path):
+    model, _ = torchtune.load(folder, device="cpu")
+    torchtune.save(model, tmp_path / "out")
+    first, second = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "out"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    config, again = (json.loads((at / "config.json").read_text()) for at in (folder, tmp_path / "out"))
+    assert again == config
+
+
+def test_config_of_a_description_is_read_by_transformers(folder):
+    d = ours(folder).description
+    theirs = MllamaConfig(**SPEC.to_hf_config(d)).to_dict()
+    assert SPEC.from_hf_config({**theirs, "architectures": ["MllamaForConditionalGeneration"]}) == d
+
+
+@pytest.mark.parametrize("way", ["adapter", "merged"])
+def test_adapters_are_those_of_peft(folder, tmp_path, way):
+    lora = LoRA(rank=2, attn_modules=["q_proj", "v_proj"], apply_to_mlp=True, apply_to_output=True)
+    model, _ = torchtune.load(folder, adapter=lora, device="cpu")
+    with torch.no_grad():
+        for parameter in get_adapter_params(model).values():
+            parameter.normal_(0.0, 0.2)
+    torchtune.save(model, tmp_path / "out", contents=way)
+    if way == "merged":
+        reference = MllamaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    else:
+        reference = PeftModel.from_pretrained(tiny_vision.mllama(), tmp_path / "out").base_model.model
+        again, _ = torchtune.load(folder, adapter=tmp_path / "out", device="cpu")
+        assert torch.equal(again.encoder.projection.output.lora_b.weight, model.encoder.projection.output.lora_b.weight)
+    found, wanted = both_logits(model, reference.eval())
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+    _, plain = both_logits(model, tiny_vision.mllama())
+    assert (found - plain).abs().max() > 0.1
+
+
+def test_an_adapter_of_peft_is_read(folder, tmp_path):
+    torch.manual_seed(1)
+    names = ["q_proj", "v_proj", "fc1", "multi_modal_projector"]
+    reference = get_peft_model(tiny_vision.mllama(), LoraConfig(r=2, target_modules=names, init_lora_weights=False))
+    reference.save_pretrained(tmp_path)
+    model, _ = torchtune.load(folder, adapter=tmp_path, device="cpu")
+    found, wanted = both_logits(model, reference.base_model.model.eval())
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+
+
+def test_embeddings_trained_by_aspect_ratio_are_refused(folder, tmp_path):
+    other = tiny_vision.mllama()
+    other.model.vision_model.gated_positional_embedding.tile_embedding.weight.data[3, 0] += 1.0
+    other.save_pretrained(tmp_path)
+    with pytest.raises(torchtune.models.WeightMapError, match="differ from one aspect ratio to another"):
+        ours(tmp_path)
+
+
+def of_parts(model):
+    """Trained parameters by part: decoder, encoder, fusion."""
+    fusion = get_fusion_params(model)
+    found = dict.fromkeys(("decoder", "encoder", "fusion"), 0)
+    for name, parameter in model.named_parameters():
+        part = "fusion" if name in fusion else name.partition(".")[0]
+        found[part] += parameter.numel() * parameter.requires_grad
+    return found
+
+
+def test_sizes_and_trained_parts_of_the_builders():
+    """Counts of the reference: models.md, 3."""
+    every = ["q_proj", "k_proj", "v_proj", "output_proj"]
+    with torch.device("meta"):
+        model = vision.llama3_2_vision_11b()
+        adapted = vision.lora_llama3_2_vision_11b(every)
+        large = vision.lora_llama3_2_vision_90b(every)
+        decoder = vision.llama3_2_vision_11b(True, False, False)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 10_629_184_035
+    assert sum(parameter.numel() for parameter in adapted.parameters()) == 10_634_164_771
+    assert sum(parameter.numel() for parameter in large.parameters()) == 88_563_787_323
+    assert sum(of_parts(adapted).values()) == 4_980_736
+    text = 8_030_261_248  # Llama 3.1 8B
+    clip, fusion = of_parts(model)["encoder"], of_parts(model)["fusion"]
+    assert of_parts(model)["decoder"] == 0
+    assert clip + fusion == 10_629_184_035 - text
+    assert of_parts(decoder) == {"decoder": text, "encoder": 0, "fusion": 0}
+    names = set(dict(model.named_parameters()))
+    assert {
+        "decoder.tok_embeddings.fusion_embedding.weight",
+        "decoder.layers.3.attn.q_proj.weight",
+        "decoder.layers.3.fusion_layer.attn.q_norm.scale",
+        "decoder.layers.31.fusion_layer.ca_scale.scale",
+        "encoder.clip.token_pos_embedding.global_token_positional_embedding",
+        "encoder.clip.layers.0.mlp.w1.bias",
+        "encoder.projection.layers.7.sa_scale.scale",
+    } <= names
+
+
+def test_a_part_that_an_adapter_cannot_hold_is_refused():
+    with torch.device("meta"), pytest.raises(torchtune.models.ModelError, match="decoder_trainable is 'full'"):
+        vision.lora_llama3_2_vision_11b(["q_proj"], decoder_trainable="full")

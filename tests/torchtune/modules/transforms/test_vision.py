@@ -1,0 +1,171 @@
+"""Images to tiles, against transformers' processor of the same model (Pillow backend) and formulas."""
+
+import base64
+import io
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.mllama.image_processing_pil_mllama import (
+    MllamaImageProcessorPil,
+    get_all_supported_aspect_ratios,
+    get_image_size_fit_to_canvas,
+    get_optimal_tiled_canvas,
+)
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
+
+from torchtune.data import DataError, load_image
+from torchtune.models.clip import CLIPImageTransform
+from torchtune.models.clip._model_builders import clip_vit_224_transform
+from torchtune.models.clip._transform import CLIP_MEAN, CLIP_STD
+from torchtune.modules.transforms import VisionCrossAttentionMask
+from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
+    find_supported_resolutions,
+    get_canvas_best_fit,
+)
+from torchtune.modules.transforms.vision_utils.get_inscribed_size import get_inscribed_size
+from torchtune.modules.transforms.vision_utils.pad_dim_to_size import pad_dim_to_size
+from torchtune.modules.transforms.vision_utils.resize_with_pad import resize_with_pad
+from torchtune.modules.transforms.vision_utils.tile_crop import tile_crop
+
+TILE = 28
+
+
+def photo(height: int, width: int, seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def test_canvas_and_size_are_those_of_transformers() -> None:
+    rng = random.Random(0)
+    canvases = find_supported_resolutions(4, TILE)
+    assert {(h // TILE, w // TILE) for h, w in canvases} == set(get_all_supported_aspect_ratios(4))
+    sizes = [(rng.randint(1, 200), rng.randint(1, 200)) for _ in range(200)]
+    for height, width in [*sizes, (TILE, TILE), (56, 28), (28, 112), (112, 112), (1, 1000)]:
+        image = torch.empty(3, height, width)
+        canvas = get_canvas_best_fit(image, torch.tensor(canvases), resize_to_max_canvas=False)
+        assert canvas == get_optimal_tiled_canvas(height, width, 4, TILE)
+        inscribed = get_inscribed_size((height, width), canvas, max_size=TILE)
+        assert inscribed == get_image_size_fit_to_canvas(height, width, *canvas, TILE)
+    # Enlarged as much as possible: 2 x 2 tiles let a square grow twofold.
+    assert get_canvas_best_fit(torch.empty(3, 28, 28), torch.tensor(canvases), resize_to_max_canvas=True) == (56, 56)
+
+
+def processed(image: Image.Image) -> tuple[torch.Tensor, list[int]]:
+    processor = MllamaImageProcessorPil(
+        size={"height": TILE, "width": TILE}, max_image_tiles=4, image_mean=CLIP_MEAN, image_std=CLIP_STD
+    )
+    out = processor(images=[[image]], return_tensors="pt")
+    pixels = out["pixel_values"][0, 0, : int(out["num_tiles"][0][0])]
+    return pixels, list(get_all_supported_aspect_ratios(4)[int(out["aspect_ratio_ids"][0, 0]) - 1])
+
+
+@pytest.mark.parametrize(("size", "levels"), [((28, 56), 0), ((50, 20), 0), ((300, 70), 1), ((9, 31), 1)])
+def test_pixels_are_those_of_transformers(size: tuple[int, int], levels: int) -> None:
+    """Exact where nothing is resized; else one of 255 levels apart, as Pillow's fixed point rounds otherwise."""
+    image = photo(*size)
+    transform = CLIPImageTransform(image_mean=CLIP_MEAN, image_std=CLIP_STD, tile_size=TILE, dtype=torch.float32)
+    ours = transform({"image": image})
+    theirs, ratio = processed(image)
+    assert ours["aspect_ratio"].tolist() == ratio
+    torch.testing.assert_close(ours["image"], theirs, rtol=0, atol=levels / 255 / min(CLIP_STD) + 1e-5)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    assert torch.equal(transform({"image": pixels})["image"], ours["image"])
+    in_floats = transform({"image": pixels / 255})["image"]
+    torch.testing.assert_close(in_floats, ours["image"], rtol=0, atol=levels / 255 / min(CLIP_STD) + 1e-5)
+
+
+def test_one_tile_of_clip_is_filled() -> None:
+    found = clip_vit_224_transform()({"image": torch.full((1, 10, 5), 255, dtype=torch.uint8), "row": 7})
+    assert (found["image"].shape, found["image"].dtype, found["row"]) == ((1, 3, 224, 224), torch.bfloat16, 7)
+    white, black = ((torch.tensor([v] * 3) - torch.tensor(CLIP_MEAN)) / torch.tensor(CLIP_STD) for v in (1.0, 0.0))
+    torch.testing.assert_close(found["image"][0, :, 223, 111].float(), white, rtol=0, atol=0.01)
+    torch.testing.assert_close(found["image"][0, :, 0, 112].float(), black, rtol=0, atol=0.01)
+
+
+def test_tiles_and_padding() -> None:
+    image = torch.arange(48.0).view(1, 6, 8)
+    tiles = tile_crop(image, 2)
+    assert tiles.shape == (12, 1, 2, 2)
+    assert torch.equal(tiles[5], image[:, 2:4, 2:4])
+    assert pad_dim_to_size(torch.ones(2, 3), 5, -2, fill=7)[:, 0].tolist() == [1, 1, 7, 7, 7]
+    # Nearest keeps values; bicubic is the smoothest of them.
+    assert resize_with_pad(torch.tensor([[[1.0, 2.0]]]), (4, 4), "nearest").tolist() == [
+        [[1, 1, 2, 2], [1, 1, 2, 2], [0] * 4, [0] * 4]
+    ]
+    for broken in (
+        lambda: tile_crop(image, 4),
+        lambda: pad_dim_to_size(image, 2, 1),
+        lambda: CLIPImageTransform(resample="lanczos"),
+        lambda: CLIPImageTransform(image_mean=CLIP_MEAN),
+        lambda: CLIPImageTransform(image_mean=[0.5], image_std=[0.5]),
+        lambda: CLIPImageTransform(max_num_tiles=None),
+        lambda: CLIPImageTransform(tile_size=5, possible_resolutions=[(5, 7)]),
+        lambda: CLIPImageTransform()({"image": torch.zeros(4, 2, 2)}),
+        lambda: CLIPImageTransform()({"image": torch.zeros(3, 2, 2, dtype=torch.int64)}),
+        lambda: VisionCrossAttentionMask(28, 13, 9),
+    ):
+        with pytest.raises(DataError):
+            broken()
+
+
+@pytest.mark.parametrize("tokens", [[5, 9, 1, 2], [9, 1, 9, 9, 2, 3], [1, 9, 9], [9, 9, 9, 1, 9, 2], [1, 2]])
+def test_the_mask_is_that_of_transformers(tokens: list[int]) -> None:
+    images = [torch.empty(1 + i % 3, 3, TILE, TILE) for i in range(tokens.count(9))]
+    masks = VisionCrossAttentionMask(TILE, 14, 9)({"tokens": tokens, "encoder_input": {"images": images}})[
+        "encoder_mask"
+    ]
+    sparse = get_cross_attention_token_mask(tokens, 9)
+    tiles = [len(image) for image in images]
+    theirs = convert_sparse_cross_attention_mask_to_dense([sparse], [tiles], 4, len(tokens))[0]
+    for i, mask in enumerate(masks):
+        assert mask.shape == (len(tokens), tiles[i] * 5)
+        assert torch.equal(
+            mask.view(len(tokens), tiles[i], 5), torch.tensor(theirs[:, i, : tiles[i], None]).bool().expand(-1, -1, 5)
+        )
+        assert mask.untyped_storage().nbytes() == len(tokens)
+    with pytest.raises(DataError, match=f"{len(images)} tokens of images, but there are {len(images) + 1} images"):
+        VisionCrossAttentionMask(TILE, 14, 9)(
+            {"tokens": tokens, "encoder_input": {"images": [*images, torch.empty(1, 3, TILE, TILE)]}}
+        )
+
+
+def test_images_are_read_upright_and_on_white(tmp_path: Path) -> None:
+    image = photo(2, 3)
+    image.save(tmp_path / "a.png")
+    expected = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    assert torch.equal(load_image(tmp_path / "a.png"), expected)
+    encoded = base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    assert torch.equal(load_image(f"data:image/png;base64,{encoded}"), expected)
+    clear = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
+    clear.putpixel((1, 0), (10, 20, 30, 255))
+    clear.save(tmp_path / "clear.png")
+    assert load_image(tmp_path / "clear.png")[:, 0].T.tolist() == [[255] * 3, [10, 20, 30]]
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by a quarter
+    image.save(tmp_path / "turned.png", exif=exif)
+    assert torch.equal(load_image(tmp_path / "turned.png"), expected.rot90(-1, (1, 2)))
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    photo(40, 40).save(file, "PNG")
+    (tmp_path / "half.png").write_bytes(file.getvalue()[:2000])
+    (tmp_path / "text.png").write_text("no image")
+    for name, reason in {
+        "half.png": "truncated", "text.png": "of no kind that Pillow reads", "none.png": "there is no such file",
+    }.items():  # fmt: skip
+        with pytest.raises(DataError, match=f"the image .*{name} cannot be read .*{reason}"):
+            load_image(tmp_path / name)
+    with pytest.raises(DataError, match=r"the image cannot be read .its base64 is broken"):
+        load_image("data:image/png;base64,***")
+    with pytest.raises(DataError, match=r"the image http://127.0.0.1:1/a.png cannot be read"):
+        load_image("http://127.0.0.1:1/a.png")
+    with pytest.raises(DataError, match="not int"):
+        CLIPImageTransform()({"image": 3})

@@ -1,0 +1,111 @@
+"""Rows with images: what is checked before they are read."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtune.data import DataError, Message
+from torchtune.data._images import open_image
+from torchtune.datasets._bad_rows import BadRows
+from torchtune.datasets._parallel import in_parts
+from torchtune.datasets._tokenize import Tokenize
+
+
+class EncodedRows:
+    """Rows of the datasets package with images as files, ``{"bytes", "path"}``, not as pixels.
+
+    Args:
+        rows: a ``datasets.Dataset``.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        return self._rows[index].to_pylist()[0]
+
+
+def encoded(rows: Any, message_transform: Any) -> Any:
+    """The rows with images as files, if they are of the datasets package and ``message_transform`` takes such."""
+    is_table = hasattr(rows, "with_format") and hasattr(rows, "features")
+    return EncodedRows(rows) if is_table and getattr(message_transform, "takes_encoded_images", False) else rows
+
+
+def images_of(sample: Mapping[str, Any]) -> list[Any]:
+    """The images of a conversation, in order."""
+    messages = sample.get("messages") or ()
+    return [image for message in messages if isinstance(message, Message) for image in message.get_media()]
+
+
+def size_of(image: Any) -> tuple[int, int] | None:
+    """(width, height) of an image, in pixels; ``None`` of one of the web. Raises :class:`DataError`."""
+    if isinstance(image, torch.Tensor):
+        return image.shape[-1], image.shape[-2]
+    opened = open_image(image, decode=False)
+    return None if opened is None else opened.size
+
+
+def content_of(image: Any) -> Any:
+    """What tells an image from others, without its pixels if it has a name."""
+    if isinstance(image, Mapping):
+        return image.get("bytes") or image.get("path")
+    return str(image) if isinstance(image, str | Path) else id(image)
+
+
+def check_images(sample: Mapping[str, Any], decode: bool) -> int:
+    """Read the headers of a conversation's images, or all of them, and return their number. Raises DataError."""
+    images = images_of(sample)
+    for image in images:
+        if not isinstance(image, torch.Tensor):
+            open_image(image, decode)
+    return len(images)
+
+
+def with_images(sample: dict[str, Any]) -> dict[str, Any]:
+    """Put Pillow images in the place of paths and addresses, for the model transform. Raises :class:`DataError`."""
+    for message in sample.get("messages") or ():
+        if isinstance(message, Message) and message.contains_media:
+            message.content = [
+                {**item, "content": open_image(item["content"])}
+                if item["type"] == "image" and not isinstance(item["content"], torch.Tensor)
+                else item
+                for item in message.content
+            ]
+    return sample
+
+
+def check_rows(rows: Any, check: Any, bad: BadRows) -> int:
+    """Call ``check(row)``, which returns the number of images, for all rows; return their sum.
+
+    Raises:
+        DataError: some rows cannot be trained on and are not left out.
+    """
+
+    def noted(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"": {"note": check(row)}}
+
+    images = 0
+    for part in in_parts(rows, Tokenize(noted, [], None)):
+        images += sum(part.notes)
+        for index, reason in part.bad:
+            bad.add(index, reason)
+    bad.check()
+    return images
+
+
+def row_error(error: DataError, source: str, row: int, rows: Any, skips: bool) -> DataError:
+    """What is wrong with a row that was not seen before it was read."""
+    place = getattr(rows, "place", None)
+    where = "" if place is None else f" ({place(row)})"
+    hint = "" if skips else ", or leave such rows out with on_bad_row=skip"
+    return DataError(f"{source}, row {row}{where}: {str(error).rstrip('.')}; correct it{hint}.")

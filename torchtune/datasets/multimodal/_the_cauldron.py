@@ -1,0 +1,108 @@
+"""The Cauldron: fifty datasets of questions about images."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchtune.data import DataError, Message, Transform
+from torchtune.data._to_messages import as_turn, check_column_map, column, image_column
+from torchtune.datasets._load import LOADERS, Source, _suffix
+from torchtune.datasets._sft import SFTDataset, SFTTransform
+from torchtune.datasets.multimodal._build import image_dataset
+
+
+class TheCauldronToMessages(Transform):
+    """Converts a row of The Cauldron to a conversation; the assistant's turns are trained on.
+
+    The images come before the first question.
+
+    Args:
+        column_map: the columns of ``images``, a list, and of ``texts``, a list of ``{"user", "assistant"}``.
+        new_system_prompt: text of a system turn to insert.
+
+    Raises:
+        DataError: a key of the map is missing; when called, a column is missing or holds something else.
+    """
+
+    takes_encoded_images = True
+
+    def __init__(self, column_map: Mapping[str, str] | None = None, new_system_prompt: str | None = None) -> None:
+        self.column_map = check_column_map(column_map, {"images": "images", "texts": "texts"}, ("images", "texts"))
+        self.new_system_prompt = new_system_prompt
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"messages": [...]}``."""
+        name = self.column_map["texts"]
+        turns = column(sample, name)
+        if not isinstance(turns, list | tuple) or not turns:
+            raise DataError(f"column '{name}' holds {type(turns).__name__}, not a list of questions with answers")
+        messages = []
+        if self.new_system_prompt is not None:
+            messages.append(Message(role="system", content=self.new_system_prompt, masked=True))
+        images = image_column(sample, self.column_map["images"], None)
+        content = [{"type": "image", "content": image} for image in images]
+        for turn in turns:
+            as_turn(turn, "user", "assistant")
+            if not all(isinstance(turn[side], str) for side in ("user", "assistant")):
+                raise DataError(f"column '{name}' holds a question or an answer that is not a text")
+            messages.append(Message("user", [*content, {"type": "text", "content": turn["user"]}], masked=True))
+            messages.append(Message("assistant", turn["assistant"]))
+            content = []
+        return {"messages": messages}
+
+
+def the_cauldron_transform(
+    model_transform: Transform | None = None,
+    texts_col: str = "texts",
+    images_col: str = "images",
+    new_system_prompt: str | None = None,
+) -> SFTTransform:
+    """The transform of a row of The Cauldron.
+
+    Args:
+        model_transform: ``messages`` -> ``tokens``, ``mask`` and what a model takes of images.
+        texts_col: column of the questions with answers.
+        images_col: column of the images.
+        new_system_prompt: text of a system turn to insert.
+
+    Example:
+        >>> transform = torchtune.datasets.multimodal.the_cauldron_transform(tokenizer)
+        >>> row = {"images": [], "texts": [{"user": "Who?", "assistant": "one cat"}]}
+        >>> tokenizer.decode([label for label in transform(row)["labels"] if label != -100])
+        'one cat'
+    """
+    columns = {"texts": texts_col, "images": images_col}
+    return SFTTransform(TheCauldronToMessages(columns, new_system_prompt), model_transform)
+
+
+def the_cauldron_dataset(
+    model_transform: Transform,
+    *,
+    subset: str = "ocrvqa",
+    source: Source = "HuggingFaceM4/the_cauldron",
+    column_map: Mapping[str, str] | None = None,
+    new_system_prompt: str | None = None,
+    packed: bool = False,
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> SFTDataset:
+    """The Cauldron, one of its datasets. For images and other arguments see :func:`multimodal_chat_dataset`.
+
+    Args:
+        subset: which one; of data on the hub.
+        column_map: the columns of ``texts`` and ``images``; by default those names.
+
+    Raises:
+        DataError: ``packed``; no row has an image; see :class:`SFTDataset`.
+    """
+    on_hub = isinstance(source, str) and "data_files" not in load_dataset_kwargs and _suffix(source) not in LOADERS
+    return image_dataset(
+        model_transform,
+        source,
+        TheCauldronToMessages(column_map, new_system_prompt),
+        packed=packed,
+        filter_fn=filter_fn,
+        split=split,
+        name=subset if on_hub else None,
+        **load_dataset_kwargs,
+    )

@@ -1,0 +1,121 @@
+"""Attention among the tiles of images, some of which are padding."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtune.modules._outside_graphs import outside_graphs
+
+
+@dataclass(frozen=True)
+class TileMask:
+    """Which positions of an image attend to which, without a mask in memory.
+
+    The positions of an image are real ones first, then padding. Real positions attend to all, padding attends to
+    the real ones alone: Llama 3.2 Vision was trained with these, and its features depend on them.
+
+    Attributes:
+        groups: (images, real positions of each), in the order of the batch.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+
+    @outside_graphs  # a new set of images compiles nothing
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+        """Attention ``[b, s, n, h]`` of queries, keys and values of this shape."""
+        found, start = [], 0
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        for images, real in self.groups:
+            rows = slice(start, start + images)
+            parts = [F.scaled_dot_product_attention(q[rows, :, :real], k[rows], v[rows], dropout_p=dropout_p)]
+            if real < q.shape[2]:
+                seen = k[rows, :, :real], v[rows, :, :real]
+                parts.append(F.scaled_dot_product_attention(q[rows, :, real:], *seen, dropout_p=dropout_p))
+            found.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
+            start += images
+        return (torch.cat(found) if len(found) > 1 else found[0]).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the tiles of a batch of images lie in the sequences of an encoder.
+
+    A sequence ``[max_num_tiles * (tokens + padding), d]`` has the tokens of every tile, then the padding of every
+    tile. Images with equally many tiles are neighbours.
+
+    Attributes:
+        shape: (batch size, images of a row, tiles of an image) as given.
+        max_num_tiles: tiles of a sequence; those that an image lacks are padding.
+        tokens: positions of a tile.
+        padding: positions that are added to a tile.
+        order: int64 ``[b * images]``: which image comes first, second …; None: as given.
+        mask: of the sequences.
+        ratios: int64 ``[b * images, 2]``: tiles of each image as (height, width), in this order.
+    """
+
+    shape: tuple[int, int, int]
+    max_num_tiles: int
+    tokens: int
+    padding: int
+    order: Tensor | None
+    mask: TileMask
+    ratios: Tensor
+
+    @classmethod
+    def of(cls, images: Tensor, aspect_ratio: Tensor, max_num_tiles: int, tokens: int, multiple: int = 1) -> "Tiles":
+        """Arrange images.
+
+        Args:
+            images: ``[b, images, tiles, c, h, w]``.
+            aspect_ratio: int64 ``[b, images, 2]``: (height, width) of each image in tiles; 0 of images that are
+                padding.
+            max_num_tiles: see above.
+            tokens: see above.
+            multiple: that the positions of a tile are padded to.
+
+        Raises:
+            ValueError: an image has more tiles than ``images`` or the encoder.
+        """
+        b, per_row, tiles = images.shape[:3]
+        if tiles > max_num_tiles:
+            raise ValueError(f"Images of {tiles} tiles are too large for an encoder of {max_num_tiles} tiles.")
+        ratios = aspect_ratio.reshape(-1, 2)
+        counts = [height * width for height, width in ratios.tolist()]
+        if max(counts) > tiles:
+            largest = tuple(ratios[counts.index(max(counts))].tolist())
+            raise ValueError(f"aspect_ratio says {largest} for an image of which {tiles} tiles are given.")
+        counts = [max(count, 1) for count in counts]
+        order = sorted(range(len(counts)), key=counts.__getitem__)
+        kept = order == list(range(len(counts)))
+        order = None if kept else torch.tensor(order, device=images.device)
+        groups = tuple((counts.count(count), count * tokens) for count in sorted(set(counts)))
+        ratios = ratios.to(images.device)
+        ratios = ratios if order is None else ratios[order]
+        return cls((b, per_row, tiles), max_num_tiles, tokens, -tokens % multiple, order, TileMask(groups), ratios)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Patches ``[b * images * tiles, n, d]`` to ``[b * images, max_num_tiles, n, d]``, in the order of sequences.
+
+        Tiles that are padding are zero.
+        """
+        x = x.unflatten(0, (-1, self.shape[2]))
+        x = F.pad(x, (0, 0, 0, 0, 0, self.max_num_tiles - self.shape[2]))
+        return x if self.order is None else x[self.order]
+
+    def join(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Sequences of tokens ``[n, max_num_tiles, tokens, d]`` and of padding, by default of zeros."""
+        if padding is None:
+            padding = tokens.new_zeros(*tokens.shape[:2], self.padding, tokens.shape[3])
+        return torch.cat([tokens.flatten(1, 2), padding.flatten(1, 2)], dim=1)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse: tokens and padding of sequences ``[n, s, d]``."""
+        sizes = self.max_num_tiles * self.tokens, self.max_num_tiles * self.padding
+        return tuple(part.unflatten(1, (self.max_num_tiles, -1)) for part in x.split(sizes, dim=1))
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """The tokens ``[b, images, tiles, tokens, d]`` of sequences ``[n, s, d]``."""
+        x = self.split(x)[0][:, : self.shape[2]]
+        return (x if self.order is None else x[self.order.argsort()]).unflatten(0, self.shape[:2])

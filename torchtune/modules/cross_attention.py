@@ -1,0 +1,96 @@
+"""The layer through which text attends to the output of an encoder."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.modules._products import fast_products
+from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.kv_cache import EncoderCache
+
+
+class TransformerCrossAttentionLayer(nn.Module):
+    """A pre-norm layer of cross-attention, then feed-forward, each with a residual connection.
+
+    A position that sees nothing of the encoder's output passes the layer unchanged, and so does text without an
+    encoder's output.
+
+    Args:
+        attn: attention without positions, ``is_causal=False``.
+        mlp: feed-forward ``[b, s, d] -> [b, s, d]``.
+        ca_norm: norm before attention; by default none.
+        mlp_norm: norm before the feed-forward.
+        ca_scale: applied to the output of attention before the residual addition.
+        mlp_scale: applied to the output of the feed-forward before the residual addition.
+
+    Raises:
+        ValueError: attention has positions.
+    """
+
+    def __init__(
+        self,
+        attn: MultiHeadAttention,
+        mlp: nn.Module,
+        *,
+        ca_norm: nn.Module | None = None,
+        mlp_norm: nn.Module | None = None,
+        ca_scale: nn.Module | None = None,
+        mlp_scale: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        if attn.pos_embeddings is not None:
+            raise ValueError("Cross-attention has no positions: build its attention with pos_embeddings=None.")
+        self.attn = attn
+        self.mlp = mlp
+        self.ca_norm = ca_norm or nn.Identity()
+        self.mlp_norm = mlp_norm or nn.Identity()
+        self.ca_scale = ca_scale or nn.Identity()
+        self.mlp_scale = mlp_scale or nn.Identity()
+
+    def setup_caches(
+        self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int | None
+    ) -> None:
+        """Keep keys and values of the encoder's output from now on. They are as large as that, so no size matters."""
+        if self.attn.kv_cache is None:
+            self.attn.kv_cache, self.attn.cache_enabled = EncoderCache(), True
+
+    def caches_are_setup(self) -> bool:
+        """Whether the layer has a cache."""
+        return self.attn.kv_cache is not None
+
+    def caches_are_enabled(self) -> bool:
+        """Whether the cache is enabled."""
+        return self.attn.cache_enabled
+
+    def reset_cache(self) -> None:
+        """Empty the cache. Raises ``RuntimeError`` if there is none."""
+        self.attn.reset_cache()
+
+    def forward(
+        self, x: Tensor, *, encoder_input: Tensor | None = None, encoder_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Attend to the output of an encoder.
+
+        Args:
+            x: ``[b, s, d]``.
+            encoder_input: output of the encoder ``[b, t, d]``. With a cache, ``None`` means the one before.
+            encoder_mask: bool ``[b, s, t]`` (True: attend); by default every position attends to all.
+            kwargs: what self-attention layers take; ignored.
+
+        Returns:
+            Tensor ``[b, s, d]``.
+        """
+        cache = self.attn.kv_cache if self.attn.cache_enabled else None
+        keys = cache.held if cache is not None and encoder_input is None else None
+        if encoder_input is None and keys is None:
+            return x
+        blind = None
+        if encoder_mask is not None:
+            blind = ~encoder_mask.any(-1, keepdim=True)
+            encoder_mask = encoder_mask | blind  # a softmax over nothing is not a number
+        with fast_products(x):
+            attended = self.attn(self.ca_norm(x), encoder_input, mask=encoder_mask, keys=keys)
+            h = x + self.ca_scale(attended if blind is None else attended.masked_fill(blind, 0.0))
+            added = self.mlp(self.mlp_norm(h))
+            return h + self.mlp_scale(added if blind is None else added.masked_fill(blind, 0.0))

@@ -1,0 +1,193 @@
+"""A text decoder whose layers attend to the output of an encoder."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtune.data._documents import Documents
+from torchtune.modules.attention_utils import _MaskType
+from torchtune.modules.model_fusion._fusion_utils import get_fusion_params
+from torchtune.modules.transformer import TransformerDecoder
+from torchtune.utils import get_logger, log_once
+
+
+class DeepFusionModel(nn.Module):
+    """A text decoder with layers of cross-attention to the output of an encoder (Flamingo, arXiv:2204.14198).
+
+    Args:
+        decoder: some of its layers are :class:`FusionLayer`.
+        encoder: called with the entries of ``encoder_input``, returns ``[b, t, d]``.
+        decoder_trainable: whether the parameters of the decoder are trained, apart from those of the fusion.
+        encoder_trainable: the same of the encoder.
+        fusion_trainable: the same of the fusion (:func:`get_fusion_params`).
+
+    Attributes:
+        description: of the model, set by its builder.
+        spec: the model family, set by its builder.
+    """
+
+    def __init__(
+        self,
+        decoder: TransformerDecoder,
+        encoder: nn.Module,
+        *,
+        decoder_trainable: bool = False,
+        encoder_trainable: bool = False,
+        fusion_trainable: bool = True,
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = decoder
+        self.description = None
+        self.spec = None
+        self.decoder.requires_grad_(decoder_trainable)
+        self.encoder.requires_grad_(encoder_trainable)
+        for parameter in get_fusion_params(self).values():
+            parameter.requires_grad_(fusion_trainable)
+
+    @property
+    def text(self) -> TransformerDecoder:
+        """The text decoder."""
+        return self.decoder
+
+    @property
+    def output(self) -> nn.Module:
+        """The output projection."""
+        return self.decoder.output
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence of text."""
+        return self.decoder.max_seq_len
+
+    @property
+    def skip_output_layer(self) -> bool:
+        """Whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only."""
+        return self.decoder.skip_output_layer
+
+    @skip_output_layer.setter
+    def skip_output_layer(self, skip: bool) -> None:
+        self.decoder.skip_output_layer = skip
+
+    def setup_caches(
+        self,
+        batch_size: int,
+        dtype: torch.dtype,
+        *,
+        encoder_max_seq_len: int | None = None,
+        decoder_max_seq_len: int | None = None,
+    ) -> None:
+        """See :meth:`torchtune.modules.TransformerDecoder.setup_caches`; images are encoded by the first call alone."""
+        self.decoder.setup_caches(
+            batch_size, dtype, encoder_max_seq_len=encoder_max_seq_len, decoder_max_seq_len=decoder_max_seq_len
+        )
+
+    def caches_are_setup(self) -> bool:
+        """Whether the layers have caches."""
+        return self.decoder.caches_are_setup()
+
+    def caches_are_enabled(self) -> bool:
+        """Whether the caches are enabled."""
+        return self.decoder.caches_are_enabled()
+
+    def reset_caches(self) -> None:
+        """Empty the caches, of text and of images. Raises ``RuntimeError`` if there are none."""
+        self.decoder.reset_caches()
+
+    def outgrows_caches(self, input_pos: Tensor) -> bool:
+        """See :meth:`torchtune.modules.TransformerDecoder.outgrows_caches`."""
+        return self.decoder.outgrows_caches(input_pos)
+
+    def prefix_obstacle(self) -> str:
+        """Why documents cannot share a prefix in this model."""
+        return "it has cross-attention to images, which goes on from no other document"
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        *,
+        mask: _MaskType | None = None,
+        documents: Documents | None = None,
+        input_pos: Tensor | None = None,
+        encoder_input: Mapping[str, Any] | None = None,
+        encoder_mask: Tensor | None = None,
+        input_embeds: Tensor | None = None,
+        output: Literal["logits", "hidden"] | None = None,
+    ) -> Tensor | list[Tensor]:
+        """Predict the next token at every position.
+
+        A batch of text alone skips the encoder and the layers of cross-attention.
+
+        Args:
+            tokens: see :meth:`torchtune.modules.TransformerDecoder.forward`, and likewise what is not listed here.
+            mask: see there.
+            documents: see there.
+            input_pos: see there.
+            encoder_input: arguments of the encoder, for example ``images`` and ``aspect_ratio``. With caches, ``None``
+                means the images of the call before.
+            encoder_mask: bool ``[b, s, t]``: which text attends to which output of the encoder (True: attend); by
+                default to all of its row.
+            input_embeds: see there.
+            output: see there.
+
+        Returns:
+            see :meth:`torchtune.modules.TransformerDecoder.forward`.
+
+        Raises:
+            ValueError: ``encoder_mask`` has another shape or dtype, or see there.
+        """
+        x = tokens if tokens is not None else input_embeds
+        if encoder_input is not None and not _has_images(encoder_input):
+            encoder_input = encoder_mask = None
+        encoded = None if encoder_input is None else self.encoder(**encoder_input)
+        if encoded is None and self._gathers() and not self.caches_are_enabled():
+            # Every rank runs the encoder, or the others wait for it: here on a blank image, which no token sees.
+            encoded = self.encoder(**self.encoder.blank(x.device)).expand(x.shape[0], -1, -1)
+            encoder_mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
+            encoder_mask = encoder_mask.expand(*x.shape[:2], encoded.shape[1])
+        elif encoded is None and self.training and torch.is_grad_enabled():
+            self._warn_of_text()
+        if encoder_mask is not None:
+            wanted = (*x.shape[:2], encoder_mask.shape[-1] if encoded is None else encoded.shape[1])
+            if encoder_mask.dtype != torch.bool or tuple(encoder_mask.shape) != wanted:
+                raise ValueError(
+                    f"encoder_mask is {encoder_mask.dtype} {list(encoder_mask.shape)}, but it must be torch.bool "
+                    f"{list(wanted)}: a row for every token, a column for every position of the encoder's output."
+                )
+        return self.decoder(
+            tokens,
+            mask=mask,
+            documents=documents,
+            input_pos=input_pos,
+            input_embeds=input_embeds,
+            encoder_input=encoded,
+            encoder_mask=encoder_mask,
+            output=output,
+        )
+
+    def _gathers(self) -> bool:
+        """Whether ranks gather the encoder's parameters in its forward pass, so that all of them must run it."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return False
+        from torch.distributed.fsdp import FSDPModule  # slow to import
+
+        return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
+
+    def _warn_of_text(self) -> None:
+        fusion = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
+        if not any(parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion):
+            log_once(
+                get_logger(),
+                "A batch without images trains nothing: the text decoder is frozen (decoder_trainable or an adapter on "
+                "it would train it), and only images reach the rest.",
+                logging.WARNING,
+            )
+
+
+def _has_images(encoder_input: Mapping[str, Any]) -> bool:
+    """Whether there is anything to encode."""
+    images = encoder_input.get("images", encoder_input)
+    return images is not None and not (isinstance(images, Tensor) and images.numel() == 0)

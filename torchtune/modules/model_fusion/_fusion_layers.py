@@ -1,0 +1,104 @@
+"""A decoder layer with cross-attention, and an embedding with more tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.modules.transformer import TransformerSelfAttentionLayer
+
+
+class FusionLayer(TransformerSelfAttentionLayer):
+    """A decoder layer and the layer that fuses it with an encoder.
+
+    It takes over the modules of ``layer``, so that its parameters have the names they have without fusion; those of
+    the other one begin with ``fusion_layer.``.
+
+    Args:
+        layer: a self-attention layer.
+        fusion_layer: usually a :class:`torchtune.modules.TransformerCrossAttentionLayer`.
+        fusion_first: whether ``fusion_layer`` comes before ``layer``.
+
+    Raises:
+        TypeError: ``layer`` is no self-attention layer.
+    """
+
+    def __init__(self, layer: nn.Module, fusion_layer: nn.Module, fusion_first: bool = True) -> None:
+        if type(layer) is not TransformerSelfAttentionLayer:
+            raise TypeError(f"FusionLayer takes a TransformerSelfAttentionLayer, not a {type(layer).__name__}.")
+        super().__init__(
+            layer.attn,
+            layer.mlp,
+            sa_norm=layer.sa_norm,
+            mlp_norm=layer.mlp_norm,
+            sa_scale=layer.sa_scale,
+            mlp_scale=layer.mlp_scale,
+            mask_mod=layer.mask_mod,
+            layer_embed=layer.layer_embed,
+            layer_scale=layer.layer_scale,
+            mixer=layer.mixer,
+        )
+        self.fusion_layer = fusion_layer
+        self.fusion_first = fusion_first
+
+    def setup_caches(
+        self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
+    ) -> None:
+        """Make the caches of both layers."""
+        sizes = {"encoder_max_seq_len": encoder_max_seq_len, "decoder_max_seq_len": decoder_max_seq_len}
+        super().setup_caches(batch_size, dtype, **sizes)
+        self.fusion_layer.setup_caches(batch_size, dtype, **sizes)
+
+    def reset_cache(self) -> None:
+        """Empty the caches of both layers."""
+        super().reset_cache()
+        self.fusion_layer.reset_cache()
+
+    def fusion_params(self) -> list[str]:
+        """Names of the parameters of ``fusion_layer``."""
+        return [f"fusion_layer.{name}" for name, _ in self.fusion_layer.named_parameters()]
+
+    def forward(
+        self, x: Tensor, *, encoder_input: Tensor | None = None, encoder_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """``[b, s, d]`` to ``[b, s, d]``: both layers, one after the other."""
+        encoder = {"encoder_input": encoder_input, "encoder_mask": encoder_mask}
+        if self.fusion_first:
+            x = self.fusion_layer(x, **encoder, **kwargs)
+        x = super().forward(x, **kwargs)
+        return x if self.fusion_first else self.fusion_layer(x, **encoder, **kwargs)
+
+
+class FusionEmbedding(nn.Embedding):
+    """A token embedding ``weight``, and more tokens after it, ``fusion_embedding.weight``, that are trained apart.
+
+    Args:
+        vocab_size: v, tokens of ``weight``.
+        fusion_vocab_size: tokens v, v + 1 …
+        embed_dim: d.
+
+    Example:
+        >>> torchtune.modules.model_fusion.FusionEmbedding(10, 2, 4)(torch.tensor([[0, 11]])).shape
+        torch.Size([1, 2, 4])
+    """
+
+    def __init__(self, vocab_size: int, fusion_vocab_size: int, embed_dim: int) -> None:
+        super().__init__(vocab_size, embed_dim)
+        self.fusion_embedding = nn.Embedding(fusion_vocab_size, embed_dim)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of both embeddings."""
+        return self.num_embeddings + self.fusion_embedding.num_embeddings
+
+    def fusion_params(self) -> list[str]:
+        """Name of the weight of the later tokens."""
+        return ["fusion_embedding.weight"]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Tokens ``[b, s]`` to ``[b, s, d]``."""
+        last = self.num_embeddings - 1
+        first = F.embedding(input.clamp(max=last), self.weight)
+        more = self.fusion_embedding((input - last - 1).clamp(min=0))
+        return torch.where((input > last).unsqueeze(-1), more, first)

@@ -1,0 +1,58 @@
+"""The canvas of tiles that an image fits best."""
+
+import torch
+
+
+def find_supported_resolutions(max_num_tiles: int, tile_size: int) -> list[tuple[int, int]]:
+    """All canvases of at most ``max_num_tiles`` square tiles.
+
+    Args:
+        max_num_tiles: most tiles of a canvas.
+        tile_size: side of a tile, in pixels.
+
+    Returns:
+        (height, width) in pixels.
+
+    Example:
+        >>> from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import find_supported_resolutions
+        >>> find_supported_resolutions(max_num_tiles=2, tile_size=224)
+        [(224, 224), (224, 448), (448, 224)]
+    """
+    return [
+        (rows * tile_size, columns * tile_size)
+        for rows in range(1, max_num_tiles + 1)
+        for columns in range(1, max_num_tiles // rows + 1)
+    ]
+
+
+def get_canvas_best_fit(
+    image: torch.Tensor, possible_resolutions: torch.Tensor, resize_to_max_canvas: bool
+) -> tuple[int, int]:
+    """The canvas in which an image is enlarged least or, if it is larger than all of them, reduced least.
+
+    Of several, the one of the smallest area.
+
+    Args:
+        image: ``[..., height, width]``.
+        possible_resolutions: ``[n, 2]``, (height, width) of the canvases, in pixels.
+        resize_to_max_canvas: choose the canvas in which the image is enlarged most instead.
+
+    Returns:
+        (height, width) in pixels.
+
+    Example:
+        >>> from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import get_canvas_best_fit
+        >>> canvases = torch.tensor([[224, 672], [672, 224], [224, 448], [448, 224], [224, 224]])
+        >>> get_canvas_best_fit(torch.zeros(3, 200, 300), canvases, resize_to_max_canvas=False)
+        (224, 448)
+    """
+    size = torch.tensor(image.shape[-2:], dtype=torch.float64)
+    scales = (possible_resolutions / size).amin(dim=1)
+    enlarging = scales >= 1
+    if not enlarging.any() or resize_to_max_canvas:
+        best = scales.max()
+    else:
+        best = scales[enlarging].min()
+    chosen = possible_resolutions[scales == best]
+    height, width = chosen[chosen.prod(dim=1).argmin()].tolist()
+    return height, width
