@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from torchtune.data import DataError
+from torchtune.utils import get_logger
 
 Part = TypeVar("Part")
 
@@ -60,14 +61,14 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
         yield from (work(start, _part(rows, start)) for start in starts)
         return
     yield work(first, _part(rows, first))  # what it learns on the way is there for all
-    context = multiprocessing.get_context("fork")
+    pool = _pool(rows, work)
+    if pool is None:
+        yield from (work(start, _part(rows, start)) for start in starts[1:])
+        return
     waiting: deque[Future[Part]] = deque()
-    pool = ProcessPoolExecutor(processes(), context, _begin, (rows, work, os.getpid()))
     try:
         for start in starts[1:]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-                waiting.append(pool.submit(_do, start))
+            waiting.append(pool.submit(_do, start))
             if len(waiting) > 4 * processes():
                 yield waiting.popleft().result()
         while waiting:
@@ -79,6 +80,25 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _pool(rows: Any, work: Callable[[int, Any], Any]) -> ProcessPoolExecutor | None:
+    """Processes that have started; None, and a warning, where the system lets no more of them start."""
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes(), multiprocessing.get_context("fork"), _begin, (rows, work, os.getpid()))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            pool.submit(os.getpid)  # starts all
+    except OSError as error:
+        for process in set(multiprocessing.active_children()) - before:  # nothing else ends them
+            process.kill()
+            process.join()
+        get_logger().warning(
+            f"{processes()} processes cannot be started to work on rows ({error.strerror}): this one does it alone."
+        )
+        return None
+    return pool
 
 
 def _part(rows: Any, start: int) -> Any:

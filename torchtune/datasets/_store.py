@@ -147,6 +147,10 @@ class StoreWriter:
         return {"rows": self.rows, "tokens": self._written, "fingerprint": crc}
 
 
+def _checksum(text: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(text)
+
+
 class Writers(dict[str, StoreWriter]):
     """The writers of a folder by name, and a journal: a preparation that is killed goes on where it was.
 
@@ -166,12 +170,14 @@ class Writers(dict[str, StoreWriter]):
         sizes = dict.fromkeys(names, (0, 0))
         whole = 0
         for line in self._path.read_bytes().splitlines(keepends=True) if goes_on and self._path.exists() else []:
-            if not line.endswith(b"\n") or not all(
-                _is_there(folder, *size) for size in json.loads(line)["sizes"].items()
-            ):
-                break  # it was killed here
-            self.before.append(json.loads(line))
-            sizes = self.before[-1].pop("sizes")
+            checksum, _, text = line.partition(b" ")
+            if not line.endswith(b"\n") or checksum != _checksum(text):
+                break  # it was killed here, or the file is damaged
+            record = json.loads(text)
+            if not all(_is_there(folder, *size) for size in record["sizes"].items()):
+                break
+            sizes = record.pop("sizes")
+            self.before.append(record)
             whole += len(line)
         if self._path.exists():
             os.truncate(self._path, whole)
@@ -184,8 +190,9 @@ class Writers(dict[str, StoreWriter]):
     def note(self, record: Mapping[str, Any]) -> None:
         """Have all rows on the disk, and then plain data that speak of those since the last note."""
         sizes = {name: writer.sync() for name, writer in self.items()}
+        text = json.dumps({**record, "sizes": sizes}).encode() + b"\n"
         with self._path.open("ab") as file:
-            file.write(json.dumps({**record, "sizes": sizes}).encode() + b"\n")
+            file.write(_checksum(text) + b" " + text)
             file.flush()
             os.fsync(file.fileno())
         self._noted = time.monotonic()
