@@ -148,6 +148,8 @@ def _replaced(
     """The settings with these changes, stand-ins for files, and two steps to do."""
     if "collate_prompts" in str(cfg.collate_fn):
         raise SimulationError("collate_fn: a recipe that samples answers cannot be simulated: use --dry-run.")
+    if "images" in str(cfg.collate_fn):
+        raise SimulationError("collate_fn: a run with images cannot be simulated: use --dry-run.")
     pairs = "preference" in str(cfg.collate_fn) or "dpo" in str(cfg.collate_fn)
     kind = {"rated" if "KTO" in str(cfg.loss) else "pairs": pairs}
     data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, **kind}
