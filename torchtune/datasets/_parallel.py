@@ -1,5 +1,6 @@
 """Work on the rows of a dataset in several processes."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -58,12 +59,14 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
     """
     starts = range(first, len(rows), ROWS)
     if len(rows) - first <= _FEW or processes() == 1:
-        yield from (work(start, _part(rows, start)) for start in starts)
+        with _set_aside():
+            yield from (work(start, _part(rows, start)) for start in starts)
         return
     yield work(first, _part(rows, first))  # what it learns on the way is there for all
     pool = _pool(rows, work)
     if pool is None:
-        yield from (work(start, _part(rows, start)) for start in starts[1:])
+        with _set_aside():
+            yield from (work(start, _part(rows, start)) for start in starts[1:])
         return
     waiting: deque[Future[Part]] = deque()
     try:
@@ -80,6 +83,19 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    """Inside the block the garbage collector does not look through the objects that are there: torch alone has many."""
+    if gc.get_freeze_count():  # somebody else does this
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _pool(rows: Any, work: Callable[[int, Any], Any]) -> ProcessPoolExecutor | None:
@@ -113,6 +129,7 @@ def _begin(rows: Any, work: Callable[[int, Any], Any], parent: int) -> None:
     """Runs first in every process."""
     global _work  # inherited, never copied
     _work = rows, work
+    gc.freeze()  # likewise, and pages that are shared with the parent stay shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends them
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 

@@ -144,6 +144,8 @@ def _replaced(
     settings: Any, cfg: RecipeSettings, folder: str, rows: int, length: int, changes: Mapping[str, Any]
 ) -> Any:
     """The settings with these changes, stand-ins for files, and two steps to do."""
+    if "images" in str(cfg.collate_fn):
+        raise SimulationError("collate_fn: a run with images cannot be simulated: use --dry-run.")
     kind = "texts" if cfg.loss is None else getattr(config.instantiate(cfg.loss), "trains_on", "texts")
     if kind == "prompts":
         raise SimulationError("loss: a recipe that samples answers cannot be simulated: use --dry-run.")

@@ -38,6 +38,9 @@ def simulated(name: str, folder: Path, **settings: Any) -> dict[str, int]:
     return {phase: peak.total for phase, peak in ledger.peaks().items()}
 
 
+IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -55,6 +58,8 @@ def test_two_steps_are_simulated(name: str, settings: dict[str, Any], tmp_path: 
 def test_sampling_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SimulationError, match="a recipe that samples answers cannot be simulated: use --dry-run"):
         simulated("full_grpo_single_device", tmp_path)
+    with pytest.raises(SimulationError, match="a run with images cannot be simulated: use --dry-run"):
+        simulated("full_finetune_single_device", tmp_path, collate_fn=IMAGES)
 
 
 def test_a_collation_that_reads_more_of_a_row_is_refused(tmp_path: Path) -> None:
