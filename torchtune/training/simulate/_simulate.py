@@ -142,12 +142,20 @@ def _cut(cfg: RecipeSettings, layers: int | None) -> dict[str, Any]:
     return {"model": {"_component_": f"{_HERE}.shallow", "model": cfg.model, "layers": layers}}
 
 
+def check_simulated(settings: Any) -> None:
+    """Raise :class:`SimulationError` for data that have no stand-in."""
+    collate = str(RecipeSettings.of(settings).collate_fn)
+    if "collate_prompts" in collate:
+        raise SimulationError("collate_fn: a recipe that samples answers cannot be simulated: use --dry-run.")
+    if "images" in collate:
+        raise SimulationError("collate_fn: batches with images cannot be simulated: use --dry-run.")
+
+
 def _replaced(
     settings: Any, cfg: RecipeSettings, folder: str, rows: int, length: int, changes: Mapping[str, Any]
 ) -> Any:
     """The settings with these changes, stand-ins for files, and two steps to do."""
-    if "collate_prompts" in str(cfg.collate_fn):
-        raise SimulationError("collate_fn: a recipe that samples answers cannot be simulated: use --dry-run.")
+    check_simulated(cfg)
     pairs = "preference" in str(cfg.collate_fn) or "dpo" in str(cfg.collate_fn)
     kind = {"rated" if "KTO" in str(cfg.loss) else "pairs": pairs}
     data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, **kind}

@@ -14,6 +14,7 @@ from torchtune.modules.transformer import text_decoder
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import initialize_rest
 from torchtune.training.checkpointing._store import CheckpointStore
+from torchtune.utils import UserError
 
 # Called with every model that has its weights.
 on_load: ContextVar[Callable[[nn.Module], None]] = ContextVar("on_load")
@@ -51,6 +52,8 @@ class StandInCheckpointer(CheckpointStore):
         self, model: nn.Module, *, device: Any = "cpu", dtype: torch.dtype | None = None, name: str = "policy"
     ) -> None:
         """Make every parameter of the meta device real, through the form in which conversions store it."""
+        if text_decoder(model) is not model:
+            raise UserError("model: a model of text and images cannot be simulated: use --dry-run.")
         before_load.get()()
         device, weights = torch.device("cpu"), FullWeights(model)
         for weight in sorted(weights.base):
