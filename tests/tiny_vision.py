@@ -1,5 +1,7 @@
 """A random Llama 3.2 Vision of two fusion layers, as ``transformers`` saves it."""
 
+import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +199,37 @@ def with_parts(checkpoint_dir: str, **trainable: bool) -> Any:
 
     description = SPEC.from_hf_config(read_json(Path(checkpoint_dir) / "config.json", ValueError))
     return SPEC.builder(description, SPEC, **trainable)
+
+
+def write_pictures(folder: Path, count: int = 12, times: int = 1) -> dict[str, Any]:
+    """Pictures of one colour and questions for it, ``times`` each, in files; settings of a recipe that reads them."""
+    from PIL import Image
+
+    names = "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id python_tag".split()
+    special = [{"content": f"<|{name}|>", "id": 256 + i} for i, name in enumerate(names)]
+    special.append({"content": "<|image|>", "id": IMAGE_TOKEN})
+    (folder / "special.json").write_text(json.dumps({"added_tokens": special}))
+    ranks = (b"%s %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
+    (folder / "tokenizer.model").write_bytes(b"".join(ranks))
+    rows = []
+    for i in range(count):
+        answer, colour = [("r", "red"), ("g", "lime"), ("b", "blue")][i % 3]
+        Image.new("RGB", (20 + 9 * i, 90 - 5 * i), colour).save(folder / f"{i}.png")
+        turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": answer}]
+        rows.append({"image": f"{i}.png", "conversations": turns})
+    (folder / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * times))
+    return {
+        "tokenizer": {
+            "_component_": "torchtune.models.llama3_2_vision.Llama3VisionTransform",
+            "path": str(folder / "tokenizer.model"),
+            "special_tokens_path": str(folder / "special.json"),
+            "tile_size": TILE,
+            "patch_size": PATCH,
+            "max_seq_len": 64,
+        },
+        "dataset": {
+            "_component_": "torchtune.datasets.multimodal.llava_instruct_dataset",
+            "source": str(folder / "pictures.jsonl"),
+            "image_dir": str(folder),
+        },
+    }

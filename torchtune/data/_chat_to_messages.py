@@ -115,6 +115,8 @@ class ShareGPTToMessages(_ConversationTransform):
     def _with_images(self, content: str, images: list[Any]) -> list[dict[str, Any]]:
         if self.image_tag is not None:
             return format_content_with_images(content, image_tag=self.image_tag, images=images)
+        if images and "<image>" in content:
+            raise DataError("a turn has '<image>' in its text, but image_tag is not set: set image_tag=<image>")
         return [*({"type": "image", "content": image} for image in images), {"type": "text", "content": content}]
 
 

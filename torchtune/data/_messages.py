@@ -71,11 +71,15 @@ class Message:
     @property
     def contains_media(self) -> bool:
         """Whether the turn contains an image."""
+        if len(self.content) == 1:  # most turns
+            return self.content[0]["type"] == "image"
         return any(item["type"] == "image" for item in self.content)
 
     @property
     def text_content(self) -> str:
         """All text of the turn, joined."""
+        if len(self.content) == 1 and self.content[0]["type"] == "text":  # most are
+            return self.content[0]["content"]
         return "".join(item["content"] for item in self.content if item["type"] == "text")
 
     def __repr__(self) -> str:
@@ -129,7 +133,7 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
     """
     if not isinstance(messages, list | tuple):
         raise DataError(f"a conversation must be a list of turns, not {type(messages).__name__}")
-    return [as_message(message) for message in messages]
+    return [message if type(message) is Message else as_message(message) for message in messages]
 
 
 def content_part(part: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Work on the rows of a dataset in several processes."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from torchtune.data import DataError
+from torchtune.utils import get_logger
 
 Part = TypeVar("Part")
 
@@ -57,17 +59,19 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
     """
     starts = range(first, len(rows), ROWS)
     if len(rows) - first <= _FEW or processes() == 1:
-        yield from (work(start, _part(rows, start)) for start in starts)
+        with _set_aside():
+            yield from (work(start, _part(rows, start)) for start in starts)
         return
     yield work(first, _part(rows, first))  # what it learns on the way is there for all
-    context = multiprocessing.get_context("fork")
+    pool = _pool(rows, work)
+    if pool is None:
+        with _set_aside():
+            yield from (work(start, _part(rows, start)) for start in starts[1:])
+        return
     waiting: deque[Future[Part]] = deque()
-    pool = ProcessPoolExecutor(processes(), context, _begin, (rows, work, os.getpid()))
     try:
         for start in starts[1:]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-                waiting.append(pool.submit(_do, start))
+            waiting.append(pool.submit(_do, start))
             if len(waiting) > 4 * processes():
                 yield waiting.popleft().result()
         while waiting:
@@ -79,6 +83,38 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    """Inside the block the garbage collector does not look through the objects that are there: torch alone has many."""
+    if gc.get_freeze_count():  # somebody else does this
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _pool(rows: Any, work: Callable[[int, Any], Any]) -> ProcessPoolExecutor | None:
+    """Processes that have started; None, and a warning, where the system lets no more of them start."""
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes(), multiprocessing.get_context("fork"), _begin, (rows, work, os.getpid()))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            pool.submit(os.getpid)  # starts all
+    except OSError as error:
+        for process in set(multiprocessing.active_children()) - before:  # nothing else ends them
+            process.kill()
+            process.join()
+        get_logger().warning(
+            f"{processes()} processes cannot be started to work on rows ({error.strerror}): this one does it alone."
+        )
+        return None
+    return pool
 
 
 def _part(rows: Any, start: int) -> Any:
@@ -93,6 +129,7 @@ def _begin(rows: Any, work: Callable[[int, Any], Any], parent: int) -> None:
     """Runs first in every process."""
     global _work  # inherited, never copied
     _work = rows, work
+    gc.freeze()  # likewise, and pages that are shared with the parent stay shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends them
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
 

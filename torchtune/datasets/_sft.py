@@ -18,6 +18,7 @@ from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._shared import is_preparing, prepare
 from torchtune.datasets._store import TokenStore, Writers, shifted_labels
 from torchtune.datasets._tokenize import TransformRows, tokenize_rows
+from torchtune.modules.transforms.tokenizers._protocols import arrays_of
 from torchtune.utils import get_logger, log_rank_zero
 
 
@@ -47,9 +48,16 @@ class SFTTransform(Transform):
         Raises:
             DataError: the row does not fit the transforms.
         """
+        return self._transformed(sample, lambda transform, messages: transform(messages))
+
+    def as_arrays(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``self(sample)``, with arrays for lists where the model transform gives these."""
+        return self._transformed(sample, arrays_of)
+
+    def _transformed(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
         sample = self.messages(sample)
         if self.model_transform is not None:
-            sample = self.model_transform(with_images(sample))
+            sample = tokenize(self.model_transform, with_images(sample))
         sample = as_sample(sample, "the model transform")
         if "tokens" not in sample or "mask" not in sample:
             raise DataError(
@@ -173,7 +181,7 @@ class SFTDataset(Dataset):
 
         def build(writers: Writers) -> dict[str, Any]:
             if not takes_images:
-                info = transform_rows(found, TransformRows(self._transform, limit, side), writers)
+                info = transform_rows(found, TransformRows(self._transform.as_arrays, limit, side), writers)
                 return self._checked(found) if info.get("on_reading") else info
             text = partial(self._transform.text, decode=found.skips)
             rows = encoded(found.rows(), message_transform)

@@ -147,6 +147,10 @@ class StoreWriter:
         return {"rows": self.rows, "tokens": self._written, "fingerprint": crc}
 
 
+def _checksum(text: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(text)
+
+
 class Writers(dict[str, StoreWriter]):
     """The writers of a folder by name, and a journal: a preparation that is killed goes on where it was.
 
@@ -166,12 +170,14 @@ class Writers(dict[str, StoreWriter]):
         sizes = dict.fromkeys(names, (0, 0))
         whole = 0
         for line in self._path.read_bytes().splitlines(keepends=True) if goes_on and self._path.exists() else []:
-            if not line.endswith(b"\n") or not all(
-                _is_there(folder, *size) for size in json.loads(line)["sizes"].items()
-            ):
-                break  # it was killed here
-            self.before.append(json.loads(line))
-            sizes = self.before[-1].pop("sizes")
+            checksum, _, text = line.partition(b" ")
+            if not line.endswith(b"\n") or checksum != _checksum(text):
+                break  # it was killed here, or the file is damaged
+            record = json.loads(text)
+            if not all(_is_there(folder, *size) for size in record["sizes"].items()):
+                break
+            sizes = record.pop("sizes")
+            self.before.append(record)
             whole += len(line)
         if self._path.exists():
             os.truncate(self._path, whole)
@@ -184,8 +190,9 @@ class Writers(dict[str, StoreWriter]):
     def note(self, record: Mapping[str, Any]) -> None:
         """Have all rows on the disk, and then plain data that speak of those since the last note."""
         sizes = {name: writer.sync() for name, writer in self.items()}
+        text = json.dumps({**record, "sizes": sizes}).encode() + b"\n"
         with self._path.open("ab") as file:
-            file.write(json.dumps({**record, "sizes": sizes}).encode() + b"\n")
+            file.write(_checksum(text) + b" " + text)
             file.flush()
             os.fsync(file.fileno())
         self._noted = time.monotonic()
@@ -221,15 +228,14 @@ def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
             raise DataError(f"{name} must be a list of token ids, not {type(values).__name__}")
     if len(tokens) != len(labels):
         raise DataError(f"a row has {len(tokens)} tokens but {len(labels)} labels")
-    if type(tokens) is list and type(labels) is list:  # what almost every row is
-        try:
-            ids, targets = (np.frombuffer(array("i", values), np.int32) for values in (tokens, labels))
-        except (TypeError, OverflowError):
-            pass  # told below
-        else:
-            negative = np.count_nonzero(targets < 0)
-            if not (ids < 0).any() and negative == np.count_nonzero(targets == CROSS_ENTROPY_IGNORE_IDX):
-                return ids, targets
+    try:
+        ids, targets = _as_int32(tokens), _as_int32(labels)
+    except (TypeError, OverflowError):
+        pass  # told below
+    else:
+        negative = np.count_nonzero(targets < 0)
+        if not (ids < 0).any() and negative == np.count_nonzero(targets == CROSS_ENTROPY_IGNORE_IDX):
+            return ids, targets
     try:
         ids, targets = np.asarray(tokens), np.asarray(labels)
     except ValueError as error:
@@ -246,14 +252,33 @@ def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     return ids.astype(np.int32), targets.astype(np.int32)
 
 
-def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int]:
+def _as_int32(values: Any) -> np.ndarray:
+    """What almost every row is. Raises ``TypeError`` or ``OverflowError`` for anything else."""
+    if type(values) is np.ndarray and values.dtype == np.int32 and values.ndim == 1:
+        return values
+    if type(values) is list:
+        values = array("i", values)
+    if type(values) is not array or values.typecode != "i":
+        raise TypeError
+    return np.frombuffer(values, np.int32)
+
+
+def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int] | np.ndarray:
     """Pre-shifted labels: position i carries token i + 1 unless that is masked; the last carries none.
+
+    Returns:
+        a list; of the arrays that some tokenizers give (``array("i")`` and ``bytearray``) int32 [s].
 
     Raises:
         DataError: there are more tokens than elements of the mask, or fewer.
     """
     if len(tokens) != len(mask):
         raise DataError(f"the model transform gives {len(tokens)} tokens but {len(mask)} elements of a mask")
+    if isinstance(tokens, array) and isinstance(mask, bytearray):
+        labels = np.full(len(tokens), CROSS_ENTROPY_IGNORE_IDX, np.int32)
+        is_trained = np.frombuffer(mask, np.uint8)[1:] == 0
+        np.copyto(labels[:-1], np.frombuffer(tokens, np.int32)[1:], where=is_trained)
+        return labels
     labels, end = [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX], 1
     masked = [bool(flag) for flag in mask] if not isinstance(mask, list) else mask
     while end < len(masked) and (start := _index(masked, True, end)) < len(masked):  # runs of masked tokens
@@ -274,4 +299,6 @@ def has_label(sample: Mapping[str, Any]) -> bool:
     labels = sample["labels"]
     if type(labels) is list:
         return labels.count(CROSS_ENTROPY_IGNORE_IDX) < len(labels)
+    if type(labels) is np.ndarray:
+        return bool((labels != CROSS_ENTROPY_IGNORE_IDX).any())
     return any(label != CROSS_ENTROPY_IGNORE_IDX for label in labels)

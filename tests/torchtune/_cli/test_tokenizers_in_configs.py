@@ -24,6 +24,7 @@ FILES: dict[str, dict[str, str]] = {
     "torchtune.models.gpt_oss.gpt_oss_tokenizer": {"path": "{}/ranks.tiktoken"},
     "torchtune.models.llama2.llama2_tokenizer": _PIECES,
     "torchtune.models.llama3.llama3_tokenizer": {"path": "{}/ranks.tiktoken"},
+    "torchtune.models.llama3_2_vision.llama3_2_vision_transform": {"path": "{}/ranks.tiktoken"},
     "torchtune.models.mistral.mistral_tokenizer": _PIECES,
     "torchtune.models.mistral.mistral_instruct_tokenizer": {"path": "{}/tekken.json"},
     "torchtune.models.phi3.phi3_mini_tokenizer": _PIECES,

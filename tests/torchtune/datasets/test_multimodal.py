@@ -153,9 +153,11 @@ def test_questions_and_several_images(transform: Llama3VisionTransform, pictures
         transform, source=[{"messages": openai}], conversation_column="messages", conversation_style="openai"
     )
     assert sizes_of(chat, 0) == sizes[::-1]
+    with pytest.raises(DataError, match="a turn has '<image>' in its text, but image_tag is not set"):
+        multimodal_chat_dataset(transform, source=[turns], image_dir=str(pictures))
     # Text alone goes with the transform of a vision model, too.
     text = alpaca_dataset(transform, source=[{"instruction": "one", "output": "two"}])
-    assert text[0]["encoder_input"]["images"][0].shape == (1, 3, 28, 28)
+    assert text[0]["encoder_input"]["images"] == []
     assert text.num_images == 0
 
 

@@ -1,6 +1,8 @@
 """Many rows are prepared by several processes, and nothing shows of it."""
 
+import errno
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Mapping
@@ -44,6 +46,23 @@ def test_any_number_of_processes_writes_the_same(
     assert all(one[i] == two[i] for i in range(0, COUNT, 97))
     with pytest.raises(DataError, match=rf"rows {COUNT - 3}, {COUNT - 2}, {COUNT - 1}: a conversation needs at least"):
         build(tokenizer, write(tmp_path / "bad.jsonl", bad=3), 2, monkeypatch, tmp_path / "bad")
+
+
+def test_without_processes_the_one_that_is_there_does_it(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("torchtune.datasets._parallel._FEW", 100)
+    fork, left = os.fork, iter(range(2))
+
+    def limited() -> int:
+        if next(left, None) is None:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    with workers(4):
+        assert list(in_parts(range(600), lambda start, rows: (start, len(rows)))) == [(0, 256), (256, 256), (512, 88)]
+    assert "4 processes cannot be started to work on rows (no more processes): this one does it alone" in caplog.text
+    assert next(left, None) is None
+    assert not multiprocessing.active_children()  # at exit they are waited for
 
 
 @pytest.mark.parametrize("builder", [kto_dataset, prompt_dataset, preference_dataset])

@@ -182,7 +182,9 @@ def test_a_preparation_goes_on_after_a_kill(
     for path in folder.glob(".*.part/*"):  # was killed while it wrote
         with path.open("ab") as file:
             file.write(b'{"done": 7, ')
-    killed_after(1)
+    killed_after(2)
+    (journal,) = folder.glob(".*.part/journal.jsonl")
+    journal.write_bytes(journal.read_bytes().replace(b'"done": 768', b'"done": 7G8'))  # damaged
     with pytest.raises(DataError, match="There are no prepared rows in"):
         read(prepared=folder)
     killed_after(1, hf_tokenizer(str(tokenizer_folder), max_seq_len=64))

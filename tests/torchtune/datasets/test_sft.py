@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, collate_documents
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, OpenAIToMessages, collate_documents
 from torchtune.datasets import (
     ConcatDataset,
     PackedDataset,
     SFTDataset,
+    SFTTransform,
     alpaca_cleaned_dataset,
     alpaca_dataset,
     chat_dataset,
@@ -29,7 +31,7 @@ from torchtune.datasets import (
     text_completion_dataset,
     wikitext_dataset,
 )
-from torchtune.modules.transforms.tokenizers import hf_tokenizer
+from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 
 IGNORE = CROSS_ENTROPY_IGNORE_IDX
 
@@ -130,6 +132,26 @@ def test_a_long_row_is_cut_and_its_end_is_not_a_lie(tokenizer: Any, tmp_path: Pa
     assert row["tokens"][-1] == tokenizer.eos_id
     assert IGNORE in row["labels"][-2:]
     assert tokenizer.eos_id not in row["labels"]
+
+
+def test_arrays_hold_what_lists_do(tokenizer: Any) -> None:
+    """Rows that go to a file take another way; the text of the one is long, and spells a control token."""
+    transform = SFTTransform(OpenAIToMessages(), tokenizer)
+    for texts in (["red  sun", "blue one"], ["a", "b", "c\n d", "<|im_end|>"], ["red", "blue " * 300]):
+        lists, arrays = transform(openai(*texts)), transform.as_arrays(openai(*texts))
+        assert isinstance(arrays["labels"], np.ndarray)
+        assert lists == {name: values.tolist() for name, values in arrays.items()}
+
+
+def test_a_tokenizer_derived_from_ours_is_asked(tokenizer_folder: Path) -> None:
+    class Own(HuggingFaceModelTokenizer):
+        def tokenize_messages(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[bool]]:
+            tokens, mask = super().tokenize_messages(*args, **kwargs)
+            return [5, *tokens], [True, *mask]
+
+    own = Own(str(tokenizer_folder / "tokenizer.json"))
+    data = SFTDataset(source=[openai("a", "b")], message_transform=OpenAIToMessages(), model_transform=own)
+    assert data[0]["tokens"][0] == 5
 
 
 def test_a_missing_column_names_those_that_are_there(tokenizer: Any, tmp_path: Path) -> None:

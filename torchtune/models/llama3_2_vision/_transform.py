@@ -101,8 +101,7 @@ class Llama3VisionTransform(Llama3Tokenizer):
         Returns:
             the sample with ``tokens``, ``mask`` (True = not trained on), ``encoder_input`` and ``encoder_mask``.
             ``encoder_input`` has lists: ``images``, of ``[tiles, 3, tile_size, tile_size]``, and ``aspect_ratio``, of
-            int64 ``[2]``. ``encoder_mask`` is a list of bool ``[s, tiles * (patches + 1)]``. A row to train on that has
-            no image gets a blank tile that no token attends to, so that all ranks run the same modules.
+            int64 ``[2]``. ``encoder_mask`` is a list of bool ``[s, tiles * (patches + 1)]``. Text has empty lists.
 
         Raises:
             DataError: the messages do not fit the prompt layout, an image cannot be read, or ``max_seq_len`` would cut
@@ -112,13 +111,7 @@ class Llama3VisionTransform(Llama3Tokenizer):
         sample = super().__call__({**sample, **({"messages": messages} if messages else {})}, inference)
         found = [self.transform_image({"image": image}) for message in messages for image in message.get_media()]
         images = {"images": [one["image"] for one in found], "aspect_ratio": [one["aspect_ratio"] for one in found]}
-        sample = self.xattn_mask({**sample, "encoder_input": images})
-        if not found and not inference:
-            images["images"].append(torch.zeros(1, 3, self.tile_size, self.tile_size, dtype=self.transform_image.dtype))
-            images["aspect_ratio"].append(torch.ones(2, dtype=torch.int64))
-            nothing = torch.zeros(1, 1, dtype=torch.bool)
-            sample["encoder_mask"].append(nothing.expand(len(sample["tokens"]), self.xattn_mask.patches_per_tile + 1))
-        return sample
+        return self.xattn_mask({**sample, "encoder_input": images})
 
     def tokenize_messages(self, messages: Any, **kwargs: Any) -> tuple[list[int], list[bool]]:
         """As :class:`~torchtune.models.llama3.Llama3Tokenizer`; a :class:`DataError` if images would be cut off."""

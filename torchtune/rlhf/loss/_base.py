@@ -1,7 +1,7 @@
 """What a loss of preferences is to the recipes that train with it."""
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ class AnswerLoss(nn.Module, ABC):
     """Loss over answers, each a document of a batch: by their log-probs, or by a score.
 
     Attributes:
+        trains_on: what a row of the dataset is: a pair of answers (``pairs``), one that is labelled good or bad
+            (``answers``), or a prompt that the model answers (``prompts``). A simulated run makes such rows.
         needs_reference: whether it compares with a reference model.
         min_examples: fewest examples of a micro-batch.
 
@@ -27,6 +29,7 @@ class AnswerLoss(nn.Module, ABC):
         True
     """
 
+    trains_on: ClassVar[Literal["pairs", "answers", "prompts"]] = "pairs"
     needs_reference: ClassVar[bool] = True
     min_examples: ClassVar[int] = 1
     balance: Balance | None = None  # of the model's experts, from setup_loss

@@ -47,6 +47,8 @@ class GRPOLoss(AnswerLoss):
 
     needs_rewards = True
 
+    trains_on = "prompts"
+
     def __init__(
         self,
         epsilon: float = 0.2,

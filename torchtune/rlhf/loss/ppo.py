@@ -38,6 +38,8 @@ class PPOLoss(AnswerLoss):
 
     needs_reference = False
 
+    trains_on = "prompts"
+
     def __init__(self, epsilon: float = 0.1, value_clip_range: float = 0.2, value_coeff: float = 0.1) -> None:
         super().__init__()
         if min(epsilon, value_clip_range) <= 0:

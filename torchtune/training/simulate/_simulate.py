@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from torchtune import config
 from torchtune.modules.conversion import full_shapes
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.parallel._parallel_dims import ParallelDims
@@ -21,16 +22,13 @@ from torchtune.training.plan._plan_data import nodes_of
 from torchtune.training.simulate import _stand_ins
 from torchtune.training.simulate._cluster import one_thread, simulated_cluster
 from torchtune.training.simulate._observer import Observer
+from torchtune.training.simulate._stand_ins import SimulationError
 from torchtune.training.simulate._torch_private import FakeTensorMode
-from torchtune.utils import UserError, simulated
+from torchtune.utils import simulated
 
 STEPS = 2
 ASSUMED_LENGTH = 2048
 _HERE = _stand_ins.__name__
-
-
-class SimulationError(UserError):
-    """A run that cannot be simulated."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +142,8 @@ def _cut(cfg: RecipeSettings, layers: int | None) -> dict[str, Any]:
 
 def check_simulated(settings: Any) -> None:
     """Raise :class:`SimulationError` for data that have no stand-in."""
-    collate = str(RecipeSettings.of(settings).collate_fn)
-    if "collate_prompts" in collate:
-        raise SimulationError("collate_fn: a recipe that samples answers cannot be simulated: use --dry-run.")
-    if "images" in collate:
-        raise SimulationError("collate_fn: batches with images cannot be simulated: use --dry-run.")
+    if "images" in str(RecipeSettings.of(settings).collate_fn):
+        raise SimulationError("collate_fn: a run with images cannot be simulated: use --dry-run.")
 
 
 def _replaced(
@@ -156,9 +151,12 @@ def _replaced(
 ) -> Any:
     """The settings with these changes, stand-ins for files, and two steps to do."""
     check_simulated(cfg)
-    pairs = "preference" in str(cfg.collate_fn) or "dpo" in str(cfg.collate_fn)
-    kind = {"rated" if "KTO" in str(cfg.loss) else "pairs": pairs}
-    data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, **kind}
+    kind = "texts" if cfg.loss is None else getattr(config.instantiate(cfg.loss), "trains_on", "texts")
+    if kind == "prompts":
+        raise SimulationError("loss: a recipe that samples answers cannot be simulated: use --dry-run.")
+    if cfg.teacher_cache is not None:
+        raise SimulationError("teacher_cache: it is of rows that a simulated run does not have: set it to null.")
+    data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "kind": kind}
     changes = {
         **changes,
         "output_dir": folder,
@@ -180,7 +178,7 @@ def _replaced(
         "log_level": "ERROR",
     }
     for key, value in _items(settings):
-        if isinstance(value, Mapping) and "Checkpointer" in str(value.get("_component_")):
+        if isinstance(value, Mapping) and key.endswith("checkpointer"):
             changes[key] = {"_component_": f"{_HERE}.StandInCheckpointer"}
     if cfg.lr_scheduler is not None and "num_warmup_steps" in cfg.lr_scheduler:
         changes["lr_scheduler"] = {**cfg.lr_scheduler, "num_warmup_steps": 0}

@@ -22,6 +22,10 @@ on_load: ContextVar[Callable[[nn.Module], None]] = ContextVar("on_load")
 before_load: ContextVar[Callable[[], None]] = ContextVar("before_load")
 
 
+class SimulationError(UserError):
+    """A run that cannot be simulated."""
+
+
 def shallow(model: Any, layers: int) -> nn.Module:
     """The first layers of a model (or of the one that a node describes), with what is before and after them."""
     model = model if isinstance(model, nn.Module) else config.instantiate(model)
@@ -93,6 +97,13 @@ class StandInTokenizer:
         self.special_tokens: dict[str, int] = {}
 
 
+_COLUMNS = {
+    "texts": ("tokens", "labels"),
+    "answers": ("tokens", "labels"),
+    "pairs": ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"),
+}
+
+
 class StandInDataset:
     """Rows of one length, every token of which carries a label.
 
@@ -100,20 +111,28 @@ class StandInDataset:
         tokenizer: not used.
         rows: how many.
         length: tokens of each.
-        pairs: whether a row is a pair of answers.
-        rated: whether it is an answer that is labelled good or bad.
+        kind: what a row is: a text, or what a loss of preferences names as ``trains_on``.
     """
 
-    def __init__(self, tokenizer: Any, *, rows: int, length: int, pairs: bool = False, rated: bool = False) -> None:
-        self._rows, self._row, self._rated = rows, [0] * length, rated
-        names = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
-        self._names = names if pairs else ("tokens", "labels")
+    def __init__(self, tokenizer: Any, *, rows: int, length: int, kind: str) -> None:
+        self._rows, self._kind = rows, kind
+        self._row = dict.fromkeys(_COLUMNS[kind], [0] * length)
 
     def __len__(self) -> int:
         return self._rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict.fromkeys(self._names, self._row) | ({"is_chosen": index % 2 == 0} if self._rated else {})
+        return _Row(self._row | ({"is_chosen": index % 2 == 0} if self._kind == "answers" else {}))
+
+
+class _Row(dict[str, Any]):
+    """Says what a collation asks for in vain."""
+
+    def __missing__(self, name: str) -> Any:
+        raise SimulationError(
+            f"collate_fn: it reads '{name}' of a row, and those of a simulated run have {', '.join(self)} only: use "
+            "--dry-run."
+        )
 
 
 class StandInLogger:

@@ -1,6 +1,7 @@
 """Ids by words are those of the tokenizer itself, whatever the text."""
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,13 @@ PARTS = [
     "\ud7ff", "\ufb01", "\u01c5", "\u3000", "\u180e",
 ]  # fmt: skip
 
+SPACES = ["".join(run) for length in (1, 2, 3) for run in product(" \n\t\r\u00a0\u3000", repeat=length)]
+
+
+def encode(encoder: WordEncoder, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]] | None:
+    found = encoder.encode(text, spans)
+    return None if found is None else (found[0].tolist(), list(map(bool, found[1])))
+
 
 def make(split: str, *, nfc: bool = False) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=split == "caseless"))
@@ -36,9 +44,11 @@ def make(split: str, *, nfc: bool = False) -> Tokenizer:
     special = [AddedToken(text, special=True, normalized=False) for text in ("<|end|>", "<|e", "<|")]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=1500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(["the cat's 12 cats they'll see the \u043a\u043e\u0442 中文 " * 3], trainer)
+    # White space of all kinds: where words are divided shows in ids alone if the vocabulary has it as a whole.
+    spaces = "".join(run + end for run in SPACES for end in "a1.") * 3
+    tokenizer.train_from_iterator(["the cat's 12 cats they'll see the \u043a\u043e\u0442 中文 " * 3, spaces], trainer)
     return tokenizer
 
 
@@ -54,15 +64,42 @@ def test_ids_and_mask_are_those_of_the_tokenizer(split: str, nfc: bool) -> None:
         edges = sorted(draw.sample(range(len(text) + 1), k=min(2 * draw.randint(0, 2), len(text) // 2 * 2)))
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         encoding = tokenizer.encode(text, add_special_tokens=False)
-        if (whole := encoder.encode(text, [])) is not None:
+        if (whole := encode(encoder, text, [])) is not None:
             used += 1
             assert whole[0] == encoding.ids
-        if (found := encoder.encode(text, spans)) is not None:
+        if (found := encode(encoder, text, spans)) is not None:
             masked += 1
             expected = [not any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
             assert found == (encoding.ids, expected)
     assert used > 200
     assert masked > 40
+
+
+SINGLE = [part for part in PARTS if not any(c.isspace() or c == "\x1c" for c in part)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_what_lies_between_single_spaces_is_kept_as_a_whole(split: str) -> None:
+    tokenizer, draw = make(split), random.Random(split)
+    encoder = WordEncoder(tokenizer)
+    masked = 0
+    for _ in range(600):
+        words = ["".join(draw.choices(SINGLE, k=draw.choice([1, 1, 2, 4, 20]))) for _ in range(draw.randint(1, 12))]
+        text = "the cat " * 5 + words[0] + "".join(draw.choice(["\n", "\n\n", *[" "] * 8]) + word for word in words[1:])
+        text = draw.choice(["", "", " ", "\n"]) + text + draw.choice(["", "", " ", "\n"])
+        edges = sorted(draw.choices([i for i, c in enumerate(text) if c in " \n"] or [0], k=2))
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        whole, found = encode(encoder, text, []), encode(encoder, text, [tuple(edges)])
+        if whole is not None:
+            assert whole == (encoding.ids, [True] * len(encoding.ids))
+        if found is not None:
+            masked += edges[0] < edges[1]
+            assert found == (encoding.ids, [not (a < edges[1] and b > edges[0]) for a, b in encoding.offsets])
+    assert len(encoder._spaced) > 100
+    for text in (f"{'the cat ' * 6}a{run}{end} b" for run in SPACES for end in "a1.'é"):
+        found = encode(encoder, text, [])
+        assert found is None or found[0] == tokenizer.encode(text, add_special_tokens=False).ids
+    assert masked > 100
 
 
 def test_every_letter_of_many_scripts() -> None:
@@ -71,7 +108,7 @@ def test_every_letter_of_many_scripts() -> None:
     encoder = WordEncoder(tokenizer)
     for start in range(0x80, 0x1200, 64):
         text = " ".join(f"a{chr(code)}1 {chr(code)}" for code in range(start, start + 64))
-        found = encoder.encode(text, [])
+        found = encode(encoder, text, [])
         assert found is None or found[0] == tokenizer.encode(text, add_special_tokens=False).ids
 
 

@@ -7,10 +7,27 @@ import pytest
 
 from tests.recipes.runs import load_recipe, write_config
 from torchtune.config import load_and_check
+from torchtune.data import Batch, collate_preference
+from torchtune.rlhf.loss import AnswerLoss
+from torchtune.rlhf.loss._base import total_and_metrics
 from torchtune.training.simulate._simulate import SimulationError, simulate
 
-KTO = {"dataset": {"_component_": "torchtune.datasets.kto_dataset", "source": "json"}}
-KTO["loss"] = {"_component_": "torchtune.rlhf.loss.KTOLoss"}
+OWN = {"dataset": {"_component_": "torchtune.datasets.kto_dataset", "source": "json"}}
+OWN |= {"loss": {"_component_": f"{__name__}.Regret"}, "collate_fn": f"{__name__}.answers_of"}
+
+
+class Regret(AnswerLoss):
+    """A user's loss of labelled answers."""
+
+    trains_on = "answers"
+
+    def sum_and_metrics(self, batch: Batch, scores: Any, reference: Any = None, baseline: Any = None) -> Any:
+        return total_and_metrics(self, scores.where(batch.per_document["is_chosen"], -scores), scores == scores, {})
+
+
+def answers_of(rows: list[Any]) -> Batch:
+    """A user's collation."""
+    return collate_preference([{name: row[name] for name in ("tokens", "labels", "is_chosen")} for row in rows])
 
 
 def simulated(name: str, folder: Path, **settings: Any) -> dict[str, int]:
@@ -21,10 +38,17 @@ def simulated(name: str, folder: Path, **settings: Any) -> dict[str, int]:
     return {phase: peak.total for phase, peak in ledger.peaks().items()}
 
 
+IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("lora_dpo_single_device", {}), ("lora_dpo_single_device", KTO), ("knowledge_distillation_single_device", {})],
-    ids=["pairs", "labelled answers", "teacher"],
+    [
+        ("lora_dpo_single_device", {"reference_cache": "never"}),
+        ("lora_dpo_single_device", OWN),
+        ("knowledge_distillation_single_device", {}),
+    ],
+    ids=["pairs", "own loss of labelled answers", "teacher"],
 )
 def test_two_steps_are_simulated(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     peaks = simulated(name, tmp_path, **settings)
@@ -34,3 +58,10 @@ def test_two_steps_are_simulated(name: str, settings: dict[str, Any], tmp_path: 
 def test_sampling_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SimulationError, match="a recipe that samples answers cannot be simulated: use --dry-run"):
         simulated("full_grpo_single_device", tmp_path)
+    with pytest.raises(SimulationError, match="a run with images cannot be simulated: use --dry-run"):
+        simulated("full_finetune_single_device", tmp_path, collate_fn=IMAGES)
+
+
+def test_a_collation_that_reads_more_of_a_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SimulationError, match="reads 'is_chosen' of a row, and those of a simulated run have tokens, "):
+        simulated("full_finetune_single_device", tmp_path, collate_fn=f"{__name__}.answers_of")

@@ -3,6 +3,7 @@
 import json
 import re
 import uuid
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from torchtune.data import Message
-from torchtune.modules.transforms.tokenizers._words import WordEncoder
+from torchtune.modules.transforms.tokenizers._words import Tokens, WordEncoder
 from torchtune.utils import get_logger, log_once
 
 # Letters and digits only: templates, JSON and regular expressions leave them as they are; no text has them by chance.
@@ -92,14 +93,14 @@ class GuardedEncoder:
         """What the ids depend on."""
         return [self.tokenizer, self.guard.control]
 
-    def encode_masked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Ids, and for each whether it is masked: True unless it covers a character of ``spans`` (in order)."""
+    def encode_masked(self, text: str, spans: Sequence[tuple[int, int]]) -> Tokens:
+        """Ids, and for each whether it is masked: it is unless it covers a character of ``spans`` (in order)."""
         if self._words is None:
             self._words = WordEncoder(self.tokenizer)
         found = self._words.encode(text, list(spans)) if _KEY not in text else None
         if found is None:
             encoding, moved = self.encode(text, spans)
-            found = encoding.ids, _mask(encoding.offsets, moved)
+            found = array("i", encoding.ids), _mask(encoding.offsets, moved)
         return found
 
     def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Encoding, list[tuple[int, int]]]:
@@ -137,9 +138,9 @@ class GuardedEncoder:
         )
 
 
-def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Whether each token is masked: True unless it covers a character of a span. Spans are in order and apart."""
-    mask = [True] * len(offsets)
+def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> bytearray:
+    """Whether each token is masked: 1 unless it covers a character of a span. Spans are in order and apart."""
+    mask = bytearray(b"\1") * len(offsets)
     current = iter(spans)
     start, end = next(current, (0, -1))
     for i, (first, last) in enumerate(offsets):

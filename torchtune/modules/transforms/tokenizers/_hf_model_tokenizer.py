@@ -11,8 +11,15 @@ from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
 from torchtune.modules.transforms.tokenizers._files import read_json, read_text
 from torchtune.modules.transforms.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
 from torchtune.modules.transforms.tokenizers._layouts import Layouts
-from torchtune.modules.transforms.tokenizers._protocols import MessagesWithToolsTransform, ModelTokenizer, end_tokens
+from torchtune.modules.transforms.tokenizers._protocols import (
+    MessagesWithToolsTransform,
+    ModelTokenizer,
+    end_tokens,
+    messages_of,
+    row_of,
+)
 from torchtune.modules.transforms.tokenizers._turns import Span, TurnFinder, first_special, learn_stops
+from torchtune.modules.transforms.tokenizers._words import Tokens
 from torchtune.utils import get_logger, log_once
 
 # Files of a checkpoint that other tokenizers read.
@@ -76,6 +83,7 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         self.max_seq_len = max_seq_len
         self.truncation_type = truncation_type
         self.special_tokens = self.base_tokenizer.special_tokens
+        self._all_special = tuple(self.special_tokens)
         self.bos_id, self.eos_id = self.base_tokenizer.bos_id, self.base_tokenizer.eos_id
         self.pad_id, self.vocab_size = self.base_tokenizer.pad_id, self.base_tokenizer.vocab_size
         folder = Path(tokenizer_json_path).expanduser().parent
@@ -150,11 +158,22 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         Raises:
             DataError: there is no template, it refuses the conversation, or a turn cannot be found in its text.
         """
+        tokens, mask = self._tokenized(messages, end_tokens(add_end_tokens, add_eos), max_seq_len, tools)
+        return tokens.tolist(), list(map(bool, mask))
+
+    def as_arrays(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """``self(sample)`` with ``tokens`` as an array and ``mask`` as bytes, for rows that go to a file at once."""
+        sample = row_of(sample)
+        tokens, mask = self._tokenized(messages_of(sample), True, None, sample.pop("tools", None))
+        return {**sample, "tokens": tokens, "mask": mask}
+
+    def _tokenized(
+        self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
+    ) -> Tokens:
         if not messages:
             raise DataError("the conversation has no turns")
-        closed = end_tokens(add_end_tokens, add_eos)
         messages = as_messages(messages)
-        turns, tools = self._guard.hide([_as_turn(message) for message in messages]), self._guard.hide(tools)
+        turns, tools = [self._turn(message) for message in messages], self._guard.hide(tools)
         if not closed:
             text = self._open_text(turns, tools)
             spans: list[Span] = []
@@ -163,11 +182,12 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         tokens, mask = self._encoder.encode_masked(text, spans)
         eos_id = self.eos_id if closed else None
         is_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
-        if is_trained and not text[spans[-1][0] :].rstrip().endswith(tuple(self.special_tokens)):
+        if is_trained and not text[spans[-1][0] :].rstrip().endswith(self._all_special):
             log_once(get_logger(), "The chat template does not end the last turn: the end-of-sequence token is added.")
             if eos_id is None:
                 raise DataError("neither the chat template nor the tokenizer's config names a token that ends a turn")
-            tokens, mask = [*tokens, eos_id], [*mask, False]
+            tokens.append(eos_id)
+            mask.append(False)
         length = max_seq_len or self.max_seq_len
         return truncate_row(tokens, mask, length, self.truncation_type, eos_id, self._ends_turn)
 
@@ -179,6 +199,13 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
                 "chat_template to a template file."
             )
         return self.chat_templates[name]
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """A turn as the template sees it, with stand-ins for the control tokens that its texts spell."""
+        turn = _as_turn(message)
+        if len(turn) == 2:  # role and text, as most are
+            return {"role": turn["role"], "content": self._guard.hide(turn["content"])}
+        return self._guard.hide(turn)
 
     def _open_text(self, turns: list[dict[str, Any]], tools: Sequence[Any] | None) -> str:
         """The text up to where the model goes on."""

@@ -153,7 +153,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
 
     def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """The same for a text of training data: special tokens in it are plain text."""
-        return self._framed(self.encoder.encode_masked(self.guard.hide(text), [])[0], add_bos, add_eos)
+        return self._framed(self.encoder.encode_masked(self.guard.hide(text), [])[0].tolist(), add_bos, add_eos)
 
     def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
         ids = [self.bos_id, *ids] if add_bos and self.adds_bos else ids

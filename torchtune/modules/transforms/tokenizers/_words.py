@@ -4,13 +4,20 @@ import json
 import random
 import re
 import unicodedata
-from itertools import accumulate, chain, pairwise
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import regex
 from tokenizers import Tokenizer, models
 
 _KEPT = 1 << 17  # words
+_LONG = 100  # characters of a text that hardly comes again
+_ID = array("i").itemsize
+# Ids, and for each 1 where it is masked: a list would make an object of every id.
+Tokens = tuple[array, bytearray]
 _BYTES = [byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174]
 _CHARACTERS = {byte: chr(byte) for byte in _BYTES} | {
     byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in _BYTES)
@@ -37,6 +44,8 @@ def _pattern(pre_tokenizer: Any) -> str | None:
     return before[0]["pattern"].get("Regex") if before[0]["behavior"] == "Isolated" else None
 
 
+_OTHER_SPACES = "\t\r\v\f\x1c\x1d\x1e\x1f"  # ASCII's, but for the new line
+
 # Classes of characters, by those of them that are ASCII.
 _ASCII = {"L": "A-Za-z", "N": "0-9", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": ""}
 
@@ -59,18 +68,23 @@ def _of_ascii(pattern: str) -> re.Pattern[str] | None:
         return None
 
 
-class _Ids(dict[str, list[int]]):
-    """word -> its ids, found by the tokenizer's own model."""
+class _Kept(dict[str, Any]):
+    """text -> what is found for it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._model = tokenizer.model
+    def __init__(self, find: Callable[[str], Any]) -> None:
+        self._find = find
 
-    def __missing__(self, word: str) -> list[int]:
-        if len(self) >= _KEPT:
-            self.clear()
-        spelled = "".join(map(_CHARACTERS.__getitem__, word.encode("utf-8", "surrogatepass")))
-        self[word] = ids = [token.id for token in self._model.tokenize(spelled)]
-        return ids
+    def __missing__(self, text: str) -> Any:
+        found = self._find(text)
+        if len(text) <= _LONG:
+            if len(self) >= _KEPT:
+                self.clear()
+            self[text] = found
+        return found
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    return array("i", ids).tobytes()
 
 
 class WordEncoder:
@@ -79,6 +93,10 @@ class WordEncoder:
     Words are found by the tokenizer's own expression, but by another engine, and their ids by the tokenizer's model.
     The two engines may differ in which characters are letters, so each character is tried once in front of and behind
     all kinds of others; texts with one that differs are left to the tokenizer, as are tokenizers of other kinds.
+
+    A space that follows no other white space begins a word. Where the expression does not look back, what is between
+    two such spaces has the same ids everywhere, and is kept as a whole; likewise what is between a special token and
+    the next space. Ids are kept as bytes, int32: joining these is much faster than joining lists.
 
     Args:
         tokenizer: any of the ``tokenizers`` package.
@@ -107,12 +125,15 @@ class WordEncoder:
         except regex.error:  # an expression that only the tokenizer's engine reads
             self.is_used = False
             return
-        self._ids = _Ids(tokenizer)
-        self._special_ids = {
-            token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()
-        }
+        self._ids = _Kept(self._ids_of_word)
+        self._spaced = _Kept(self._ids_after_space)
+        self._begun = _Kept(self._ids_and_edges)
+        self._looks_back = "(?<" in pattern
+        added_tokens = tokenizer.get_added_tokens_decoder().items()
+        self._special_ids = {token.content: token_id for token_id, token in added_tokens}
         longest_first = sorted(self._special_ids, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+        special = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._special, self._beginnings = re.compile(f"({special})"), re.compile(f"((?:{special})[^ ]*)")
         self._known: set[str] = set()
         self._different: set[str] = set()
         ascii_words = _of_ascii(pattern)
@@ -124,45 +145,96 @@ class WordEncoder:
         """Nothing: the ids are the tokenizer's."""
         return []
 
-    def encode(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]] | None:
+    def encode(self, text: str, spans: list[tuple[int, int]]) -> Tokens | None:
         """Ids, and for each whether it is masked: whether it lies outside ``spans``, in characters of ``text``.
 
         None where the text has to be left to the tokenizer, or a span begins or ends inside a word.
         """
         if not self.is_used:
             return None
-        pattern = self._words
-        if self._ascii_words is not None and text.isascii():
-            pattern = self._ascii_words
-        elif not self._agrees(text):
+        if not (self._ascii_words is not None and text.isascii()) and not self._agrees(text):
             return None
-        find, id_lists = pattern.findall, self._ids.__getitem__
-        ids: list[int] = []
-        mask: list[bool] = []
-        position = 0
         edges = [edge for span in spans for edge in span]  # in order: outside, inside, outside …
-        passed = 0
-        for i, piece in enumerate(self._special.split(text) if self._special else [text]):
-            words = [piece] if i % 2 else find(piece)
-            end, begun, place = position + len(piece), 0, position
-            while passed < len(edges) and edges[passed] < end:
-                until = begun
-                while place < edges[passed]:
-                    place += len(words[until])
-                    until += 1
-                if place > edges[passed]:
-                    return None
-                ids += chain.from_iterable(map(id_lists, words[begun:until]))
-                mask += [passed % 2 == 0] * (len(ids) - len(mask))
-                begun = until
-                passed += 1
-            if i % 2:
-                ids.append(self._special_ids[piece])
-            else:
-                ids += chain.from_iterable(map(id_lists, words[begun:] if begun else words))
-            mask += [passed % 2 == 0] * (len(ids) - len(mask))
+        found = self._by_spaces(text, edges) if self._is_spaced(text) else self._by_words(text, edges)
+        if found is None:
+            return None
+        ids, sizes = found
+        mask = bytearray()
+        for number, size in enumerate([*sizes, len(ids)]):
+            mask += (b"\0" if number % 2 else b"\1") * (size // _ID - len(mask))
+        return array("i", ids), mask
+
+    def _is_spaced(self, text: str) -> bool:
+        """Whether no space follows white space, as far as that is seen at once, and each begins a word."""
+        if self._looks_back or "  " in text or "\n " in text or any(map(text.__contains__, _OTHER_SPACES)):
+            return False
+        return text.isascii() or text.replace("\n", "").isprintable()  # of all other white space only spaces are
+
+    def _by_spaces(self, text: str, edges: list[int]) -> tuple[bytes, list[int]] | None:
+        """:meth:`_by_words`, of a text that :meth:`_is_spaced`."""
+        found: list[bytes] = []
+        sizes: list[int] = []
+        position = size = 0
+        following = edges[0] if edges else len(text)
+        for i, piece in enumerate(self._beginnings.split(text)):
+            end = position + len(piece)
+            if i % 2:  # from a special token to the next space
+                ids, places = self._begun[piece]
+                while following < end:
+                    if following - position not in places:
+                        return None
+                    sizes.append(size + places[following - position])
+                    following = edges[len(sizes)] if len(sizes) < len(edges) else len(text)
+                found.append(ids)
+                size += len(ids)
+            elif piece:
+                if following < end:
+                    return self._by_words(text, edges)
+                first, *rest = piece.split(" ")
+                ids = b"".join(map(self._spaced.__getitem__, rest))
+                if first:  # the text does not begin with a special token
+                    ids = self._begun[first][0] + ids
+                found.append(ids)
+                size += len(ids)
             position = end
-        return ids, mask
+        return b"".join(found), sizes + [size] * (len(edges) - len(sizes))
+
+    def _by_words(self, text: str, edges: Sequence[int]) -> tuple[bytes, list[int]] | None:
+        """Ids of a text, and the bytes of those before each edge; None where an edge is inside a word."""
+        words = self._find(text)
+        found = list(map(self._ids.__getitem__, words))
+        if not edges:
+            return b"".join(found), []
+        ends = [0, *accumulate(map(len, words))]
+        sizes = [0, *accumulate(map(len, found))]
+        places = [bisect_left(ends, edge) for edge in edges]
+        if any(ends[place] != edge for place, edge in zip(places, edges, strict=True)):
+            return None
+        return b"".join(found), [sizes[place] for place in places]
+
+    def _find(self, text: str) -> list[str]:
+        """The words and special tokens of a text."""
+        pattern = self._ascii_words if self._ascii_words is not None and text.isascii() else self._words
+        pieces = self._special.split(text)
+        if len(pieces) == 1:
+            return pattern.findall(text)
+        return [word for i, piece in enumerate(pieces) for word in ([piece] if i % 2 else pattern.findall(piece))]
+
+    def _ids_of_word(self, word: str) -> bytes:
+        if word in self._special_ids:
+            return _packed([self._special_ids[word]])
+        spelled = "".join(map(_CHARACTERS.__getitem__, word.encode("utf-8", "surrogatepass")))
+        return _packed([token.id for token in self._tokenizer.model.tokenize(spelled)])
+
+    def _ids_after_space(self, text: str) -> bytes:
+        return b"".join(map(self._ids.__getitem__, self._find(f" {text}")))
+
+    def _ids_and_edges(self, text: str) -> tuple[bytes, dict[int, int]]:
+        """Ids, and for each end of a word the bytes of those before it."""
+        words = self._find(text)
+        found = list(map(self._ids.__getitem__, words))
+        ends, sizes = ([0, *accumulate(map(len, parts))] for parts in (words, found))
+        return b"".join(found), dict(zip(ends, sizes, strict=True))
 
     def _agrees(self, text: str) -> bool:
         if not text.isascii() and self._needs_nfc and not unicodedata.is_normalized("NFC", text):
@@ -193,6 +265,6 @@ class WordEncoder:
         for _ in range(40):
             text = "".join(draw.choices(parts, k=24))
             found = self.encode(text, [])
-            if found is not None and found[0] != self._tokenizer.encode(text, add_special_tokens=False).ids:
+            if found is not None and found[0].tolist() != self._tokenizer.encode(text, add_special_tokens=False).ids:
                 return False
         return True
