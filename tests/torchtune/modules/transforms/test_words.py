@@ -36,9 +36,10 @@ def encode(encoder: WordEncoder, text: str, spans: list[tuple[int, int]]) -> tup
     return None if found is None else (found[0].tolist(), list(map(bool, found[1])))
 
 
-def make(split: str, *, nfc: bool = False) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(ignore_merges=split == "caseless"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split], decoders.ByteLevel()
+def make(kind: str, *, nfc: bool = False, split: Any = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "caseless"))
+    pre_tokenizer = SPLITS[kind] if split is None else pre_tokenizers.Sequence([split, BYTES])
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
     special = [AddedToken(text, special=True, normalized=False) for text in ("<|end|>", "<|e", "<|")]
@@ -100,6 +101,33 @@ def test_what_lies_between_single_spaces_is_kept_as_a_whole(split: str) -> None:
         found = encode(encoder, text, [])
         assert found is None or found[0] == tokenizer.encode(text, add_special_tokens=False).ids
     assert masked > 100
+
+
+def test_special_tokens_with_spaces() -> None:
+    tokenizer = make("gpt2")
+    tokenizer.add_special_tokens([AddedToken("<|a b|>", special=True, normalized=False)])
+    text = "<|end|>cat<|a b|> the cat's cat"
+    assert encode(WordEncoder(tokenizer), text, [])[0] == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_an_expression_that_sees_more_than_one_space_at_once() -> None:
+    """Words that go on behind a space, or depend on what is before one, are found by the expression."""
+    own = [
+        r"the cat",
+        r"(?<=the )cat",
+        r"\p{L}+(?= )",
+        r"[a-z ]+",
+        r"the\x20cat",
+        r"[^'o]+",
+        r"t.e.ca",
+        r"[\W]c",
+        r"e\b c",
+    ]
+    for pattern in (rf"{one}| ?\p{{L}}+|\s+|." for one in own):
+        tokenizer = make("caseless", split=pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+        text = "a cat 'the cat of 'the cats 'the " * 3
+        found = encode(WordEncoder(tokenizer), text, [])
+        assert found is None or found[0] == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def test_every_letter_of_many_scripts() -> None:

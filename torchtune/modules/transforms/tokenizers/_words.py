@@ -68,6 +68,39 @@ def _of_ascii(pattern: str) -> re.Pattern[str] | None:
         return None
 
 
+_PART = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\[pP]\{\w+\}|\\.|.", re.S)  # a class of characters, or one
+_OF_SPACES = re.compile(r"\\s(?:[+*]\+?)?(?:\$|\[\\r\\n\][+*]?\+?|\(\?!\\S\)|\(\?!\[\^\\s[^\]]*\]\))?")
+_BEGINNING = re.compile(r"(?: |\[\^(?:\\.|[^\]\\])*\])\?\+?")  # what may be a space, and is the first of a word
+
+
+def _begins_words_with_spaces(pattern: str) -> bool:
+    """Whether words are white space, or have a space as the first character at most, and end alone by what they are.
+
+    Tells it of the expressions in use, which are alternatives of classes of characters.
+    """
+    alternatives, depth = [""], 0
+    for part in _PART.findall(pattern):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and not depth:
+            alternatives.append("")
+        else:
+            alternatives[-1] += part
+    words = [one[found.end() :] if (found := _BEGINNING.match(one)) else one for one in alternatives]
+    return all(_OF_SPACES.fullmatch(word) or _has_no_space(word) for word in words)
+
+
+def _has_no_space(word: str) -> bool:
+    for part in _PART.findall(word):
+        escapes = set(re.findall(r"\\[A-Za-z]", part))
+        if part[0] == "[":
+            ok = " " not in part and escapes <= {r"\s", r"\p", r"\r", r"\n"} and (r"\s" in escapes) == (part[1] == "^")
+        else:
+            ok = part not in (" ", ".", "^", "$") and escapes <= {r"\p", r"\r", r"\n"}
+        if not ok:
+            return False
+    return not re.search(r"\(\?(?:<?[=!])", word)
+
+
 class _Kept(dict[str, Any]):
     """text -> what is found for it."""
 
@@ -128,10 +161,12 @@ class WordEncoder:
         self._ids = _Kept(self._ids_of_word)
         self._spaced = _Kept(self._ids_after_space)
         self._begun = _Kept(self._ids_and_edges)
-        self._looks_back = "(?<" in pattern
         added_tokens = tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: token_id for token_id, token in added_tokens}
         longest_first = sorted(self._special_ids, key=len, reverse=True)
+        # Tokens of several spaces are not in texts that are divided at spaces.
+        has_spaces = any(" " in text and text.strip() for text in self._special_ids)
+        self._divides = _begins_words_with_spaces(pattern) and not has_spaces
         special = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._special, self._beginnings = re.compile(f"({special})"), re.compile(f"((?:{special})[^ ]*)")
         self._known: set[str] = set()
@@ -166,7 +201,7 @@ class WordEncoder:
 
     def _is_spaced(self, text: str) -> bool:
         """Whether no space follows white space, as far as that is seen at once, and each begins a word."""
-        if self._looks_back or "  " in text or "\n " in text or any(map(text.__contains__, _OTHER_SPACES)):
+        if not self._divides or "  " in text or "\n " in text or any(map(text.__contains__, _OTHER_SPACES)):
             return False
         return text.isascii() or text.replace("\n", "").isprintable()  # of all other white space only spaces are
 
@@ -259,11 +294,12 @@ class WordEncoder:
         return [span for _, span in expected] == list(pairwise(starts)) and starts[-1] == len(text)
 
     def _agrees_on_ascii(self) -> bool:
-        """Whether ids are the tokenizer's for texts of all kinds of characters beside each other."""
+        """Whether ids are the tokenizer's for texts of all kinds of characters beside each other, at spaces too."""
         draw = random.Random(0)
         parts = ["'s", "'LL", "'ve", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "The", " cat", "1", "234", ".", "..."]
-        for _ in range(40):
-            text = "".join(draw.choices(parts, k=24))
+        spaced = [*(part for part in parts if not part.isspace()), " 's", " 1", " ...", " The"]
+        for i in range(80):
+            text = "".join(draw.choices(spaced if i % 2 else parts, k=24))
             found = self.encode(text, [])
             if found is not None and found[0].tolist() != self._tokenizer.encode(text, add_special_tokens=False).ids:
                 return False
