@@ -68,6 +68,15 @@ def test_a_component_takes_the_arguments_that_configs_give(path: str) -> None:
     assert known.open or not unknown, f"{path}{inspect.signature(component)} does not take {unknown}"
 
 
+def test_older_names_are_what_they_are_elsewhere() -> None:
+    gemma, gemma2 = (importlib.import_module(f"torchtune.models.{name}") for name in ("gemma", "gemma2"))
+    assert gemma2.gemma_tokenizer is gemma.gemma_tokenizer
+    attention = importlib.import_module("torchtune.modules.attention_utils")
+    assert attention.flex_attention_compiled is attention.compile_flex_attention()
+    with pytest.raises(AttributeError, match="has no attribute 'flex'"):
+        _ = attention.flex
+
+
 @pytest.mark.parametrize("package", ["data", "datasets", "generation", "models", "modules", "training", "utils"])
 def test_a_face_exports_what_it_says(package: str) -> None:
     module = importlib.import_module(f"torchtune.{package}")

@@ -419,6 +419,12 @@ def compile_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
+def __getattr__(name: str) -> Any:
+    if name == "flex_attention_compiled":  # as older code knows it; nothing is compiled before it is called
+        return compile_flex_attention()
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
 def compile_friendly_flex_attention(
     q: Tensor,
     k: Tensor,

@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         **dict.fromkeys(BUILDERS, "_model_builders"),
         **dict.fromkeys(("gemma2", "lora_gemma2"), "_component_builders"),
+        **dict.fromkeys(("GemmaTokenizer", "gemma_tokenizer"), "_tokenizer"),
     },
 )
 __all__ += ["SPEC"]

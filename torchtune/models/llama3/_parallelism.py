@@ -26,5 +26,5 @@ def base_llama_tp_plan(
     """
     for name, value in (("inference", inference), ("enable_fp8_training", enable_fp8_training)):
         if value:
-            raise ModelError(f"base_llama_tp_plan: {name}=True is not available: leave it out.")
+            raise ModelError(f"tensor_parallel_plan: {name}=True is not available: leave it out.")
     return decoder_plan(model)

@@ -3,5 +3,7 @@
 from torchtune._lazy import attach
 from torchtune.models.llama4._model_builders import BUILDERS, SPEC
 
-__getattr__, __dir__, __all__ = attach(__name__, dict.fromkeys(BUILDERS, "_model_builders"))
+__getattr__, __dir__, __all__ = attach(
+    __name__, {**dict.fromkeys(BUILDERS, "_model_builders"), "decoder_only_tp_plan": "_parallelism"}
+)
 __all__ += ["SPEC"]
