@@ -12,6 +12,7 @@ import pytest
 from tests.recipes.killing import Forker, wait_for
 from tests.recipes.killing import said as said_by
 from tests.recipes.runs import read_log, start, write_config
+from tests.tiny_vision import write_vision_checkpoint
 
 SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
 
@@ -147,3 +148,20 @@ def test_a_signal_to_one_process_stops_all_after_a_save(forker: Forker, tmp_path
     assert (saved / ".complete").exists()
     last = json.loads(log.read_text().splitlines()[-1])
     assert saved.name == f"step_{last['step']}"
+
+
+def test_two_processes_train_on_images_as_one(forker: Forker, tmp_path: Path) -> None:
+    """In the first step one rank has text alone, and the other an image: both must run the encoder."""
+    write_vision_checkpoint(tmp_path / "checkpoint")
+    settings = {
+        "dataset": {"_component_": "tests.tiny_vision.Rows"},
+        "collate_fn": "torchtune.data.padded_collate_tiled_images_and_mask",
+        "lr_scheduler": None,
+        "shuffle": False,
+        "clip_grad_norm": 1.0,
+    }
+    alone = start("full_finetune_single_device", tmp_path, **settings, batch_size=2).losses
+    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output", **settings, batch_size=1)
+    codes, said = fork(forker, config, "enable_activation_checkpointing=True")
+    assert codes == [0, 0], said[-4000:]
+    close(losses(tmp_path / "output"), alone, {1, 2, 3})

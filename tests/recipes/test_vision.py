@@ -11,10 +11,15 @@ from safetensors.torch import load_file
 from transformers import MllamaForConditionalGeneration
 
 from tests import tiny_vision
-from tests.recipes.killing import Forker
-from tests.recipes.runs import Run, start, write_config
-from tests.recipes.test_distributed import close, fork, losses
+from tests.recipes.runs import Run, load_recipe, start, write_config
+from tests.recipes.test_generate import recipe_of
 from tests.tiny_vision import images, logits_of_transformers, sees
+from torchtune.config import load_and_check
+from torchtune.data import Message, padded_collate_tiled_images_and_mask
+from torchtune.generation import prompt_tokens
+from torchtune.training.plan._check_run import find_problems
+from torchtune.training.simulate._simulate import SimulationError, check_simulated
+from torchtune.utils import UserError
 
 SETTINGS = {
     "dataset": {"_component_": "tests.tiny_vision.Rows"},
@@ -82,11 +87,57 @@ def test_frozen_parts_stay_as_they_were(folder: Path) -> None:
     assert rows.any(-1).nonzero().min() == tiny_vision.IMAGE_TOKEN  # before it are those of the decoder
 
 
-def test_two_processes_train_as_one(forker: Forker, folder: Path) -> None:
-    """In the first step one rank has text alone, and the other an image."""
-    settings = {**SETTINGS, "shuffle": False, "clip_grad_norm": 1.0}
-    alone = run("full", folder, **settings, batch_size=2).losses
-    config = write_config("full_finetune_distributed", folder, folder / "output", **settings, batch_size=1)
-    codes, said = fork(forker, config, "enable_activation_checkpointing=True")
-    assert codes == [0, 0], said[-4000:]
-    close(losses(folder / "output"), alone, {1, 2, 3})
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("full_finetune_distributed", {"tensor_parallel_dim": 2}, "tensor_parallel_dim is 2: a model of text and"),
+        ("lora_finetune_distributed", {"context_parallel_dim": 2}, "context_parallel_dim is 2: a model of text and"),
+        ("full_dpo_single_device", {}, "reads images, which this recipe's data do not have"),
+        ("lora_grpo_single_device", {}, "reads images, which this recipe's data do not have"),
+        ("knowledge_distillation_single_device", {}, "reads images, which this recipe's data do not have"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_the_run(
+    name: str, settings: dict[str, Any], sentence: str, folder: Path
+) -> None:
+    config = write_config(name, folder, folder / "output", **(SETTINGS if settings else {}), **settings)
+    module = load_recipe(name, folder)
+    cfg = load_and_check(config, [], module.recipe_main)
+    assert any(sentence in problem for problem in find_problems(cfg, 2 if settings else 1))
+
+
+def test_a_simulation_has_no_images(folder: Path) -> None:
+    config = write_config("full_finetune_distributed", folder, folder / "output", **SETTINGS)
+    cfg = load_and_check(config, [], load_recipe("full_finetune_distributed", folder).recipe_main)
+    with pytest.raises(SimulationError, match="images cannot be simulated"):
+        check_simulated(cfg)
+
+
+def test_text_alone_under_a_frozen_decoder_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_vision.with_parts(str(folder / "checkpoint"), decoder_trainable=False).train()
+    model(torch.tensor([[1, 2]]))
+    assert "A batch without images trains nothing" in caplog.text
+
+
+def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path) -> None:
+    pictures = tiny_vision.write_pictures(folder)
+    theirs = MllamaForConditionalGeneration.from_pretrained(folder / "checkpoint").eval()
+    answers = set()
+    for name, cached in (("0", True), ("0", False), ("7", True)):
+        prompt = {"user": "?", "image": str(folder / f"{name}.png")}
+        settings = {"tokenizer": pictures["tokenizer"], "prompt": prompt, "temperature": 0, "enable_kv_cache": cached}
+        recipe, cfg = recipe_of(folder, **settings, max_new_tokens=4)
+        row = recipe.prompt_row(cfg.prompt)
+        batch = padded_collate_tiled_images_and_mask([row], pad_direction="left", pad_max_tiles=tiny_vision.TILES)
+        tokens, given, mask = batch["tokens"], batch["encoder_input"], batch["encoder_mask"]
+        given["images"] = given["images"].float()
+        for _ in range(4):
+            with torch.no_grad():
+                token = logits_of_transformers(theirs, tokens, given, mask)[:, -1:].argmax(-1)
+            tokens, mask = torch.cat([tokens, token], dim=1), torch.cat([mask, mask[:, -1:]], dim=1)
+        text = recipe.generate(cfg)
+        assert text == recipe.tokenizer.decode(tokens[0, len(row["tokens"]) :].tolist())
+        answers.add(tuple(tokens[0, len(row["tokens"]) :].tolist()))
+    assert len(answers) == 2  # another picture, another answer
+    with pytest.raises(UserError, match=r"prompt: it holds an image, and text is read here.* prompt.image"):
+        prompt_tokens(recipe.tokenizer, [Message("user", [{"type": "image", "content": prompt["image"]}])], "prompt")

@@ -36,7 +36,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     from torchtune.training.simulate._fit import describe, find_fastest
     from torchtune.training.simulate._observer import Observer
     from torchtune.training.simulate._report import peak_bytes, summary
-    from torchtune.training.simulate._simulate import simulate
+    from torchtune.training.simulate._simulate import check_simulated, simulate
     from torchtune.utils import simulated
 
     processes, device = parse_cluster(cluster)
@@ -48,6 +48,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
         )
     main = recipe.load_main()
     settings = load_and_check(config, overrides, main)
+    check_simulated(settings)
 
     def run(settings: Any, layers: int | None = None, micro_batches: int | None = None) -> Any:
         observer, machine = Observer(), device.per_machine

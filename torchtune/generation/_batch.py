@@ -12,7 +12,7 @@ from torchtune.data._documents import Documents
 from torchtune.generation._generation import last_hidden
 from torchtune.generation._model_ranks import ModelRanks
 from torchtune.modules.common_utils import _attention_modules
-from torchtune.modules.kv_cache import KVCache, Place
+from torchtune.modules.kv_cache import EncoderCache, KVCache, Place
 from torchtune.modules.transformer import TransformerDecoder
 
 
@@ -244,6 +244,6 @@ class Batch:
         with self._device:
             self._model.setup_caches(self._size, self._model.tok_embeddings.weight.dtype, decoder_max_seq_len=columns)
         kept = (module.kv_cache for module in _attention_modules(self._model))
-        self._caches = [cache for cache in kept if cache is not None]
+        self._caches = [cache for cache in kept if cache is not None and not isinstance(cache, EncoderCache)]
         for cache in self._caches:
             cache.place = self._place

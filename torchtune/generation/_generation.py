@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchtune.data._documents import Documents
 from torchtune.generation._masks import get_causal_mask_from_padding_mask, get_position_ids_from_padding_mask
-from torchtune.modules.transformer import TransformerDecoder
+from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
 
 def sample(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, q: Tensor | None = None) -> Tensor:
@@ -96,7 +96,7 @@ def last_hidden(
 ) -> Tensor:
     """Hidden states ``[b, 1, d]`` of one position, independent of ``skip_output_layer``."""
     hidden = model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden")
-    hidden = hidden[-1] if model.output_hidden_states else hidden
+    hidden = hidden[-1] if text_decoder(model).output_hidden_states else hidden
     return hidden.narrow(1, at % hidden.shape[1], 1)
 
 

@@ -14,7 +14,7 @@ from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation import evaluating
 from torchtune.generation._model_ranks import ModelRanks
 from torchtune.modules.common_utils import _attention_modules
-from torchtune.modules.transformer import TransformerDecoder
+from torchtune.modules.transformer import TransformerDecoder, text_decoder
 
 # Steps of decoding from which on it pays to move weights into another layout and back.
 _WORTH_PACKING = 32
@@ -268,7 +268,8 @@ def _requests(
                 f"{model.max_seq_len}: ask for fewer."
             )
     rows = [prompt.tolist() if isinstance(prompt, Tensor) else list(prompt) for prompt in prompts]
-    _check_ids(rows, model.tok_embeddings.weight.shape[0])
+    embedding = model.tok_embeddings
+    _check_ids(rows, getattr(embedding, "num_tokens", embedding.weight.shape[0]))
     return [
         Request(index * num_samples, tokens, limit, num_samples)
         for index, (tokens, limit) in enumerate(zip(rows, limits, strict=True))
@@ -289,7 +290,8 @@ def _without_caches(model: TransformerDecoder) -> Iterator[None]:
     """Context manager that takes the model's KV caches away and restores them on exit."""
     attentions = _attention_modules(model)
     before = [(module, module.kv_cache, module.cache_enabled) for module in attentions]
-    lengths = model.encoder_max_cache_seq_len, model.decoder_max_cache_seq_len
+    decoder = text_decoder(model)
+    lengths = decoder.encoder_max_cache_seq_len, decoder.decoder_max_cache_seq_len
     for module in attentions:
         module.kv_cache, module.cache_enabled = None, False
     try:
@@ -297,4 +299,4 @@ def _without_caches(model: TransformerDecoder) -> Iterator[None]:
     finally:
         for module, cache, enabled in before:
             module.kv_cache, module.cache_enabled = cache, enabled
-        model.encoder_max_cache_seq_len, model.decoder_max_cache_seq_len = lengths
+        decoder.encoder_max_cache_seq_len, decoder.decoder_max_cache_seq_len = lengths

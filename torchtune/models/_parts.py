@@ -40,9 +40,12 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
         names: all tensor names of the checkpoint.
 
     Returns:
-        name prefix in a text-only checkpoint -> prefix here; empty if the checkpoint is text-only.
+        name prefix in a text-only checkpoint -> prefix here; empty if the checkpoint is text-only, or its decoder has
+        cross-attention to the other parts, so that it is no model of its own.
     """
     names = list(names)
+    if any(".cross_attn." in name for name in names):
+        return {}
     for layout in _LAYOUTS:
         if any(name.startswith(layout["model."]) for name in names):
             alone = any(name.startswith("lm_head.") for name in names)

@@ -16,7 +16,7 @@ from torchtune.models import llama3_2_vision as vision
 from torchtune.models.llama3_2_vision import SPEC
 from torchtune.modules.model_fusion import get_fusion_params
 from torchtune.modules.peft import LoRA, get_adapter_params
-from torchtune.training import ModelSource
+from torchtune.training import FullModelMetaCheckpointer, ModelSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -225,3 +225,47 @@ def test_sizes_and_trained_parts_of_the_builders():
 def test_a_part_that_an_adapter_cannot_hold_is_refused():
     with torch.device("meta"), pytest.raises(torchtune.models.ModelError, match="decoder_trainable is 'full'"):
         vision.lora_llama3_2_vision_11b(["q_proj"], decoder_trainable="full")
+
+
+def test_meta_files_are_read(folder, tmp_path):
+    model = ours(folder)
+    weights = ((name, value.detach()) for name, value in model.named_parameters())
+    torch.save(dict(SPEC.weight_map("meta").to_external(weights, model.description)), tmp_path / "consolidated.00.pth")
+    with torch.device("meta"):
+        again = torchtune.models.from_hf_config(folder)
+    settings = {"checkpoint_files": ["consolidated.00.pth"], "model_type": "LLAMA3_VISION"}
+    source = FullModelMetaCheckpointer(checkpoint_dir=str(tmp_path), output_dir=str(tmp_path / "out"), **settings)
+    source.load_model(again, device=torch.device("cpu"))
+    assert all(torch.equal(value, again.get_parameter(name)) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"encoder_mask": torch.ones(1, 7, 20, dtype=torch.bool)}, r"encoder_mask is torch.bool \[1, 7, 20\]"),
+        ({"encoder_mask": torch.ones(1, 7, 40)}, "encoder_mask is torch.float32"),
+        ({"encoder_input": {**images([(2, 2)]), "images": torch.zeros(1, 1, 2, 3, 28, 28)}}, "aspect_ratio says"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(folder, change, sentence):
+    given = images([(2, 1), (1, 3)])
+    arguments = {"encoder_input": given, "encoder_mask": sees(TOKENS[:1], given["aspect_ratio"])} | change
+    with pytest.raises(ValueError, match=sentence):
+        ours(folder)(TOKENS[:1], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("text_config", "cross_attention_layers", [1, 5]),
+        ("text_config", "tie_word_embeddings", True),
+        ("vision_config", "intermediate_size", 65),
+        ("vision_config", "supported_aspect_ratios", [[1, 1], [2, 1]]),
+        ("vision_config", "something_new", 3),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_refused_by_its_field(folder, part, field, value):
+    config = json.loads((folder / "config.json").read_text())
+    config[part][field] = value
+    with pytest.raises(torchtune.models.ModelError, match=field):
+        SPEC.from_hf_config(config)

@@ -74,7 +74,9 @@ class Float8Training(Conversion):
         Raises:
             ConversionError: no layer has widths that are multiples of 16.
         """
-        prefix = "text.layers." if text_decoder(model) is not model else "layers."
+        decoder = text_decoder(model)
+        path = next(name for name, module in model.named_modules() if module is decoder)
+        prefix = f"{path}.layers." if path else "layers."
         linears = {
             path: module
             for path, module in model.named_modules()

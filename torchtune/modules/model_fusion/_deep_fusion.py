@@ -59,6 +59,16 @@ class DeepFusionModel(nn.Module):
         return self.decoder.output
 
     @property
+    def tok_embeddings(self) -> nn.Embedding:
+        """The token embedding."""
+        return self.decoder.tok_embeddings
+
+    @property
+    def decoder_max_cache_seq_len(self) -> int | None:
+        """Capacity of the KV caches of text, in positions; None without them."""
+        return self.decoder.decoder_max_cache_seq_len
+
+    @property
     def max_seq_len(self) -> int:
         """Longest sequence of text."""
         return self.decoder.max_seq_len

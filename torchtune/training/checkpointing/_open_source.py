@@ -30,7 +30,6 @@ class TextTower:
     Attributes:
         prefixes: as given.
         is_multimodal: whether there are other towers.
-        whole: the checkpoint.
     """
 
     kind = None
@@ -38,14 +37,14 @@ class TextTower:
     def __init__(self, source: Source, prefixes: Mapping[str, str], untrained: Collection[str] = ()) -> None:
         self.prefixes = dict(prefixes)
         self.is_multimodal = self.prefixes != _ALONE
-        self.whole = source
+        self._source = source
         inverse = {theirs: ours for ours, theirs in prefixes.items()}
         found = {rename_prefix(name, inverse): name for name in source.names() if name.startswith(tuple(inverse))}
         self._theirs = {ours: name for ours, name in found.items() if ours not in untrained}
 
     def without(self, untrained: Collection[str]) -> "TextTower":
         """The same without some of its tensors, which join those of the other towers."""
-        return TextTower(self.whole, self.prefixes, untrained)
+        return TextTower(self._source, self.prefixes, untrained)
 
     def names(self) -> list[str]:
         """Names of the text decoder's tensors, file by file."""
@@ -53,27 +52,27 @@ class TextTower:
 
     def where(self, name: str) -> Path:
         """File that holds a tensor."""
-        return self.whole.where(self._theirs[name])
+        return self._source.where(self._theirs[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return self.whole.shape(self._theirs[name])
+        return self._source.shape(self._theirs[name])
 
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """A tensor or a slice of it, backed by the file: copy it before changing it."""
-        return self.whole.read(self._theirs[name], slices)
+        return self._source.read(self._theirs[name], slices)
 
     def other_towers(self, ranks: Ranks) -> list[Entry]:
         """All other tensors, to be written unchanged; ranks take turns."""
         text = set(self._theirs.values())
-        others = [name for name in self.whole.names() if name not in text]
+        others = [name for name in self._source.names() if name not in text]
         return [self._copy(name, is_writer=ranks.rank == turn % ranks.size) for turn, name in enumerate(others)]
 
     def _copy(self, name: str, *, is_writer: bool) -> Entry:
         def read() -> list[TensorSlice]:
-            return [TensorSlice.of(name, self.whole.read(name))]
+            return [TensorSlice.of(name, self._source.read(name))]
 
-        return Entry({name: spec_of(self.whole.read(name))}, read if is_writer else tuple)
+        return Entry({name: spec_of(self._source.read(name))}, read if is_writer else tuple)
 
 
 def open_source(paths: Sequence[Path]) -> Source:
@@ -103,12 +102,7 @@ def open_source(paths: Sequence[Path]) -> Source:
 
 
 def without_untrained(source: Source, spec: ModelSpec, description: Description) -> Source:
-    """The source without weights that are not the model's, such as those of multi-token prediction.
-
-    Of a composite model that is built whole, it has all weights.
-    """
-    if spec.builder is not None:
-        return source.whole if isinstance(source, TextTower) else source
+    """The source without weights that are not the model's, such as those of multi-token prediction."""
     untrained = spec.untrained_names(source.names(), description)
     if not untrained:
         return source

@@ -114,7 +114,8 @@ def _pairs(length: int, window: int | None) -> int:
 
 
 def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopCount | None:
-    """Operations that training a decoder takes, by the formulas at the top; ``None`` if it has no layers.
+    """Operations that training a decoder takes, by the formulas at the top; ``None`` if it has no layers, or an
+    encoder of images, of which a batch has any number.
 
     Of experts only those that a token is sent to count: a module with ``experts`` and a ``router`` that has
     ``num_experts`` and ``experts_per_token``.
@@ -129,7 +130,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     from torchtune.modules.transformer import text_decoder
 
     decoder = text_decoder(model)
-    if not hasattr(decoder, "layers"):
+    if not hasattr(decoder, "layers") or decoder is not model:
         return None
     if labels_only is None:
         labels_only = getattr(decoder, "skip_output_layer", False)

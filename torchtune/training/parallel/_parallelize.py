@@ -46,6 +46,7 @@ def parallelize(
     Raises:
         ParallelDimsError, ParallelError: the model cannot be split like that.
     """
+    _refuse_parts(model, dims)
     if dims.mesh is None:
         if cpu_offload:
             raise ParallelDimsError("fsdp_cpu_offload: it needs torchrun: start with tune run --nproc-per-node 1.")
@@ -70,6 +71,18 @@ def parallelize(
         meshes=_own_meshes(model, dims) | meshes,
     )
     _keep_output_whole(model)
+
+
+def _refuse_parts(model: nn.Module, dims: ParallelDims) -> None:
+    """Raise if layers or sequences of a model of several parts are to be split."""
+    if text_decoder(model) is model:
+        return
+    for name, size in (("tensor_parallel_dim", dims.tp), ("context_parallel_dim", dims.cp)):
+        if size > 1:
+            raise ParallelDimsError(
+                f"{name} is {size}: a model of text and images is split over data-parallel ranks alone: set it to 1, "
+                "and data_parallel_shard_dim to -1."
+            )
 
 
 def _own_meshes(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
@@ -150,6 +163,7 @@ def check_split(
     Raises:
         ParallelDimsError, ParallelError: it cannot be split like that.
     """
+    _refuse_parts(model, dims)
     for module in _heads(model) if dims.tp > 1 else ():
         _check_layer_heads(module, dims.tp)
     if dims.cp > 1:

@@ -14,6 +14,7 @@ from torchtune.config._locate import locate
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._instantiate import instantiate_collate
 from torchtune.datasets._preview import NotRead, preview
+from torchtune.modules import text_decoder
 from torchtune.modules.peft import require_adapters
 from torchtune.training._distributed import is_distributed, is_restart
 from torchtune.training._recipe_settings import RecipeSettings
@@ -110,6 +111,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         source = None if has("optimizer") else attempt(lambda: checkpointer.store.source())
         attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
     if model is not None:
+        attempt(lambda: _check_parts(cfg, model))
         attempt(lambda: check_split(model, dims or ParallelDims(), _plan(cfg)))
     if model is not None and hasattr(checkpointer, "check_model"):
         attempt(lambda: checkpointer.check_model(model))
@@ -138,6 +140,19 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         if has(name):
             attempt(lambda name=name: _check_sources(getattr(cfg, name)))
     return problems
+
+
+# Settings of recipes whose data have no images.
+_OF_TEXT = ("ref_checkpointer", "ref_policy_checkpointer", "sampler", "teacher_model")
+
+
+def _check_parts(cfg: RecipeSettings, model: torch.nn.Module) -> None:
+    """Check that a model of text and images is trained by a recipe whose batches may have images."""
+    if text_decoder(model) is not model and any(name in cfg.declared for name in _OF_TEXT):
+        raise UserError(
+            f"model: a {type(model).__name__} reads images, which this recipe's data do not have: train it with a "
+            "full_finetune or lora_finetune recipe, or take a text model."
+        )
 
 
 def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: Any) -> None:

@@ -29,7 +29,7 @@ Attention scores, the slack of the allocator and the CUDA context (some hundred 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,6 @@ from torchtune.config._locate import locate
 from torchtune.modules.conversion import full_shapes
 from torchtune.modules.loss._linear_cross_entropy import LOGITS_BLOCK
 from torchtune.modules.loss.cross_entropy_loss import rows_of_a_chunk
-from torchtune.modules.mixers import RecurrentMixer
-from torchtune.modules.moe import MoE
 from torchtune.modules.peft import get_adapter_params
 from torchtune.modules.transformer import text_decoder
 from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
@@ -48,6 +46,7 @@ from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
 from torchtune.training.optim._low_precision_optimizer import HALF
 from torchtune.training.optim._prepare_optimizer import prepare_optimizer
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
+from torchtune.training.plan._elements import elements_per_token, image_elements
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
 
 _PROBE_SHAPE = (128, 128)
@@ -160,35 +159,6 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _activation_elements_per_token(model: torch.nn.Module) -> tuple[int, int, int]:
-    """(mean elements of a layer, width, layers) from the shapes of the layers."""
-    decoder = text_decoder(model)
-    layers = list(getattr(decoder, "layers", []))
-    if not layers:
-        return 0, 0, 0
-    shapes, width = full_shapes(model), decoder.tok_embeddings.weight.shape[1]
-    total = sum(_mixer_elements(mixer, shapes) for layer in layers for mixer in layer.mixers)
-    total += sum(4 * _inner_width(layer.mlp, width) for layer in layers if layer.mlp is not None)
-    return 4 * width + total // len(layers), width, len(layers)
-
-
-def _mixer_elements(mixer: torch.nn.Module, shapes: Mapping[torch.nn.Parameter, tuple[int, ...]]) -> int:
-    rows = {name: shapes[child.weight][0] for name, child in mixer.named_children() if name.endswith("_proj")}
-    if not isinstance(mixer, RecurrentMixer):
-        return 2 * rows["q_proj"] + 4 * (rows.get("k_proj") or rows.get("kv_proj", 0))
-    inputs = sum(rows.values()) - rows["output_proj"]
-    # Projected and convolved; what is read and its gate; a float32 state for every 64 positions.
-    return 3 * inputs + 2 * shapes[mixer.output_proj.weight][1] + 2 * mixer.state_elements // 64
-
-
-def _inner_width(mlp: torch.nn.Module, width: int) -> int:
-    if not isinstance(mlp, MoE):
-        return max((p.shape[0] for p in mlp.parameters() if p.dim() == 2), default=0)
-    # The tokens once more for every chosen expert, before and after it.
-    chosen = mlp.router.experts_per_token * (mlp.experts.hidden_dim + width // 2)
-    return chosen + (0 if mlp.shared_expert is None else _inner_width(mlp.shared_expert, width))
-
-
 def estimate_memory(
     model: torch.nn.Module,
     *,
@@ -214,7 +184,7 @@ def estimate_memory(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [_num_bytes(parameter) for parameter in trained]
     size = parameters[0].element_size()
-    by_layer, width, layers = _activation_elements_per_token(model)
+    by_layer, width, layers = elements_per_token(model)
     if checkpointing == "op":
         by_token = by_layer + (width + by_layer // 2) * layers
     else:
@@ -369,7 +339,10 @@ def _estimate(
         value = _estimate(other, build(other), state_bytes, build)
         names = ("weights", "gradients", "optimizer", "activations")
         found = dataclasses.replace(found, **{name: getattr(found, name) + getattr(value, name) for name in names})
-    return dataclasses.replace(found, teacher=_frozen_bytes(settings, model, build))
+    images = settings.batch_size * image_elements(model, recomputed=bool(_recomputed(settings)))
+    images *= next(model.parameters()).element_size()
+    teacher = _frozen_bytes(settings, model, build)
+    return dataclasses.replace(found, teacher=teacher, activations=found.activations + images)
 
 
 class ClosedForm:
@@ -483,6 +456,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     if all(parameter.dtype not in HALF for parameter in model.parameters() if parameter.requires_grad):
         precision = "fp32"  # nothing is rounded
     recomputed = "recomputed in the backward pass" if _recomputed(settings) else "all kept"
+    recomputed += "" if text_decoder(model) is model else ", of one image a row"
     return "\n".join(
         [
             *lines,

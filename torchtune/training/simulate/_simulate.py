@@ -140,12 +140,17 @@ def _cut(cfg: RecipeSettings, layers: int | None) -> dict[str, Any]:
     return {"model": {"_component_": f"{_HERE}.shallow", "model": cfg.model, "layers": layers}}
 
 
+def check_simulated(settings: Any) -> None:
+    """Raise :class:`SimulationError` for data that have no stand-in."""
+    if "images" in str(RecipeSettings.of(settings).collate_fn):
+        raise SimulationError("collate_fn: a run with images cannot be simulated: use --dry-run.")
+
+
 def _replaced(
     settings: Any, cfg: RecipeSettings, folder: str, rows: int, length: int, changes: Mapping[str, Any]
 ) -> Any:
     """The settings with these changes, stand-ins for files, and two steps to do."""
-    if "images" in str(cfg.collate_fn):
-        raise SimulationError("collate_fn: a run with images cannot be simulated: use --dry-run.")
+    check_simulated(cfg)
     kind = "texts" if cfg.loss is None else getattr(config.instantiate(cfg.loss), "trains_on", "texts")
     if kind == "prompts":
         raise SimulationError("loss: a recipe that samples answers cannot be simulated: use --dry-run.")

@@ -56,6 +56,8 @@ class StandInCheckpointer(CheckpointStore):
         self, model: nn.Module, *, device: Any = "cpu", dtype: torch.dtype | None = None, name: str = "policy"
     ) -> None:
         """Make every parameter of the meta device real, through the form in which conversions store it."""
+        if text_decoder(model) is not model:
+            raise UserError("model: a model of text and images cannot be simulated: use --dry-run.")
         before_load.get()()
         device, weights = torch.device("cpu"), FullWeights(model)
         for weight in sorted(weights.base):
