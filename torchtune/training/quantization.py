@@ -25,6 +25,7 @@ from torchtune.modules.fake_quant import (
 from torchtune.modules.low_precision import Float8Training
 from torchtune.modules.peft import QATLoRALinear
 from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.transformer import text_decoder
 from torchtune.utils import UserError, get_logger
 
 if TYPE_CHECKING:
@@ -350,6 +351,11 @@ def check_quantizer(quantizer: Any, model: nn.Module, source: "ModelSource | Non
     Raises:
         UserError: it does not fit, or is none, or the checkpoint is quantised already.
     """
+    if text_decoder(model) is not model:
+        raise UserError(
+            "quantizer: a model of text and images is not written quantised: leave the quantizer out, or train an "
+            "adapter over a quantised base (QuantizeBase, qlora_*)."
+        )
     if source is None:
         apply_conversions(model, [fake_quantization(quantizer, None, lambda: 0, 1)])
         return
