@@ -17,7 +17,7 @@ import torch
 
 from torchtune import config, generation, training, utils
 from torchtune.config import Component, Range
-from torchtune.data import Message
+from torchtune.data import Batch, Message, padded_collate_tiled_images_and_mask
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.transforms.tokenizers import StreamDecoder, hf_tokenizer
@@ -36,7 +36,7 @@ class Settings:
     # Where weights come from.
     checkpointer: Component
 
-    # The conversation so far: a text for each of system (optional) and user.
+    # The conversation so far: a text for each of system (optional) and user; image (of a vision model) is a path.
     prompt: dict[str, str | None] = field(default_factory=dict)
     # JSONL file of prompts, answered in the place of prompt.user: a text, a list of messages, or an object with one of
     # them under prompt or messages, per line; prompt.system begins conversations without a system turn.
@@ -73,13 +73,15 @@ class Settings:
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what no single setting shows: (setting, what is wrong and what to do)."""
         for role in self.prompt:
-            if role not in ("system", "user"):
-                yield f"prompt.{role}", "is not a role: use system and user"
+            if role not in ("system", "user", "image"):
+                yield f"prompt.{role}", "is not a role: use system and user, and image"
         for name in ("model", "tokenizer"):
             if getattr(self, name) is None and "checkpoint_dir" not in self.checkpointer:
                 yield name, "is not given, and checkpointer has no checkpoint_dir to take it from: give one of them"
         if not self.prompt.get("user") and not self.prompts:
             yield "prompt.user", "is empty: give the text to answer, or a file in prompts"
+        if self.prompt.get("image") and self.prompts:
+            yield "prompt.image", "goes with prompt.user, not with a file of prompts: leave one of them out"
         if self.output and not self.prompts:
             yield "output", "is for the answers to a file: give it in prompts"
         if self.prompts and not self.enable_kv_cache:
@@ -107,15 +109,21 @@ class InferenceRecipe:
             apply_conversions(self.model, [config.instantiate(converter) for converter in cfg.model_converters])
         checkpointer.load_model(self.model, device=self.device)
 
-    def prompt_tokens(self, prompt: dict[str, str | None]) -> list[int]:
-        """Token ids of the prompt, up to where the answer begins."""
+    def prompt_row(self, prompt: dict[str, str | None]) -> dict[str, Any]:
+        """Token ids of the prompt, up to where the answer begins, and its image, if there is one."""
         messages = [Message(role=role, content=prompt[role]) for role in ("system", "user") if prompt.get(role)]
-        return generation.prompt_tokens(self.tokenizer, messages, "prompt")
+        if prompt.get("image"):
+            messages[-1].content.insert(0, {"type": "image", "content": prompt["image"]})
+        return generation.prompt_row(self.tokenizer, messages, "prompt")
 
     @torch.inference_mode()
     def generate(self, cfg: Settings) -> str:
         """Print the answer as it is generated and return it."""
-        tokens = self.prompt_tokens(cfg.prompt)
+        row = self.prompt_row(cfg.prompt)
+        tokens, images = row["tokens"], {}
+        if cfg.prompt.get("image"):
+            batch = padded_collate_tiled_images_and_mask([row], pad_direction="left")
+            images = Batch.from_dict(batch).to(self.device).inputs
         limit = generation.answer_limit(self.model, tokens, cfg.max_new_tokens, "prompt")
         started = time.perf_counter()
         pieces: list[str] = []
@@ -128,6 +136,7 @@ class InferenceRecipe:
             top_k=cfg.top_k,
             stop_tokens=self.tokenizer.stop_tokens,
             use_cache=cfg.enable_kv_cache,
+            **images,
         ):
             pieces.append(decoder.put(token))
             print(pieces[-1], end="", flush=True)

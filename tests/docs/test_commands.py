@@ -41,6 +41,7 @@ NOT_RUN = {
     "tune eval /tmp/SmolLM2-135M-Instruct --tasks hellaswag,arc_easy --limit 100 --chat-template": "needs the hub",
     "tune run eleuther_eval --config eleuther_evaluation tasks=[truthfulqa_mc2] limit=100": "needs the hub",
     "tune eval /tmp/run": "needs a run; tests/recipes/test_best_validation.py has one",
+    'tune run generate --config llama3_2_vision/11B_generation_v2 prompt.image=cat.png prompt.user="Who is it?"': "",
     "make test": "runs this test",
     "tune estimate --config llama3_1/8B_full --simulate 8xH100 --fit 24GiB": "simulates for minutes",
     "python benchmarks/bf16_that_learns.py --checkpoint /tmp/SmolLM2-135M-Instruct": "takes minutes",

@@ -12,10 +12,14 @@ from transformers import MllamaForConditionalGeneration
 
 from tests import tiny_vision
 from tests.recipes.runs import Run, load_recipe, start, write_config
+from tests.recipes.test_generate import recipe_of
 from tests.tiny_vision import images, logits_of_transformers, sees
 from torchtune.config import load_and_check
+from torchtune.data import Message, padded_collate_tiled_images_and_mask
+from torchtune.generation import prompt_tokens
 from torchtune.training.plan._check_run import find_problems
 from torchtune.training.simulate._simulate import SimulationError, check_simulated
+from torchtune.utils import UserError
 
 SETTINGS = {
     "dataset": {"_component_": "tests.tiny_vision.Rows"},
@@ -114,3 +118,27 @@ def test_text_alone_under_a_frozen_decoder_is_warned_of(folder: Path, caplog: py
     model = tiny_vision.with_parts(str(folder / "checkpoint"), decoder_trainable=False).train()
     model(torch.tensor([[1, 2]]))
     assert "A batch without images trains nothing" in caplog.text
+
+
+def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path) -> None:
+    pictures = tiny_vision.write_pictures(folder)
+    theirs = MllamaForConditionalGeneration.from_pretrained(folder / "checkpoint").eval()
+    answers = set()
+    for name, cached in (("0", True), ("0", False), ("7", True)):
+        prompt = {"user": "?", "image": str(folder / f"{name}.png")}
+        settings = {"tokenizer": pictures["tokenizer"], "prompt": prompt, "temperature": 0, "enable_kv_cache": cached}
+        recipe, cfg = recipe_of(folder, **settings, max_new_tokens=4)
+        row = recipe.prompt_row(cfg.prompt)
+        batch = padded_collate_tiled_images_and_mask([row], pad_direction="left", pad_max_tiles=tiny_vision.TILES)
+        tokens, given, mask = batch["tokens"], batch["encoder_input"], batch["encoder_mask"]
+        given["images"] = given["images"].float()
+        for _ in range(4):
+            with torch.no_grad():
+                token = logits_of_transformers(theirs, tokens, given, mask)[:, -1:].argmax(-1)
+            tokens, mask = torch.cat([tokens, token], dim=1), torch.cat([mask, mask[:, -1:]], dim=1)
+        text = recipe.generate(cfg)
+        assert text == recipe.tokenizer.decode(tokens[0, len(row["tokens"]) :].tolist())
+        answers.add(tuple(tokens[0, len(row["tokens"]) :].tolist()))
+    assert len(answers) == 2  # another picture, another answer
+    with pytest.raises(UserError, match=r"prompt: it holds an image, and text is read here.* prompt.image"):
+        prompt_tokens(recipe.tokenizer, [Message("user", [{"type": "image", "content": prompt["image"]}])], "prompt")

@@ -36,7 +36,7 @@ def sft_dataset(
     length = pack_length(tokenizer) if packed else None
     if load_dataset_kwargs.get("streaming"):
         return StreamedDataset(
-            SFTTransform(message_transform, tokenizer),
+            SFTTransform(message_transform, tokenizer).as_arrays,
             source,
             limit=getattr(tokenizer, "max_seq_len", None),
             side=getattr(tokenizer, "truncation_type", "right"),

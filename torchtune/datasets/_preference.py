@@ -1,7 +1,7 @@
 """Datasets of two answers, one of which is better."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from torchtune.datasets._shared import prepare
 from torchtune.datasets._store import Writers, has_label, shifted_labels
 from torchtune.datasets._tokenize import NO_LABEL, Tokenize, tokenize_rows
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
+from torchtune.modules.transforms.tokenizers._protocols import arrays_of
 from torchtune.utils import get_logger, log_rank_zero
 
 _SIDES = ("chosen", "rejected")
@@ -99,7 +100,7 @@ class PreferenceDataset(Dataset):
         """Take over the ``notes`` of the rows."""
 
     @staticmethod
-    def _tokenize(pair: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, list[int]]]:
+    def _tokenize(pair: Mapping[str, Any], tokenizer: Any, limit: int | None) -> dict[str, dict[str, Sequence[int]]]:
         samples = {}
         for side in _SIDES:
             if side not in pair:
@@ -131,7 +132,7 @@ class PreferenceDataset(Dataset):
         return [{"source": self.source, "row": int(self._rows[index])}]
 
 
-def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str) -> dict[str, list[int]]:
+def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str) -> dict[str, Sequence[int]]:
     """Tokens and pre-shifted labels of a conversation that ends with an answer.
 
     Args:
@@ -148,7 +149,7 @@ def tokenize_answer(messages: Any, tokenizer: Any, limit: int | None, name: str)
         raise DataError(f"{name} is missing: the last turn must be the assistant's")
     if not messages[-1].contains_media and not messages[-1].text_content.strip():
         raise DataError(f"{name} is empty")
-    row = tokenizer({"messages": messages})
+    row = arrays_of(tokenizer, {"messages": messages})
     sample = {"tokens": row["tokens"], "labels": shifted_labels(row["tokens"], row["mask"])}
     if not has_label(sample):
         is_full = limit is not None and len(sample["tokens"]) >= limit

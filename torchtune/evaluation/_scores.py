@@ -52,6 +52,10 @@ def make_scores(names: Sequence[str]) -> list[Reward]:
     """
     found = [_score(name) for name in names]
     labels = [score.name for score in found]
+    for score, name in zip(found, names, strict=True):
+        if labels.count(score.name) > 1:  # with different patterns
+            score.name = name
+    labels = [score.name for score in found]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise EvaluationError(f"score '{twice}' is given twice: give each once.")
     return found

@@ -1,6 +1,6 @@
 """Sampling text from models."""
 
-from torchtune.generation._answers import answer_limit, answer_prompts, model_digest, prompt_tokens
+from torchtune.generation._answers import answer_limit, answer_prompts, model_digest, prompt_row, prompt_tokens
 from torchtune.generation._errors import GenerationError
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generation import generate, generate_next_token, sample
@@ -24,6 +24,7 @@ __all__ = [
     "get_causal_mask_from_padding_mask",
     "get_position_ids_from_padding_mask",
     "model_digest",
+    "prompt_row",
     "prompt_tokens",
     "read_prompts",
     "sample",

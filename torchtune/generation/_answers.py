@@ -155,22 +155,40 @@ def prompt_tokens(tokenizer: Any, messages: Sequence[Message], where: str) -> li
     """Tokens of a conversation, up to where the answer begins.
 
     Raises:
-        GenerationError: they are as many as the tokenizer keeps, so that it may have cut them; the message begins with
-            ``where``.
+        GenerationError: they are as many as the tokenizer keeps, so that it may have cut them, or there is an image;
+            the message begins with ``where``.
 
     Example:
         >>> question = [torchtune.data.Message(role="user", content="Why?")]
         >>> torchtune.generation.prompt_tokens(tokenizer, question, where="prompt")[0] == tokenizer.bos_id
         True
     """
+    if any(message.contains_media for message in messages):
+        raise GenerationError(f"{where}: it holds an image, and text is read here: ask about one with prompt.image.")
+    return prompt_row(tokenizer, messages, where)["tokens"]
+
+
+def prompt_row(tokenizer: Any, messages: Sequence[Message], where: str) -> dict[str, Any]:
+    """What a tokenizer gives for a conversation, up to where the answer begins: ``tokens``, and maybe images.
+
+    Raises:
+        GenerationError: there are as many tokens as the tokenizer keeps, so that it may have cut them; the message
+            begins with ``where``.
+
+    Example:
+        >>> question = [torchtune.data.Message(role="user", content="Why?")]
+        >>> sorted(torchtune.generation.prompt_row(tokenizer, question, where="prompt"))
+        ['mask', 'tokens']
+    """
     given = [*messages, Message(role="assistant", content="")]
-    tokens = list(tokenizer({"messages": given}, inference=True)["tokens"])
+    row = dict(tokenizer({"messages": given}, inference=True))
+    row["tokens"] = tokens = list(row["tokens"])
     longest = getattr(tokenizer, "max_seq_len", None)
     if longest is not None and len(tokens) >= longest:
         raise GenerationError(
             f"{where}: tokenizer.max_seq_len = {longest} cuts it: set that to None, or shorten the prompt."
         )
-    return tokens
+    return row
 
 
 def answer_limit(model: TransformerDecoder, tokens: Sequence[int], max_new_tokens: int, where: str) -> int:

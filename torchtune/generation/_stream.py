@@ -1,9 +1,11 @@
 """Streaming generation from one prompt."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from torchtune.generation._images import images_of_prompt
 from torchtune.generation._tokens import finite_steps, stream_tokens
 from torchtune.modules.transformer import TransformerDecoder
 
@@ -17,6 +19,8 @@ def stream(
     top_k: int | None = None,
     stop_tokens: Sequence[int] | None = None,
     use_cache: bool = True,
+    encoder_input: Mapping[str, Any] | None = None,
+    encoder_mask: Tensor | None = None,
 ) -> Iterator[int]:
     """Generate from one prompt and yield every new token; a stop token ends the stream and is not yielded.
 
@@ -28,6 +32,11 @@ def stream(
         top_k: sample from the k most likely tokens; ``None`` or 0 samples from all.
         stop_tokens: tokens that end generation.
         use_cache: use a KV cache.
+        encoder_input: images of the prompt, as :func:`torchtune.data.padded_collate_tiled_images_and_mask` gives them.
+        encoder_mask: bool ``[1, s, t]``, likewise. New tokens see what the last token of the prompt sees.
+
+    Raises:
+        GenerationError: there are images, but the model reads text only; or see :func:`stream_tokens`.
 
     Example:
         >>> prompt = torch.tensor([5, 40, 7])
@@ -44,10 +53,11 @@ def stream(
         use_cache=use_cache,
     )
     steps = finite_steps(steps, model)
-    try:
-        for step in steps:
-            if (token := step.tokens.item()) in (stop_tokens or ()):
-                return
-            yield token
-    finally:
-        steps.close()
+    with images_of_prompt(model, encoder_input, encoder_mask):
+        try:
+            for step in steps:
+                if (token := step.tokens.item()) in (stop_tokens or ()):
+                    return
+                yield token
+        finally:
+            steps.close()

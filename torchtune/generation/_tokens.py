@@ -268,7 +268,8 @@ def _requests(
                 f"{model.max_seq_len}: ask for fewer."
             )
     rows = [prompt.tolist() if isinstance(prompt, Tensor) else list(prompt) for prompt in prompts]
-    _check_ids(rows, model.tok_embeddings.weight.shape[0])
+    embedding = model.tok_embeddings
+    _check_ids(rows, getattr(embedding, "num_tokens", embedding.weight.shape[0]))
     return [
         Request(index * num_samples, tokens, limit, num_samples)
         for index, (tokens, limit) in enumerate(zip(rows, limits, strict=True))

@@ -104,11 +104,11 @@ class ExactMatch(_RowReward):
         return float(given.casefold() == right.casefold() if self.ignore_case else given == right)
 
 
-_NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
+_NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d+)?")  # 3-5 ends in 5
 
 
 class NumberMatch(_RowReward):
-    """1 where the last number of the answer equals the last one in a column, else 0; ``1,200.0`` is ``1200``.
+    """1 where the last number of the answer equals the last one in a column, else 0; ``1,200.0`` is ``1.2e3``.
 
     Args:
         column: of the right answer, whose last number counts too (for example behind ``####``).

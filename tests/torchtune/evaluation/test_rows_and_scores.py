@@ -83,6 +83,9 @@ def test_a_conversation_without_a_question(tmp_path: Path) -> None:
         (r"exact:= (\d+)", "4", "2 + 2 = 4, or = 5", 0.0),
         (r"exact:= (\d+)", "4", "1 = 1, so 2 + 2 = 4.", 1.0),
         ("number", "4.0", "It is 4", 1.0),
+        ("number", str(1e-05), "so 10e-6", 1.0),  # what a row of JSON has
+        ("number", "5", "from 3-5", 1.0),
+        ("number", "-5", "3 - 8 = -5.", 1.0),
         ("regex:^It is", "5", "It is 4", 1.0),
         ("json", '{"a": 1, "b": null}', '{"a": 1, "b": 2}', 0.5),
         ("torchtune.rlhf.reward_functions.ExactMatch", "4", "4", 1.0),
@@ -94,6 +97,11 @@ def test_scores_by_name(name: str, right: str, answer: str, value: float) -> Non
     assert list(score([{"answer": right}], [answer])) == [value]
 
 
+def test_a_score_with_several_patterns_has_several_names() -> None:
+    scores = make_scores(["exact", "regex:a", "regex:b"])
+    assert [score.name for score in scores] == ["exact", "regex:a", "regex:b"]
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -101,7 +109,7 @@ def test_scores_by_name(name: str, right: str, answer: str, value: float) -> Non
         (["json:x"], "json takes no pattern"),
         (["regex"], "lacks its pattern"),
         (["regex:("], "is no regular expression"),
-        (["exact", "exact:a"], "'exact' is given twice"),
+        (["exact", "exact:a", "exact"], "'exact' is given twice"),
         (["no_such_module.score"], "no_such_module"),
         (["tests.torchtune.evaluation.scores.NUMBER"], "it is a float, not a function"),
     ],

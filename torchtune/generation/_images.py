@@ -1,0 +1,46 @@
+"""The images of a prompt."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchtune.generation._errors import GenerationError
+from torchtune.modules.transformer import text_decoder
+
+
+@contextmanager
+def images_of_prompt(
+    model: nn.Module, encoder_input: Mapping[str, Any] | None, encoder_mask: Tensor | None
+) -> Iterator[None]:
+    """Context manager in which a model that continues one prompt sees its images.
+
+    Args:
+        model: of text and images.
+        encoder_input: arguments of its encoder; ``None``: there are no images.
+        encoder_mask: bool ``[1, s, t]`` for the tokens of the prompt; new tokens see what the last one sees.
+
+    Raises:
+        GenerationError: the model reads text only.
+    """
+    if encoder_input is None:
+        yield
+        return
+    if text_decoder(model) is model:
+        raise GenerationError(f"prompt: it has an image, but a {type(model).__name__} reads text only: take it out.")
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positions = kwargs["input_pos"]
+        rows = positions[0].clamp(max=encoder_mask.shape[1] - 1)
+        kwargs = {**kwargs, "encoder_mask": encoder_mask[:, rows]}
+        # What the encoder gives for the prompt is in the caches, if there are any.
+        if not module.caches_are_enabled() or positions[0, 0] == 0:
+            kwargs["encoder_input"] = encoder_input
+        return args, kwargs
+
+    handle = model.register_forward_pre_hook(add, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
