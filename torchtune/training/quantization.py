@@ -25,7 +25,6 @@ from torchtune.modules.fake_quant import (
 from torchtune.modules.low_precision import Float8Training
 from torchtune.modules.peft import QATLoRALinear
 from torchtune.modules.peft.lora import LoRALinear
-from torchtune.modules.transformer import text_decoder
 from torchtune.utils import UserError, get_logger
 
 if TYPE_CHECKING:
@@ -351,16 +350,12 @@ def check_quantizer(quantizer: Any, model: nn.Module, source: "ModelSource | Non
     Raises:
         UserError: it does not fit, or is none, or the checkpoint is quantised already.
     """
-    if text_decoder(model) is not model:
-        raise UserError(
-            "quantizer: a model of text and images is not written quantised: leave the quantizer out, or train an "
-            "adapter over a quantised base (QuantizeBase, qlora_*)."
-        )
+    from torchtune.training.checkpointing._quantize import refuse_parts, refuse_quantized
+
+    refuse_parts(model)
     if source is None:
         apply_conversions(model, [fake_quantization(quantizer, None, lambda: 0, 1)])
         return
-    from torchtune.training.checkpointing._quantize import refuse_quantized
-
     _require_quantizer(quantizer)
     refuse_quantized(source)
     if isinstance(quantizer, Quantizer):
