@@ -94,6 +94,7 @@ def test_frozen_parts_stay_as_they_were(folder: Path) -> None:
         ("lora_finetune_distributed", {"context_parallel_dim": 2}, "context_parallel_dim is 2: a model of text and"),
         ("full_dpo_single_device", {}, "reads images, which this recipe's data do not have"),
         ("lora_grpo_single_device", {}, "reads images, which this recipe's data do not have"),
+        ("qat_single_device", {}, "quantizer: a model of text and images is not written quantised"),
         ("knowledge_distillation_single_device", {}, "reads images, which this recipe's data do not have"),
     ],
 )

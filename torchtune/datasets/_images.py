@@ -1,6 +1,7 @@
 """Rows with images: what is checked before they are read."""
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,25 @@ def content_of(image: Any) -> Any:
     return str(image) if isinstance(image, str | Path) else id(image)
 
 
-def check_images(sample: Mapping[str, Any], decode: bool) -> int:
-    """Read the headers of a conversation's images, or all of them, and return their number. Raises DataError."""
-    images = images_of(sample)
+def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
+    """Read the headers of a conversation's images, or all of them. Raises :class:`DataError`.
+
+    Returns:
+        how many there are, and a checksum of their names or files; 0 where they have none.
+    """
+    images, checksum = images_of(sample), 0
     for image in images:
         if not isinstance(image, torch.Tensor):
             open_image(image, decode)
-    return len(images)
+        if not isinstance(content := content_of(image), int):
+            checksum = zlib.crc32(content.encode() if isinstance(content, str) else content, checksum)
+    return [len(images), checksum]
+
+
+def summary(notes: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What :func:`check_images` returned for all rows, in one."""
+    checksums = ",".join(str(checksum) for _, checksum in notes)
+    return {"images": sum(count for count, _ in notes), "image_names": zlib.crc32(checksums.encode()), "notes": []}
 
 
 def with_images(sample: dict[str, Any]) -> dict[str, Any]:
@@ -84,8 +97,8 @@ def with_images(sample: dict[str, Any]) -> dict[str, Any]:
     return sample
 
 
-def check_rows(rows: Any, check: Any, bad: BadRows) -> int:
-    """Call ``check(row)``, which returns the number of images, for all rows; return their sum.
+def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
+    """Call ``check(row)`` for all rows, and return what it returned.
 
     Raises:
         DataError: some rows cannot be trained on and are not left out.
@@ -94,13 +107,13 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> int:
     def noted(index: int, row: Mapping[str, Any]) -> dict[str, Any]:
         return {"": {"note": check(row)}}
 
-    images = 0
+    notes = []
     for part in in_parts(rows, Tokenize(noted, [], None)):
-        images += sum(part.notes)
+        notes += part.notes
         for index, reason in part.bad:
             bad.add(index, reason)
     bad.check()
-    return images
+    return notes
 
 
 def row_error(error: DataError, source: str, row: int, rows: Any, skips: bool) -> DataError:

@@ -13,7 +13,7 @@ from torchtune.data import DataError, Transform, as_messages, validate_messages
 from torchtune.data._common import as_sample, check_tokenizer
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._images import check_images, check_rows, encoded, images_of, row_error, with_images
+from torchtune.datasets._images import check_images, check_rows, encoded, images_of, row_error, summary, with_images
 from torchtune.datasets._load import RowSource, Source
 from torchtune.datasets._shared import is_preparing, prepare
 from torchtune.datasets._store import TokenStore, Writers, shifted_labels
@@ -78,7 +78,7 @@ class SFTTransform(Transform):
         return sample
 
     def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
-        """``tokens``, ``labels`` and the number of images as ``note``, of a tokenizer that needs no pixels for that.
+        """``tokens``, ``labels`` and :func:`check_images` as ``note``, of a tokenizer that needs no pixels for that.
 
         The files of the images are looked at, or read if ``decode``. Raises :class:`DataError`.
         """
@@ -186,11 +186,12 @@ class SFTDataset(Dataset):
             text = partial(self._transform.text, decode=found.skips)
             rows = encoded(found.rows(), message_transform)
             info = transform_rows(found, TransformRows(text, limit, side, notes=True), writers, rows)
-            return {**info, "images": sum(info["notes"]), "notes": []}
+            return {**info, **summary(info["notes"])}
 
         stores, info = prepare(fingerprint, ["rows"], self.source, build, found.prepared)
         self.on_reading = takes_images or bool(info.get("on_reading"))
         self.num_images: int | None = info.get("images")
+        self._image_names: int = info.get("image_names", 0)
         self._rows = encoded(found.rows(), message_transform) if self.on_reading else None
         self.store: TokenStore | None = None if info.get("on_reading") else stores["rows"]
         self._skips = found.skips
@@ -202,8 +203,8 @@ class SFTDataset(Dataset):
         """What there is to say of rows that somebody else's transform makes of text and images."""
         bad = BadRows(found.shown, rows=found.rows(), drop=found.skips, switch="on_bad_row=skip")
         rows = encoded(found.rows(), self._transform.message_transform)
-        images = check_rows(rows, lambda row: check_images(self._transform.messages(row), found.skips), bad)
-        return {"on_reading": True, "images": images, "skipped": bad.left_out}
+        notes = check_rows(rows, lambda row: check_images(self._transform.messages(row), found.skips), bad)
+        return {"on_reading": True, **summary(notes), "skipped": bad.left_out}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -214,8 +215,8 @@ class SFTDataset(Dataset):
 
     @property
     def fingerprint(self) -> int | None:
-        """Changes when any token or label does; ``None`` where they are known on reading only."""
-        return None if self.store is None else self.store.fingerprint
+        """Changes when any token, label or image's name does; ``None`` where tokens are known on reading only."""
+        return None if self.store is None else self.store.fingerprint ^ self._image_names
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -350,11 +350,12 @@ def check_quantizer(quantizer: Any, model: nn.Module, source: "ModelSource | Non
     Raises:
         UserError: it does not fit, or is none, or the checkpoint is quantised already.
     """
+    from torchtune.training.checkpointing._quantize import refuse_parts, refuse_quantized
+
+    refuse_parts(model)
     if source is None:
         apply_conversions(model, [fake_quantization(quantizer, None, lambda: 0, 1)])
         return
-    from torchtune.training.checkpointing._quantize import refuse_quantized
-
     _require_quantizer(quantizer)
     refuse_quantized(source)
     if isinstance(quantizer, Quantizer):

@@ -204,6 +204,15 @@ def test_a_broken_image_is_named_when_it_is_read(
     assert len(llava_instruct_dataset(transform, **settings, on_bad_row="skip")) == 4
 
 
+def test_another_image_is_another_dataset(transform: Llama3VisionTransform, pictures: Path) -> None:
+    """A run does not go on with other images under the same words."""
+    settings: dict[str, Any] = {"image_dir": str(pictures)}
+    first = llava_instruct_dataset(transform, source=ROWS, **settings).fingerprint
+    other = [{**ROWS[0], "image": "2.png"}, *ROWS[1:]]
+    assert llava_instruct_dataset(transform, source=ROWS, **settings).fingerprint == first
+    assert llava_instruct_dataset(transform, source=other, **settings).fingerprint != first
+
+
 def test_what_is_not_possible_with_images(transform: Llama3VisionTransform, pictures: Path, tmp_path: Path) -> None:
     build = {"source": ROWS, "image_dir": str(pictures)}
     for settings, reason in (

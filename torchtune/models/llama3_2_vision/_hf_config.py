@@ -78,7 +78,8 @@ def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[
 
 
 def _read_vision(config: dict[str, Any], ignore_fields: Collection[str]) -> dict[str, Any]:
-    fields = Fields(config, f"{_NAME} (vision_config)", set(ignore_fields))
+    # An encoder of images has no words: the configs of 2024 say that those it has not are tied.
+    fields = Fields(config, f"{_NAME} (vision_config)", {*ignore_fields, "tie_word_embeddings"})
 
     def whole(name: str, default: int) -> int:
         value = fields.take(name, default)

@@ -1,7 +1,7 @@
 """LoRA on parts of a vision model."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from torch import nn
 
@@ -45,10 +45,13 @@ def adapt(
     """
     from torchtune.modules.conversion import apply_conversions
     from torchtune.modules.low_precision import QuantizeBase
-    from torchtune.modules.peft import LoRA
+    from torchtune.modules.peft import LORA_ATTN_MODULES, LoRA
 
     if not any(parts.values()):
         raise ModelError(f"No part has adapters ({', '.join(parts)}): nothing would be trained, choose one at least.")
+    known = get_args(LORA_ATTN_MODULES)
+    if wrong := [name for name in attn_modules if name not in known]:
+        raise ModelError(f"lora_attn_modules has '{wrong[0]}': choose out of {', '.join(known)}.")
     leaves = [f"attn.{name}" for name in attn_modules]
     leaves += ["mlp.w1", "mlp.w2", "mlp.w3"] if apply_to_mlp else []
     targets = [
@@ -59,7 +62,7 @@ def adapt(
         and (path.endswith(tuple(leaves)) or (apply_to_output and path.rpartition(".")[2] == "output"))
     ]
     if not targets:
-        raise ModelError("lora_attn_modules names no projection: choose out of q_proj, k_proj, v_proj, output_proj.")
+        raise ModelError("lora_attn_modules is empty: name projections of attention, or set apply_lora_to_mlp.")
     conversions = [LoRA(target_modules=targets, **lora)]
     apply_conversions(model, [QuantizeBase(), *conversions] if quantize_base else conversions)
     return model

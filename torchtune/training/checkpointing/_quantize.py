@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchtune.models import Group, WeightMapError
+from torchtune.modules import text_decoder
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.fake_quant import check_group_size, quantizable_layers
 from torchtune.training.checkpointing._compressed_tensors import quantization_config, quantized_entry
@@ -78,6 +79,15 @@ def write_compressed(
         write_entries(entries, folder, MAX_SHARD_BYTES)
 
 
+def refuse_parts(model: nn.Module) -> None:
+    """Raise ``CheckpointError`` for a model of several parts, whose files name layers that are not quantised."""
+    if text_decoder(model) is not model:
+        raise CheckpointError(
+            "quantizer: a model of text and images is not written quantised: leave the quantizer out, or train an "
+            "adapter over a quantised base (QuantizeBase, qlora_*)."
+        )
+
+
 def refuse_quantized(source: ModelSource) -> None:
     """Raise ``CheckpointError`` where the weights of a checkpoint are quantised already."""
     config = source.checkpoint_dir / "config.json"
@@ -95,6 +105,7 @@ def checked_groups(source: ModelSource, model: nn.Module) -> list[Group]:
     Raises:
         CheckpointError: it has others, other towers than text, or does not fit the model.
     """
+    refuse_parts(model)
     opened, (spec, description) = source.open(), identity(model)
     kind = detect_format(opened, spec, description)
     if kind != "hf":

@@ -218,7 +218,8 @@ def _loss_bytes(model: torch.nn.Module, num_tokens: int, num_output_chunks: int,
 def _gathered_bytes(model: torch.nn.Module, dims: ParallelDims) -> tuple[int, int]:
     """What FSDP holds whole: (parameters outside of the layers, or of two layers; gradients and their buffer)."""
     layers = list(getattr(text_decoder(model), "layers", []))
-    inner = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    every = [module for name, module in model.named_modules() if _is_layer(name)]  # an encoder has some as well
+    inner = {id(parameter) for layer in every for parameter in layer.parameters()}
     outer = [parameter for parameter in model.parameters() if id(parameter) not in inner]
     first = [parameter for layer in layers[:2] for parameter in layer.parameters()]
     distributed = _distributed_experts(model, dims)
@@ -232,6 +233,11 @@ def _gathered_bytes(model: torch.nn.Module, dims: ParallelDims) -> tuple[int, in
 
     own, two = kept(outer), kept(first)
     return own + (0 if own else two), max(reduced(outer), own + two + reduced(first) // 2)
+
+
+def _is_layer(name: str) -> bool:
+    *_, parent, last = ["", *name.split(".")]
+    return parent == "layers" and last.isdigit()
 
 
 def _distributed_experts(model: torch.nn.Module, dims: ParallelDims) -> dict[int, int]:
