@@ -1,4 +1,4 @@
-"""Tokenizer against embedding."""
+"""Tokenizer against model: rows of the embedding, sizes of images."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from torchtune.utils import UserError, get_logger
 def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = False) -> None:
     """Check that every token of ``tokenizer`` has a row in the embedding of ``model``, and enlarge it if asked.
 
+    A tokenizer that reads images must fit the image encoder of the model as well.
+
     Args:
         model: a materialised decoder with ``tok_embeddings``.
         tokenizer: has ``vocab_size``, one more than its largest id.
@@ -19,11 +21,13 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
 
     Raises:
         ConversionError: new rows of a frozen embedding cannot be trained here.
-        UserError: the tokenizer has more tokens than the embedding and ``resize`` is False.
+        UserError: the tokenizer has more tokens than the embedding and ``resize`` is False; it reads images, which the
+            model does not, or in tiles or patches of another size.
 
     Example:
         >>> torchtune.training.fit_vocabulary(model, tokenizer)  # raises if a token had no row
     """
+    _check_images(model, tokenizer)
     decoder = text_decoder(model)
     embedding, needed = decoder.tok_embeddings, tokenizer.vocab_size
     rows = getattr(embedding, "num_tokens", embedding.weight.shape[0])
@@ -50,3 +54,23 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     get_logger().info(f"The embedding grew from {rows} to {needed} rows.")
     if frozen:
         apply_conversions(decoder, [NewTokens(needed - rows)])
+
+
+def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
+    if not getattr(tokenizer, "takes_images", False):
+        return
+    if text_decoder(model) is model:
+        raise UserError(
+            f"tokenizer: a {type(tokenizer).__name__} reads images, but a {type(model).__name__} reads text only: use "
+            "the tokenizer of this checkpoint."
+        )
+    description = getattr(model, "description", None)
+    for name in ("tile_size", "patch_size", "max_num_tiles"):
+        given, wanted = getattr(tokenizer, name, None), getattr(description, name, None)
+        if None in (given, wanted) or given == wanted or (name == "max_num_tiles" and given < wanted):
+            continue
+        setting = "image_size" if name == "tile_size" else name
+        raise UserError(
+            f"tokenizer: its {setting} is {given}, but the model was built with {wanted}: give both that of the "
+            "checkpoint."
+        )

@@ -153,13 +153,13 @@ class DeepFusionModel(nn.Module):
         if encoder_input is not None and not _has_images(encoder_input):
             encoder_input = encoder_mask = None
         encoded = None if encoder_input is None else self.encoder(**encoder_input)
+        if encoded is None and self.training and torch.is_grad_enabled():
+            self._warn_of_text()
         if encoded is None and self._gathers() and not self.caches_are_enabled():
             # Every rank runs the encoder, or the others wait for it: here on a blank image, which no token sees.
             encoded = self.encoder(**self.encoder.blank(x.device)).expand(x.shape[0], -1, -1)
             encoder_mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
             encoder_mask = encoder_mask.expand(*x.shape[:2], encoded.shape[1])
-        elif encoded is None and self.training and torch.is_grad_enabled():
-            self._warn_of_text()
         if encoder_mask is not None:
             wanted = (*x.shape[:2], encoder_mask.shape[-1] if encoded is None else encoded.shape[1])
             if encoder_mask.dtype != torch.bool or tuple(encoder_mask.shape) != wanted:
@@ -167,7 +167,7 @@ class DeepFusionModel(nn.Module):
                     f"encoder_mask is {encoder_mask.dtype} {list(encoder_mask.shape)}, but it must be torch.bool "
                     f"{list(wanted)}: a row for every token, a column for every position of the encoder's output."
                 )
-        return self.decoder(
+        found = self.decoder(
             tokens,
             mask=mask,
             documents=documents,
@@ -177,6 +177,16 @@ class DeepFusionModel(nn.Module):
             encoder_mask=encoder_mask,
             output=output,
         )
+        return self._in_graph(found) if encoded is None and torch.is_grad_enabled() else found
+
+    def _in_graph(self, found: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+        """Gradients of zero where text reaches no trained parameter: a loop calls ``backward`` on every batch."""
+        last = found[-1] if isinstance(found, list) else found
+        trained = next((parameter for parameter in self.parameters() if parameter.requires_grad), None)
+        if last.requires_grad or trained is None:
+            return found
+        last = last + trained.flatten()[:0].sum()
+        return [*found[:-1], last] if isinstance(found, list) else last
 
     def _gathers(self) -> bool:
         """Whether ranks gather the encoder's parameters in its forward pass, so that all of them must run it."""
