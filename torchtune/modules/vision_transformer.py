@@ -71,6 +71,12 @@ class VisionTransformer(nn.Module):
 
     Raises:
         ValueError: sizes that do not fit together.
+
+    Example:
+        >>> encoder = torchtune.models.clip.clip_vision_encoder(28, 14, 16, num_layers=2, num_heads=2)
+        >>> features, _ = encoder(torch.zeros(1, 1, 2, 3, 28, 28), torch.tensor([[[1, 2]]]))
+        >>> features.shape  # [b, images, tiles, tokens, d]
+        torch.Size([1, 1, 2, 5, 16])
     """
 
     def __init__(

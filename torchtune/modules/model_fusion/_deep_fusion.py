@@ -27,6 +27,12 @@ class DeepFusionModel(nn.Module):
     Attributes:
         description: of the model, set by its builder.
         spec: the model family, set by its builder.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     vision = torchtune.models.llama3_2_vision.llama3_2_vision_11b()
+        >>> vision.text is vision.decoder
+        True
     """
 
     def __init__(

@@ -22,6 +22,12 @@ class FusionLayer(TransformerSelfAttentionLayer):
 
     Raises:
         TypeError: ``layer`` is no self-attention layer.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     vision = torchtune.models.llama3_2_vision.llama3_2_vision_11b()
+        >>> len(vision.decoder.layers[3].fusion_params())
+        13
     """
 
     def __init__(self, layer: nn.Module, fusion_layer: nn.Module, fusion_first: bool = True) -> None:
