@@ -39,7 +39,7 @@ ROOM_BUDGET = {
     # What is done to images (canvas, resizing, tiles, masks) is 270. The vision transformer, its tiles without a mask
     # in memory, cross-attention, and models of an encoder and a decoder are 760.
     # Ids of what stands between two spaces, as bytes and arrays, are 150: a fifth of the time of chats.
-    "torchtune/modules": 16100,
+    "torchtune/modules": 16200,
     # Checkpoints are half of it: any number of processes reads and writes them in slices, behind training's back.
     # What a run says of itself (time, operations, hangs, lack of memory, what it is about to do and what came of it) is
     # a fifth, so that recipes need not; what keeps it from starting is found in one place, before anything is loaded.

@@ -136,4 +136,4 @@ def fast_products(x: Tensor) -> AbstractContextManager[Any]:
         x: what a layer computes on, ``[..., d]``; where oneDNN is no faster for it, or rows are few, nothing changes.
     """
     rows, d = x.shape[:-1].numel(), x.shape[-1]
-    return _Linears() if rows >= _ROWS and _is_worth(rows * d * d, x) else nullcontext()
+    return _Linears() if _is_worth(rows * d * d, x) and rows >= _ROWS else nullcontext()

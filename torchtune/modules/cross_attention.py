@@ -28,10 +28,10 @@ class TransformerCrossAttentionLayer(nn.Module):
         ValueError: attention has positions.
 
     Example:
-        >>> projections = {f"{name}_proj": torch.nn.Linear(8, 8) for name in ("q", "k", "v", "output")}
-        >>> heads = {"embed_dim": 8, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4, "is_causal": False}
-        >>> attention = torchtune.modules.MultiHeadAttention(**heads, **projections)
-        >>> layer = torchtune.modules.TransformerCrossAttentionLayer(attention, torch.nn.Linear(8, 8))
+        >>> projections = {name: torch.nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj", "output_proj")}
+        >>> sizes = {"embed_dim": 8, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
+        >>> attn = torchtune.modules.MultiHeadAttention(**sizes, **projections, is_causal=False)
+        >>> layer = torchtune.modules.TransformerCrossAttentionLayer(attn, torch.nn.Linear(8, 8))
         >>> layer(torch.ones(1, 3, 8), encoder_input=torch.ones(1, 5, 8)).shape
         torch.Size([1, 3, 8])
     """

@@ -73,10 +73,11 @@ class VisionTransformer(nn.Module):
         ValueError: sizes that do not fit together.
 
     Example:
-        >>> encoder = torchtune.models.clip.clip_vision_encoder(28, 14, 16, num_layers=2, num_heads=2)
-        >>> features, _ = encoder(torch.zeros(1, 1, 2, 3, 28, 28), torch.tensor([[[1, 2]]]))
-        >>> features.shape  # [b, images, tiles, tokens, d]
-        torch.Size([1, 1, 2, 5, 16])
+        >>> sizes = {"embed_dim": 8, "num_layers": 1, "num_heads": 2}
+        >>> encoder = torchtune.models.clip.clip_vision_encoder(tile_size=4, patch_size=2, **sizes)
+        >>> features, hidden = encoder(torch.ones(1, 1, 2, 3, 4, 4), torch.tensor([[[1, 2]]]))
+        >>> features.shape
+        torch.Size([1, 1, 2, 5, 8])
     """
 
     def __init__(

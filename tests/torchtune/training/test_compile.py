@@ -7,6 +7,7 @@ from torch import nn
 from torchtune import training
 from torchtune.data import Documents
 from torchtune.models.llama3_2 import llama3_2
+from torchtune.modules._products import fast_products
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.utils import UserError
 
@@ -61,6 +62,19 @@ def test_layers_share_two_compilations_whatever_the_lengths(checkpointing, monke
     # A selectively checkpointed layer is one call, which holds all others
     assert stats["calls_captured"] > (60 if len(checkpointing) == 1 else 3)
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_products_of_a_layer_are_compiled_once_for_few_rows_and_many():
+    linear, graphs = nn.Linear(128, 128), []
+
+    def product(x):
+        with fast_products(x):
+            return linear(x)
+
+    compiled = torch.compile(product, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=True)
+    for rows in (16, 40, 64, 300):  # on both sides of what is worth another kernel
+        compiled(torch.randn(rows, 128))
+    assert len(graphs) == 1
 
 
 def test_a_model_without_layers_and_a_loss(monkeypatch):

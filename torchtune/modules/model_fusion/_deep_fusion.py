@@ -29,10 +29,18 @@ class DeepFusionModel(nn.Module):
         spec: the model family, set by its builder.
 
     Example:
-        >>> with torch.device("meta"):
-        ...     vision = torchtune.models.llama3_2_vision.llama3_2_vision_11b()
-        >>> vision.text is vision.decoder
-        True
+        >>> sizes = {"num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "max_seq_len": 16, "encoder_max_seq_len": 40}
+        >>> layers = {"num_layers": 2, "fusion_interval": 2}
+        >>> decoder = torchtune.models.llama3_2_vision.llama3_2_vision_decoder(
+        ...     vocab_size=20, num_special_tokens=1, **layers, **sizes
+        ... )
+        >>> clip = {"clip_embed_dim": 8, "clip_num_layers": 2, "clip_hidden_states": [1], "num_heads": 2}
+        >>> tiles = {"tile_size": 4, "patch_size": 2, "num_layers_projection": 1, "decoder_embed_dim": 8}
+        >>> encoder = torchtune.models.llama3_2_vision.llama3_2_vision_encoder(**clip, **tiles)
+        >>> model = torchtune.modules.model_fusion.DeepFusionModel(decoder, encoder)
+        >>> image = {"images": torch.ones(1, 1, 1, 3, 4, 4), "aspect_ratio": torch.tensor([[[1, 1]]])}
+        >>> model(torch.tensor([[20, 3]]), encoder_input=image).shape
+        torch.Size([1, 2, 20])
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class EarlyFusionModel(nn.Module):
         UserError: always; these models are not in this release.
 
     Example:
-        >>> isinstance(model, torchtune.modules.model_fusion.EarlyFusionModel)  # as older recipes ask
+        >>> isinstance(model, torchtune.modules.model_fusion.EarlyFusionModel)
         False
     """
 
