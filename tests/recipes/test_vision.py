@@ -14,9 +14,11 @@ from tests import tiny_vision
 from tests.recipes.runs import Run, load_recipe, start, write_config
 from tests.recipes.test_generate import recipe_of
 from tests.tiny_vision import images, logits_of_transformers, sees
-from torchtune.config import load_and_check
+from torchtune.config import instantiate, load_and_check
 from torchtune.data import Message, padded_collate_tiled_images_and_mask
 from torchtune.generation import prompt_tokens
+from torchtune.models import from_hf_config
+from torchtune.training import fit_vocabulary
 from torchtune.training.plan._check_run import find_problems
 from torchtune.training.simulate._simulate import SimulationError, check_simulated
 from torchtune.utils import UserError, log_once
@@ -151,3 +153,23 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path)
     assert len(answers) == 2  # another picture, another answer
     with pytest.raises(UserError, match=r"prompt: it holds an image, and text is read here.* prompt.image"):
         prompt_tokens(recipe.tokenizer, [Message("user", [{"type": "image", "content": prompt["image"]}])], "prompt")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tile_size": 42}, "tiles of 42 pixels in patches of 14, but those of the model have 28 in patches of 14"),
+        ({"patch_size": 7}, "tiles of 28 pixels in patches of 7, but"),
+        ({"max_num_tiles": 6}, "max_num_tiles is 6, but the model reads 4 at most"),
+    ],
+)
+def test_images_of_another_size_than_the_models_are_refused(
+    change: dict[str, int], sentence: str, folder: Path
+) -> None:
+    tokenizer = instantiate({**tiny_vision.write_pictures(folder)["tokenizer"], **change})
+    with torch.device("meta"):
+        model = from_hf_config(str(folder / "checkpoint"))
+    with pytest.raises(UserError, match=sentence):
+        fit_vocabulary(model, tokenizer)
+    with pytest.raises(UserError, match="gives images, but the model reads text only"):
+        fit_vocabulary(model.decoder, tokenizer)
