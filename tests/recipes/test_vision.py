@@ -21,7 +21,7 @@ from torchtune.models import from_hf_config
 from torchtune.training import fit_vocabulary
 from torchtune.training.plan._check_run import find_problems
 from torchtune.training.simulate._simulate import SimulationError, check_simulated
-from torchtune.utils import UserError
+from torchtune.utils import UserError, log_once
 
 SETTINGS = {
     "dataset": {"_component_": "tests.tiny_vision.Rows"},
@@ -116,9 +116,18 @@ def test_a_simulation_has_no_images(folder: Path) -> None:
         check_simulated(cfg)
 
 
-def test_text_alone_under_a_frozen_decoder_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_vision.with_parts(str(folder / "checkpoint"), decoder_trainable=False).train()
-    model(torch.tensor([[1, 2]]))
+@pytest.mark.parametrize("part", ["encoder_trainable", "fusion_trainable"])
+def test_text_alone_under_a_frozen_decoder_trains_nothing_and_says_so(
+    part: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch of text among others with images must not end the run: its gradients are zero."""
+    log_once.cache_clear()
+    parts = {"decoder_trainable": False, "encoder_trainable": False, "fusion_trainable": False, part: True}
+    model = tiny_vision.with_parts(str(folder / "checkpoint"), **parts).train()
+    model(torch.tensor([[1, 2]])).sum().backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert all(not grad.any() for grad in grads if grad is not None)
+    assert any(grad is not None for grad in grads)
     assert "A batch without images trains nothing" in caplog.text
 
 
