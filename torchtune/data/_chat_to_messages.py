@@ -30,6 +30,31 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
+def _with_images_in_place(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
+    """Turns in which the images of a row take the places of parts ``{"type": "image"}`` that hold none."""
+    waiting, places, given = list(images), 0, 0
+
+    def filled(part: Any) -> Any:
+        nonlocal places, given
+        if type(part) is not dict or part.get("type") not in ("image", "image_url"):
+            return part
+        if part.keys() - {"type", "index", "text"}:
+            given += 1
+            return part
+        places += 1
+        return {"type": "image", "content": waiting.pop(0)} if waiting else part
+
+    found = [
+        {**turn, "content": [filled(part) for part in turn["content"]]}
+        if type(turn) is dict and isinstance(turn.get("content"), list)
+        else turn
+        for turn in turns
+    ]
+    if places != len(images) and (places or not given):
+        raise DataError(f"the row has {len(images)} images, but its turns have {places} parts of type 'image' for them")
+    return found
+
+
 class _ConversationTransform(Transform):
     """Shared base of both conversation formats: the system prompt and the mask."""
 
@@ -124,7 +149,8 @@ class OpenAIToMessages(_ConversationTransform):
     """Converts a conversation in the OpenAI format: turns ``{"role", "content"}``.
 
     Tool calls, names, reasoning and other fields of a turn go to ``Message.extra``. A column ``tools`` is returned
-    with the messages.
+    with the messages. Images are parts ``{"type": "image_url", "image_url": {"url": …}}`` or ``{"type": "image",
+    "image": …}``; those of a column ``images`` take the places of parts ``{"type": "image"}``, in order.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
@@ -159,6 +185,9 @@ class OpenAIToMessages(_ConversationTransform):
         """``{"messages": [...]}``, with ``tools`` if the row has them."""
         name = self.column_map["messages"]
         turns = [_without_nulls(turn) for turn in _turns(column(sample, name), name)]
+        images = image_column(sample, "images", None) if "images" in sample else []
+        if images:
+            turns = _with_images_in_place(turns, images)
         messages = [self._message(turns, i) for i in range(len(turns))]
         found: dict[str, Any] = {"messages": self._finish(messages)}
         if sample.get("tools"):

@@ -8,7 +8,6 @@ import queue
 import signal
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from multiprocessing import util
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 
 from torchtune.data import DataError
-from torchtune.datasets._parallel import end_with
-from torchtune.utils import Activity, UserError, sign_of_life, watch_activity
+from torchtune.datasets._parallel import end_with, that_travels
+from torchtune.utils import Activity, sign_of_life, watch_activity
 
 
 class Ahead:
@@ -180,15 +179,3 @@ def _listen(connection: Connection, asked: Any, signs: _Signs) -> None:
                     asked.put((ticket, method, arguments))
     except (EOFError, OSError):
         os._exit(0)
-
-
-def that_travels(error: Exception) -> Exception:
-    """An error that can be pickled, with where it was raised unless it is the user's."""
-    shown = "".join(traceback.format_exception(error))
-    try:
-        found = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  (errors with a constructor of their own)
-        found = RuntimeError(f"{type(error).__name__}: {error}")
-    if not isinstance(error, UserError):
-        found.add_note(f"In the process that worked ahead:\n{shown}")
-    return found

@@ -3,9 +3,11 @@
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from torchtune.data import DataError
-from torchtune.utils import get_logger
+from torchtune.utils import UserError, get_logger
 
 Part = TypeVar("Part")
 
@@ -143,4 +145,19 @@ def end_with(parent: int) -> None:
 
 def _do(start: int) -> Any:
     rows, work = _work
-    return work(start, _part(rows, start))
+    try:
+        return work(start, _part(rows, start))
+    except Exception as error:  # noqa: BLE001  (one that cannot be pickled looks like a process that was killed)
+        raise that_travels(error) from None
+
+
+def that_travels(error: Exception) -> Exception:
+    """An error that can be pickled, with where it was raised unless it is the user's."""
+    shown = "".join(traceback.format_exception(error))
+    try:
+        found = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  (errors with a constructor of their own)
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+    if not isinstance(error, UserError):
+        found.add_note(f"In another process:\n{shown}")
+    return found

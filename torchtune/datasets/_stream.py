@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 
 from torchtune.data import DataError
 from torchtune.data._loader import own_randomness, random_of
-from torchtune.datasets._ahead import Ahead, that_travels
+from torchtune.datasets._ahead import Ahead
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
 from torchtune.datasets._packed import Piece, best_fit, split_evenly
-from torchtune.datasets._parallel import processes
+from torchtune.datasets._parallel import processes, that_travels
 from torchtune.datasets._read import Position, Row, open_reader
 from torchtune.datasets._store import TokenStore
 from torchtune.datasets._tokenize import Part, Tokenized, TransformRows

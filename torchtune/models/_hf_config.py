@@ -36,6 +36,10 @@ _THEIR_NAMES = {
 _ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
 
+def _no_more(_: Any) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class HFFormat:
     """How one Hugging Face architecture spells a :class:`Description`.
@@ -90,8 +94,8 @@ class HFFormat:
     eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()
     own: tuple[tuple[str, str, Any], ...] = ()
-    read_more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
-    write_more: Callable[[Description], dict[str, Any]] = lambda description: {}
+    read_more: Callable[[Fields], dict[str, Any]] = _no_more
+    write_more: Callable[[Description], dict[str, Any]] = _no_more
     prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     defaults: tuple[tuple[str, Any], ...] = ()
 

@@ -26,6 +26,14 @@ class TransformerCrossAttentionLayer(nn.Module):
 
     Raises:
         ValueError: attention has positions.
+
+    Example:
+        >>> projections = {name: torch.nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj", "output_proj")}
+        >>> sizes = {"embed_dim": 8, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
+        >>> attn = torchtune.modules.MultiHeadAttention(**sizes, **projections, is_causal=False)
+        >>> layer = torchtune.modules.TransformerCrossAttentionLayer(attn, torch.nn.Linear(8, 8))
+        >>> layer(torch.ones(1, 3, 8), encoder_input=torch.ones(1, 5, 8)).shape
+        torch.Size([1, 3, 8])
     """
 
     def __init__(

@@ -71,6 +71,13 @@ class VisionTransformer(nn.Module):
 
     Raises:
         ValueError: sizes that do not fit together.
+
+    Example:
+        >>> sizes = {"embed_dim": 8, "num_layers": 1, "num_heads": 2}
+        >>> encoder = torchtune.models.clip.clip_vision_encoder(tile_size=4, patch_size=2, **sizes)
+        >>> features, hidden = encoder(torch.ones(1, 1, 2, 3, 4, 4), torch.tensor([[[1, 2]]]))
+        >>> features.shape
+        torch.Size([1, 1, 2, 5, 8])
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Tokenizer against model: rows of the embedding, sizes of images."""
+"""Tokenizer against embedding."""
 
+import math
 from typing import Any
 
 import torch
@@ -11,8 +12,6 @@ from torchtune.utils import UserError, get_logger
 def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = False) -> None:
     """Check that every token of ``tokenizer`` has a row in the embedding of ``model``, and enlarge it if asked.
 
-    A tokenizer that reads images must fit the image encoder of the model as well.
-
     Args:
         model: a materialised decoder with ``tok_embeddings``.
         tokenizer: has ``vocab_size``, one more than its largest id.
@@ -21,13 +20,14 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
 
     Raises:
         ConversionError: new rows of a frozen embedding cannot be trained here.
-        UserError: the tokenizer has more tokens than the embedding and ``resize`` is False; it reads images, which the
-            model does not, or in tiles or patches of another size.
+        UserError: the tokenizer has more tokens than the embedding and ``resize`` is False, or gives images that the
+            model cannot read.
 
     Example:
         >>> torchtune.training.fit_vocabulary(model, tokenizer)  # raises if a token had no row
     """
-    _check_images(model, tokenizer)
+    if getattr(tokenizer, "takes_images", False):
+        _check_images(model, tokenizer)
     decoder = text_decoder(model)
     embedding, needed = decoder.tok_embeddings, tokenizer.vocab_size
     rows = getattr(embedding, "num_tokens", embedding.weight.shape[0])
@@ -57,20 +57,23 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
 
 
 def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
-    if not getattr(tokenizer, "takes_images", False):
-        return
+    """Check that the model reads images, of the tokenizer's tiles. Raises :class:`UserError`."""
     if text_decoder(model) is model:
         raise UserError(
-            f"tokenizer: a {type(tokenizer).__name__} reads images, but a {type(model).__name__} reads text only: use "
-            "the tokenizer of this checkpoint."
+            f"tokenizer: a {type(tokenizer).__name__} gives images, but the model reads text only: take a text "
+            "tokenizer, or a vision model."
         )
-    description = getattr(model, "description", None)
-    for name in ("tile_size", "patch_size", "max_num_tiles"):
-        given, wanted = getattr(tokenizer, name, None), getattr(description, name, None)
-        if None in (given, wanted) or given == wanted or (name == "max_num_tiles" and given < wanted):
-            continue
-        setting = "image_size" if name == "tile_size" else name
+    clip = getattr(model.encoder, "clip", None)
+    if clip is None or not hasattr(tokenizer, "tile_size"):
+        return
+    patch = clip.conv.kernel_size[0]
+    tile = patch * math.isqrt(clip.patches_per_tile)
+    if (tokenizer.tile_size, tokenizer.patch_size) != (tile, patch):
         raise UserError(
-            f"tokenizer: its {setting} is {given}, but the model was built with {wanted}: give both that of the "
-            "checkpoint."
+            f"tokenizer: its images have tiles of {tokenizer.tile_size} pixels in patches of {tokenizer.patch_size}, "
+            f"but those of the model have {tile} in patches of {patch}: set image_size of both to the checkpoint's."
+        )
+    if clip.max_num_tiles is not None and tokenizer.max_num_tiles > clip.max_num_tiles:
+        raise UserError(
+            f"tokenizer: max_num_tiles is {tokenizer.max_num_tiles}, but the model reads {clip.max_num_tiles} at most."
         )

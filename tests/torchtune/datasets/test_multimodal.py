@@ -155,6 +155,18 @@ def test_questions_and_several_images(transform: Llama3VisionTransform, pictures
     assert sizes_of(chat, 0) == sizes[::-1]
     with pytest.raises(DataError, match="a turn has '<image>' in its text, but image_tag is not set"):
         multimodal_chat_dataset(transform, source=[turns], image_dir=str(pictures))
+    # The images may be in a column of their own.
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}, {"type": "image", "text": None, "index": 1}]
+    chat_of = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]}
+    paths = [str(pictures / name) for name in names]
+    settings = {"conversation_column": "messages", "conversation_style": "openai"}
+    assert sizes_of(chat_dataset(transform, source=[{**chat_of, "images": paths}], **settings), 0) == sizes
+    for images, reason in (
+        (paths[:1], "the row has 1 images, but its turns have 2 parts"),
+        ([], "must have an 'image'"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            chat_dataset(transform, source=[{**chat_of, "images": images}], **settings)
     # Text alone goes with the transform of a vision model, too.
     text = alpaca_dataset(transform, source=[{"instruction": "one", "output": "two"}])
     assert text[0]["encoder_input"]["images"] == []

@@ -48,6 +48,25 @@ def test_any_number_of_processes_writes_the_same(
         build(tokenizer, write(tmp_path / "bad.jsonl", bad=3), 2, monkeypatch, tmp_path / "bad")
 
 
+class TwoPartError(Exception):
+    """Cannot be unpickled, as its constructor takes two arguments."""
+
+    def __init__(self, what: str, where: int) -> None:
+        super().__init__(f"{what} in row {where}")
+
+
+def test_any_error_of_a_transform_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtune.datasets._parallel._FEW", 100)
+
+    def work(start: int, rows: Any) -> int:
+        if start:
+            raise TwoPartError("no text", start)
+        return start
+
+    with workers(2), pytest.raises(RuntimeError, match="TwoPartError: no text in row 256"):
+        list(in_parts(range(400), work))
+
+
 def test_without_processes_the_one_that_is_there_does_it(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr("torchtune.datasets._parallel._FEW", 100)
     fork, left = os.fork, iter(range(2))

@@ -1,6 +1,7 @@
 """Families are found by name and architecture, and other packages can add theirs."""
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def test_built_in_families() -> None:
         spec = get_spec(name)
         assert spec.name == name
         assert "hf" in spec.weight_maps
+        assert pickle.loads(pickle.dumps(spec)).name == name  # with a model that another process is given
     assert spec_for_architecture("Qwen3ForCausalLM") is get_spec("qwen3")
     with pytest.raises(ModelError, match=r"no model family 'llama9'; there are: code_llama2, .*gemma, "):
         get_spec("llama9")

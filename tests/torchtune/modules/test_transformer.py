@@ -205,7 +205,7 @@ def test_a_model_names_its_text_decoder(model: TransformerDecoder) -> None:
     composed = _Composed(model)
     assert text_decoder(composed) is text_decoder(model) is model
     assert text_decoder(composed.vision) is composed.vision
-    assert count_flops(composed) == count_flops(model)
+    assert count_flops(composed) is None  # of images a batch has any number
     fit_vocabulary(composed, SimpleNamespace(vocab_size=25), resize=True)
     assert model.tok_embeddings.weight.shape[0] == 25
     tokens = _tokens(2, 6)

@@ -15,6 +15,10 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {"num_experts": fields.take("num_experts", number)}
 
 
+def _write(d: Description) -> dict[str, Any]:
+    return {"num_experts": d.num_experts}
+
+
 _FORMAT = HFFormat(
     "OlmoeForCausalLM",
     "olmoe",
@@ -29,7 +33,7 @@ _FORMAT = HFFormat(
         ("router_aux_loss_coef", "router_balance", 0.01),
     ),
     read_more=_read,
-    write_more=lambda d: {"num_experts": d.num_experts},
+    write_more=_write,
     defaults=(("max_position_embeddings", 4096), ("rms_norm_eps", 1e-5)),
 )
 SPEC = ModelSpec(

@@ -16,6 +16,10 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {"attn_output_bias": bool(fields.take("attention_out_bias", False)), "attn_dropout": 0.0}
 
 
+def _write(d: Description) -> dict[str, Any]:
+    return {"attention_out_bias": d.attn_output_bias, "residual_dropout": 0.0}
+
+
 FORMAT = HFFormat(
     "SeedOssForCausalLM",
     "seed_oss",
@@ -24,7 +28,7 @@ FORMAT = HFFormat(
     output_bias=False,
     has_mlp_bias=True,
     read_more=_read,
-    write_more=lambda d: {"attention_out_bias": d.attn_output_bias, "residual_dropout": 0.0},
+    write_more=_write,
     defaults=(
         ("attention_bias", True),
         ("head_dim", 128),

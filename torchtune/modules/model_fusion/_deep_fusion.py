@@ -19,7 +19,8 @@ class DeepFusionModel(nn.Module):
 
     Args:
         decoder: some of its layers are :class:`FusionLayer`.
-        encoder: called with the entries of ``encoder_input``, returns ``[b, t, d]``.
+        encoder: called with the entries of ``encoder_input``, returns ``[b, t, d]``. Its method ``blank(device)``
+            makes these of an image without content, for batches of text that must run it.
         decoder_trainable: whether the parameters of the decoder are trained, apart from those of the fusion.
         encoder_trainable: the same of the encoder.
         fusion_trainable: the same of the fusion (:func:`get_fusion_params`).
@@ -27,6 +28,20 @@ class DeepFusionModel(nn.Module):
     Attributes:
         description: of the model, set by its builder.
         spec: the model family, set by its builder.
+
+    Example:
+        >>> sizes = {"num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "max_seq_len": 16, "encoder_max_seq_len": 40}
+        >>> layers = {"num_layers": 2, "fusion_interval": 2}
+        >>> decoder = torchtune.models.llama3_2_vision.llama3_2_vision_decoder(
+        ...     vocab_size=20, num_special_tokens=1, **layers, **sizes
+        ... )
+        >>> clip = {"clip_embed_dim": 8, "clip_num_layers": 2, "clip_hidden_states": [1], "num_heads": 2}
+        >>> tiles = {"tile_size": 4, "patch_size": 2, "num_layers_projection": 1, "decoder_embed_dim": 8}
+        >>> encoder = torchtune.models.llama3_2_vision.llama3_2_vision_encoder(**clip, **tiles)
+        >>> model = torchtune.modules.model_fusion.DeepFusionModel(decoder, encoder)
+        >>> image = {"images": torch.ones(1, 1, 1, 3, 4, 4), "aspect_ratio": torch.tensor([[[1, 1]]])}
+        >>> model(torch.tensor([[20, 3]]), encoder_input=image).shape
+        torch.Size([1, 2, 20])
     """
 
     def __init__(
@@ -147,19 +162,20 @@ class DeepFusionModel(nn.Module):
             see :meth:`torchtune.modules.TransformerDecoder.forward`.
 
         Raises:
-            ValueError: ``encoder_mask`` has another shape or dtype, or see there.
+            ValueError: ``encoder_mask`` has another shape or dtype or comes without ``encoder_input``, or see there.
         """
         x = tokens if tokens is not None else input_embeds
         if encoder_input is not None and not _has_images(encoder_input):
             encoder_input = encoder_mask = None
         encoded = None if encoder_input is None else self.encoder(**encoder_input)
-        if encoded is None and self.training and torch.is_grad_enabled():
-            self._warn_of_text()
-        if encoded is None and self._gathers() and not self.caches_are_enabled():
-            # Every rank runs the encoder, or the others wait for it: here on a blank image, which no token sees.
-            encoded = self.encoder(**self.encoder.blank(x.device)).expand(x.shape[0], -1, -1)
-            encoder_mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
-            encoder_mask = encoder_mask.expand(*x.shape[:2], encoded.shape[1])
+        if encoded is None and not self.caches_are_enabled():
+            if encoder_mask is not None:
+                raise ValueError(
+                    "encoder_mask says which images a token sees: give encoder_input, the images, as well."
+                )
+            learns = self.training and torch.is_grad_enabled()
+            if (learns and self._has_frozen_text()) or self._gathers():
+                encoded, encoder_mask = self._encode_nothing(x)
         if encoder_mask is not None:
             wanted = (*x.shape[:2], encoder_mask.shape[-1] if encoded is None else encoded.shape[1])
             if encoder_mask.dtype != torch.bool or tuple(encoder_mask.shape) != wanted:
@@ -167,7 +183,7 @@ class DeepFusionModel(nn.Module):
                     f"encoder_mask is {encoder_mask.dtype} {list(encoder_mask.shape)}, but it must be torch.bool "
                     f"{list(wanted)}: a row for every token, a column for every position of the encoder's output."
                 )
-        found = self.decoder(
+        return self.decoder(
             tokens,
             mask=mask,
             documents=documents,
@@ -177,34 +193,37 @@ class DeepFusionModel(nn.Module):
             encoder_mask=encoder_mask,
             output=output,
         )
-        return self._in_graph(found) if encoded is None and torch.is_grad_enabled() else found
 
-    def _in_graph(self, found: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-        """Gradients of zero where text reaches no trained parameter: a loop calls ``backward`` on every batch."""
-        last = found[-1] if isinstance(found, list) else found
-        trained = next((parameter for parameter in self.parameters() if parameter.requires_grad), None)
-        if last.requires_grad or trained is None:
-            return found
-        last = last + trained.flatten()[:0].sum()
-        return [*found[:-1], last] if isinstance(found, list) else last
+    def _encode_nothing(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of the encoder for a blank image, and a mask by which no token sees it.
+
+        Sharded, every rank must run the encoder, or the others wait for it. And a loss must depend on some parameter
+        that is trained; its gradient is zero.
+        """
+        encoded = self.encoder(**self.encoder.blank(x.device)).expand(x.shape[0], -1, -1)
+        mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
+        return encoded, mask.expand(*x.shape[:2], encoded.shape[1])
 
     def _gathers(self) -> bool:
-        """Whether ranks gather the encoder's parameters in its forward pass, so that all of them must run it."""
+        """Whether ranks gather the encoder's parameters in its forward pass."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
         from torch.distributed.fsdp import FSDPModule  # slow to import
 
         return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
 
-    def _warn_of_text(self) -> None:
+    def _has_frozen_text(self) -> bool:
+        """Whether text alone trains nothing, which is logged once."""
         fusion = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
-        if not any(parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion):
-            log_once(
-                get_logger(),
-                "A batch without images trains nothing: the text decoder is frozen (decoder_trainable or an adapter on "
-                "it would train it), and only images reach the rest.",
-                logging.WARNING,
-            )
+        if any(parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion):
+            return False
+        log_once(
+            get_logger(),
+            "A batch without images trains nothing: the text decoder is frozen (decoder_trainable or an adapter on it "
+            "would train it), and only images reach the rest.",
+            logging.WARNING,
+        )
+        return True
 
 
 def _has_images(encoder_input: Mapping[str, Any]) -> bool:

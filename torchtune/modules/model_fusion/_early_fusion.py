@@ -12,6 +12,10 @@ class EarlyFusionModel(nn.Module):
 
     Raises:
         UserError: always; these models are not in this release.
+
+    Example:
+        >>> isinstance(model, torchtune.modules.model_fusion.EarlyFusionModel)
+        False
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -22,6 +22,15 @@ class FusionLayer(TransformerSelfAttentionLayer):
 
     Raises:
         TypeError: ``layer`` is no self-attention layer.
+
+    Example:
+        >>> sizes = {"num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "max_seq_len": 16, "encoder_max_seq_len": 40}
+        >>> layers = {"num_layers": 2, "fusion_interval": 2}
+        >>> decoder = torchtune.models.llama3_2_vision.llama3_2_vision_decoder(
+        ...     vocab_size=20, num_special_tokens=1, **layers, **sizes
+        ... )
+        >>> [isinstance(layer, torchtune.modules.model_fusion.FusionLayer) for layer in decoder.layers]
+        [False, True]
     """
 
     def __init__(self, layer: nn.Module, fusion_layer: nn.Module, fusion_first: bool = True) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import regex
 from tokenizers import Tokenizer, models
 
-_KEPT = 1 << 17  # words
 _LONG = 100  # characters of a text that hardly comes again
 _ID = array("i").itemsize
 # Ids, and for each 1 where it is masked: a list would make an object of every id.
@@ -102,15 +101,15 @@ def _has_no_space(word: str) -> bool:
 
 
 class _Kept(dict[str, Any]):
-    """text -> what is found for it."""
+    """text -> what is found for it; forgets all where it has ``most`` of them."""
 
-    def __init__(self, find: Callable[[str], Any]) -> None:
-        self._find = find
+    def __init__(self, find: Callable[[str], Any], most: int = 1 << 17) -> None:
+        self._find, self._most = find, most
 
     def __missing__(self, text: str) -> Any:
         found = self._find(text)
         if len(text) <= _LONG:
-            if len(self) >= _KEPT:
+            if len(self) >= self._most:
                 self.clear()
             self[text] = found
         return found
@@ -160,7 +159,7 @@ class WordEncoder:
             return
         self._ids = _Kept(self._ids_of_word)
         self._spaced = _Kept(self._ids_after_space)
-        self._begun = _Kept(self._ids_and_edges)
+        self._begun = _Kept(self._ids_and_edges, 1 << 14)  # about 0.5 kB each
         added_tokens = tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token.content: token_id for token_id, token in added_tokens}
         longest_first = sorted(self._special_ids, key=len, reverse=True)

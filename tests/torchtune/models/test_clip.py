@@ -1,0 +1,52 @@
+"""CLIP's vision encoder against ``transformers``: images of one tile."""
+
+import torch
+from torch import nn
+from transformers import CLIPVisionConfig, CLIPVisionModel
+
+from torchtune.models.clip import clip_vision_encoder
+
+# ours -> theirs
+LAYER = {
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.output_proj": "self_attn.out_proj",
+    "mlp.w1": "mlp.fc1",
+    "mlp.w2": "mlp.fc2",
+    "sa_norm": "layer_norm1",
+    "mlp_norm": "layer_norm2",
+}
+REST = {
+    "conv": "embeddings.patch_embedding",
+    "ln_pre": "pre_layrnorm",
+    "ln_post": "post_layernorm",
+}
+
+
+def test_features_are_those_of_transformers() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPVisionConfig(**sizes, image_size=28, patch_size=14, hidden_act="gelu")
+    theirs = CLIPVisionModel(config).eval()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, 0.1, 0.3)
+    state = {name.removeprefix("vision_model."): value for name, value in theirs.state_dict().items()}
+    names = {f"layers.{i}.{ours}": f"encoder.layers.{i}.{name}" for i in range(2) for ours, name in LAYER.items()}
+    weights = {
+        f"{ours}.{kind}": state[f"{name}.{kind}"]
+        for ours, name in {**names, **REST}.items()
+        for kind in ("weight", "bias")
+        if f"{name}.{kind}" in state
+    }
+    weights["cls_token_embedding.weight"] = state["embeddings.class_embedding"]
+    weights["token_pos_embedding.positional_embedding"] = state["embeddings.position_embedding.weight"]
+    ours = clip_vision_encoder(28, 14, 16, 2, 2, nn.GELU, max_num_tiles=1, out_indices=[1])
+    ours.load_state_dict(weights)
+
+    images = torch.randn(3, 3, 28, 28)
+    with torch.no_grad():
+        wanted = theirs(images, output_hidden_states=True)
+        found, (hidden,) = ours(images.view(3, 1, 1, 3, 28, 28))
+    torch.testing.assert_close(hidden.flatten(0, 2), wanted.hidden_states[1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[:, 0, 0, 0], wanted.pooler_output, atol=1e-5, rtol=1e-4)
