@@ -31,6 +31,11 @@ def _name(value: Any) -> str:
     return f"the image {text}" if text and not text.startswith("data:") else "the image"
 
 
+def is_address(value: Any) -> bool:
+    """Whether an image is an http(s) or ``data:`` address, not a file name."""
+    return str(value).startswith(("http://", "https://", "data:"))
+
+
 def _data(value: Any) -> bytes:
     """The file of an image."""
     if isinstance(value, Mapping):  # as the datasets package stores one
@@ -55,10 +60,11 @@ def _reason(error: Exception) -> str:
 
 
 def open_image(value: Any, decode: bool = True) -> Any:
-    """Read an image, upright and without transparency (on white).
+    """Read an image, upright and without transparency (on white); of an animation the first picture.
 
     Args:
-        value: a path, an http(s) or ``data:`` address, a mapping with ``bytes`` or ``path``, or a Pillow image.
+        value: a path, an http(s) or ``data:`` address, the bytes of a file, a mapping with ``bytes`` or ``path``, or a
+            Pillow image.
         decode: read the pixels; else the header only, of what is on this machine.
 
     Returns:
@@ -71,17 +77,16 @@ def open_image(value: Any, decode: bool = True) -> Any:
     pillow = _pillow()
     if isinstance(value, str) and not decode and value.startswith(("http://", "https://")):
         return None
+    value = {"bytes": value} if isinstance(value, bytes) else value
     if not isinstance(value, str | Path | Mapping | pillow.Image):
         raise DataError(f"an image must be a path, an address, its bytes or a Pillow image, not {type(value).__name__}")
     if isinstance(value, Mapping) and value.get("bytes") is None and value.get("path") is None:
         raise DataError("an image has neither 'bytes' nor a 'path'")
     try:
-        if isinstance(value, pillow.Image):
-            return _in_rgb(value) if decode else value
-        if not decode and isinstance(value, str | Path) and not str(value).startswith("data:"):
+        if not decode and isinstance(value, str | Path) and not is_address(value):
             with pillow.open(Path(value).expanduser()) as image:  # which reads the header alone
                 return image
-        image = pillow.open(io.BytesIO(_data(value)))
+        image = value if isinstance(value, pillow.Image) else pillow.open(io.BytesIO(_data(value)))
         if not decode:
             return image
         return _in_rgb(require("PIL.ImageOps", extra="vision", purpose="Reading an image").exif_transpose(image))
@@ -91,10 +96,26 @@ def open_image(value: Any, decode: bool = True) -> Any:
 
 def _in_rgb(image: Any) -> Any:
     """RGB, without transparency: on white."""
+    if image.mode[0] in "IF":
+        image = _in_8_bits(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     image = image.convert("RGBA")
     return _pillow().alpha_composite(_pillow().new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _in_8_bits(image: Any) -> Any:
+    """Grey of 16 bits, of which Pillow's ``convert`` makes everything above 255 white.
+
+    Raises:
+        ValueError: its values are of another range.
+    """
+    low, high = image.getextrema()
+    if image.mode == "I" and low >= 0 and high <= 255:
+        return image
+    if image.mode == "F" or low < 0 or high > 0xFFFF:
+        raise ValueError(f"its pixels are numbers from {low} to {high}: save it with 8 or 16 bits")
+    return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
 
 
 def as_pixels(value: Any) -> torch.Tensor:

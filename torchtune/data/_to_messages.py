@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtune.data._common import DataError, Transform
+from torchtune.data._images import is_address
 from torchtune.data._messages import MaskingStrategy, Message, as_message, mask_messages, masking_strategy_of
 
 
@@ -67,11 +68,13 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
 
 
 def image_column(sample: Mapping[str, Any], name: str, image_dir: Path | None) -> list[Any]:
-    """The image, or the images, of a column; file names are those in ``image_dir``. A null is none."""
+    """The image, or the images, of a column; file names, not addresses, are those in ``image_dir``. A null is none."""
     value = column(sample, name)
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    is_name = [isinstance(one, str | Path) and image_dir is not None for one in values]
-    return [image_dir / one if joined else one for one, joined in zip(values, is_name, strict=True)]
+    return [
+        image_dir / one if image_dir is not None and isinstance(one, str | Path) and not is_address(one) else one
+        for one in values
+    ]
 
 
 class InputOutputToMessages(Transform):

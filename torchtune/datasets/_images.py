@@ -60,6 +60,8 @@ def content_of(image: Any) -> Any:
     """What tells an image from others, without its pixels if it has a name."""
     if isinstance(image, Mapping):
         return image.get("bytes") or image.get("path")
+    if isinstance(image, bytes):
+        return image
     return str(image) if isinstance(image, str | Path) else id(image)
 
 

@@ -1,5 +1,6 @@
 """Datasets of text and images, from files of this machine."""
 
+import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,6 +141,9 @@ def test_questions_and_several_images(transform: Llama3VisionTransform, pictures
     sizes = [(28, 28), (60, 20)]
     assert sizes_of(asked, 0) == sizes
     assert transform.decode(asked[0]["tokens"], skip_special_tokens=False).count("<|image|><|image|>What?") == 1
+    data = "data:image/png;base64," + base64.b64encode((pictures / "1.png").read_bytes()).decode()
+    mixed = {"input": "What?", "output": "cat", "image": ["0.png", data, (pictures / "1.png").read_bytes()]}
+    assert sizes_of(vqa_dataset(transform, source=[mixed], image_dir=str(pictures)), 0) == [*sizes, sizes[1]]
     turns = llava(names, "one <image> two <image>", "red")
     chats = multimodal_chat_dataset(transform, source=[turns], image_tag="<image>", image_dir=str(pictures))
     assert transform.decode(chats[0]["tokens"], skip_special_tokens=False).count("one<|image|>two<|image|>") == 1

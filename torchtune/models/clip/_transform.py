@@ -116,4 +116,8 @@ def _three_channels(image: Any) -> torch.Tensor:
         raise DataError(f"an image must be a tensor [c, height, width] of 1 or 3 channels, not {tuple(image.shape)}")
     if image.dtype != torch.uint8 and not image.is_floating_point():
         raise DataError(f"an image must be of uint8 or floating point, not {image.dtype}")
+    if image.dtype != torch.uint8:
+        low, high = (float(value) for value in image.aminmax())
+        if not 0 <= low <= high <= 1:
+            raise DataError(f"an image of floating point must be from 0 to 1, not {low:g} to {high:g}: uint8 is to 255")
     return (image if image.dtype == torch.uint8 else image.float()).expand(3, -1, -1)

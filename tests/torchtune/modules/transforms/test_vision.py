@@ -21,6 +21,7 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from torchtune.data import DataError, load_image
+from torchtune.data._images import as_pixels
 from torchtune.models.clip import CLIPImageTransform
 from torchtune.models.clip._model_builders import clip_vit_224_transform
 from torchtune.models.clip._transform import CLIP_MEAN, CLIP_STD
@@ -150,7 +151,11 @@ def test_images_are_read_upright_and_on_white(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by a quarter
     image.save(tmp_path / "turned.png", exif=exif)
-    assert torch.equal(load_image(tmp_path / "turned.png"), expected.rot90(-1, (1, 2)))
+    path = tmp_path / "turned.png"
+    for turned in (path, Image.open(path), path.read_bytes()):
+        assert torch.equal(as_pixels(turned), expected.rot90(-1, (1, 2)))
+    deep = Image.fromarray(np.array([[0, 128, 257 * 100, 0xFFFF]], dtype=np.uint16))
+    assert as_pixels(deep)[0].tolist() == [[0, 0, 100, 255]]
 
 
 def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -167,5 +172,9 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_image("data:image/png;base64,***")
     with pytest.raises(DataError, match=r"the image http://127.0.0.1:1/a.png cannot be read"):
         load_image("http://127.0.0.1:1/a.png")
+    with pytest.raises(DataError, match=r"numbers from 0.5 to 0.5: save it with 8 or 16 bits"):
+        as_pixels(Image.new("F", (2, 2), 0.5))
+    with pytest.raises(DataError, match="must be from 0 to 1, not 0 to 255"):
+        CLIPImageTransform()({"image": torch.tensor([0.0, 255.0]).expand(3, 1, 2)})
     with pytest.raises(DataError, match="not int"):
         CLIPImageTransform()({"image": 3})
