@@ -310,13 +310,15 @@ class TransformerDecoder(nn.Module):
         Raises:
             ValueError: a sequence exceeds ``max_seq_len``, documents share a prefix and cannot
                 (:meth:`prefix_obstacle`), a KV cache is used without mask and positions or is outgrown
-                (:meth:`outgrows_caches`), a mask comes without positions to layers that have a state, both tokens and
-                embeddings are given, or ``output`` has another value.
+                (:meth:`outgrows_caches`), no layer reads ``encoder_input``, a mask comes without positions to layers
+                that have a state, both tokens and embeddings are given, or ``output`` has another value.
         """
         if output not in ("logits", "hidden", None):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
         if (tokens is None) == (input_embeds is None):
             raise ValueError("Give either tokens or input_embeds, and not both.")
+        if encoder_input is not None and not any(map(_attends_to_encoder, self.layers)):
+            raise ValueError("encoder_input: no layer of this decoder attends to an encoder, so that it would be lost.")
         if isinstance(tokens, Tensor) and tokens.dim() != 2:
             raise ValueError(f"tokens have the shape {list(tokens.shape)}: give [b, s], or tokens[None] of one row.")
         h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
@@ -453,6 +455,10 @@ class TransformerDecoder(nn.Module):
             return None
         lengths = documents.cu_seqlens.diff().to(input_pos.device)
         return lengths.repeat_interleave(lengths, output_size=documents.num_tokens).view(input_pos.shape)
+
+
+def _attends_to_encoder(layer: nn.Module) -> bool:
+    return hasattr(layer, "fusion_layer") or not isinstance(layer, TransformerSelfAttentionLayer)
 
 
 def text_decoder(model: nn.Module) -> nn.Module:
