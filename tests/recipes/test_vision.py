@@ -14,12 +14,15 @@ from tests import tiny_vision
 from tests.recipes.runs import Run, load_recipe, start, write_config
 from tests.recipes.test_generate import recipe_of
 from tests.tiny_vision import images, logits_of_transformers, sees
-from torchtune.config import load_and_check
+from torchtune import generate
+from torchtune.config import instantiate, load_and_check
 from torchtune.data import Message, padded_collate_tiled_images_and_mask
 from torchtune.generation import prompt_tokens
+from torchtune.models import from_hf_config
+from torchtune.training import fit_vocabulary
 from torchtune.training.plan._check_run import find_problems
 from torchtune.training.simulate._simulate import SimulationError, check_simulated
-from torchtune.utils import UserError
+from torchtune.utils import UserError, log_once
 
 SETTINGS = {
     "dataset": {"_component_": "tests.tiny_vision.Rows"},
@@ -114,9 +117,18 @@ def test_a_simulation_has_no_images(folder: Path) -> None:
         check_simulated(cfg)
 
 
-def test_text_alone_under_a_frozen_decoder_is_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_vision.with_parts(str(folder / "checkpoint"), decoder_trainable=False).train()
-    model(torch.tensor([[1, 2]]))
+@pytest.mark.parametrize("part", ["encoder_trainable", "fusion_trainable"])
+def test_text_alone_under_a_frozen_decoder_trains_nothing_and_says_so(
+    part: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch of text among others with images must not end the run: its gradients are zero."""
+    log_once.cache_clear()
+    parts = {"decoder_trainable": False, "encoder_trainable": False, "fusion_trainable": False, part: True}
+    model = tiny_vision.with_parts(str(folder / "checkpoint"), **parts).train()
+    model(torch.tensor([[1, 2]])).sum().backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert all(not grad.any() for grad in grads if grad is not None)
+    assert any(grad is not None for grad in grads)
     assert "A batch without images trains nothing" in caplog.text
 
 
@@ -142,3 +154,33 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path)
     assert len(answers) == 2  # another picture, another answer
     with pytest.raises(UserError, match=r"prompt: it holds an image, and text is read here.* prompt.image"):
         prompt_tokens(recipe.tokenizer, [Message("user", [{"type": "image", "content": prompt["image"]}])], "prompt")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tile_size": 42}, "tiles of 42 pixels in patches of 14, but those of the model have 28 in patches of 14"),
+        ({"patch_size": 7}, "tiles of 28 pixels in patches of 7, but"),
+        ({"max_num_tiles": 6}, "max_num_tiles is 6, but the model reads 4 at most"),
+    ],
+)
+def test_images_of_another_size_than_the_models_are_refused(
+    change: dict[str, int], sentence: str, folder: Path
+) -> None:
+    tokenizer = instantiate({**tiny_vision.write_pictures(folder)["tokenizer"], **change})
+    with torch.device("meta"):
+        model = from_hf_config(str(folder / "checkpoint"))
+    with pytest.raises(UserError, match=sentence):
+        fit_vocabulary(model, tokenizer)
+    with pytest.raises(UserError, match="gives images, but the model reads text only"):
+        fit_vocabulary(model.decoder, tokenizer)
+
+
+def test_no_way_of_generating_or_training_drops_images(folder: Path) -> None:
+    settings = tiny_vision.write_pictures(folder, count=0)["tokenizer"]
+    with pytest.raises(UserError, match="tiles of 42 pixels"):
+        recipe_of(folder, tokenizer={**settings, "tile_size": 42}, prompt={"user": "?", "image": "a.png"})
+    model = tiny_vision.with_parts(str(folder / "checkpoint"))
+    generate(model, instantiate(settings), "?", max_new_tokens=1)  # a question without an image
+    with pytest.raises(ValueError, match="encoder_input has images, but this model reads text only"):
+        model.decoder(torch.tensor([[1, 2]]), encoder_input=images([(1, 1)]))

@@ -131,7 +131,7 @@ def _checked(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
     if empty := [name for name, tensor in decoder.named_parameters() if tensor.is_meta]:
         raise GenerationError(f"model: '{empty[0]}' has no values: load the weights first.")
     check_tokenizer(tokenizer)
-    training.fit_vocabulary(decoder, tokenizer)
+    training.fit_vocabulary(model, tokenizer)
     own = ORIGINS[model].tokenizer if model in ORIGINS else tokenizer
     if own is not tokenizer:
         count = min(own.vocab_size, tokenizer.vocab_size)

@@ -298,7 +298,7 @@ class TransformerDecoder(nn.Module):
             documents: document boundaries in the flattened batch, instead of a mask.
             input_pos: positions ``[b, s]`` or ``[s]``; by default from the documents, or 0 … s - 1.
             input_embeds: ``[b, s, d]`` instead of tokens.
-            encoder_input: passed to the layers, for cross-attention.
+            encoder_input: output of an encoder ``[b, t, d]``, passed to the layers for cross-attention.
             encoder_mask: passed to the layers, for cross-attention.
             output: ``"logits"``, or ``"hidden"`` for the input of the output projection. By default ``"logits"``,
                 unless ``skip_output_layer`` is True.
@@ -311,7 +311,7 @@ class TransformerDecoder(nn.Module):
             ValueError: a sequence exceeds ``max_seq_len``, documents share a prefix and cannot
                 (:meth:`prefix_obstacle`), a KV cache is used without mask and positions or is outgrown
                 (:meth:`outgrows_caches`), a mask comes without positions to layers that have a state, both tokens and
-                embeddings are given, or ``output`` has another value.
+                embeddings are given, ``encoder_input`` holds images, or ``output`` has another value.
         """
         if output not in ("logits", "hidden", None):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
@@ -319,6 +319,8 @@ class TransformerDecoder(nn.Module):
             raise ValueError("Give either tokens or input_embeds, and not both.")
         if isinstance(tokens, Tensor) and tokens.dim() != 2:
             raise ValueError(f"tokens have the shape {list(tokens.shape)}: give [b, s], or tokens[None] of one row.")
+        if isinstance(encoder_input, Mapping):
+            raise ValueError("encoder_input has images, but this model reads text only: it would not see them.")
         h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
         if self.embed_scale != 1.0 and input_embeds is None:
             h = h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)

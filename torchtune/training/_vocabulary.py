@@ -1,5 +1,6 @@
 """Tokenizer against embedding."""
 
+import math
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
 
     Raises:
         ConversionError: new rows of a frozen embedding cannot be trained here.
-        UserError: the tokenizer has more tokens than the embedding and ``resize`` is False.
+        UserError: the tokenizer has more tokens than the embedding and ``resize`` is False, or gives images that the
+            model cannot read.
 
     Example:
         >>> torchtune.training.fit_vocabulary(model, tokenizer)  # raises if a token had no row
     """
+    if getattr(tokenizer, "takes_images", False):
+        _check_images(model, tokenizer)
     decoder = text_decoder(model)
     embedding, needed = decoder.tok_embeddings, tokenizer.vocab_size
     rows = getattr(embedding, "num_tokens", embedding.weight.shape[0])
@@ -50,3 +54,26 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     get_logger().info(f"The embedding grew from {rows} to {needed} rows.")
     if frozen:
         apply_conversions(decoder, [NewTokens(needed - rows)])
+
+
+def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
+    """Check that the model reads images, of the tokenizer's tiles. Raises :class:`UserError`."""
+    if text_decoder(model) is model:
+        raise UserError(
+            f"tokenizer: a {type(tokenizer).__name__} gives images, but the model reads text only: take a text "
+            "tokenizer, or a vision model."
+        )
+    clip = getattr(model.encoder, "clip", None)
+    if clip is None or not hasattr(tokenizer, "tile_size"):
+        return
+    patch = clip.conv.kernel_size[0]
+    tile = patch * math.isqrt(clip.patches_per_tile)
+    if (tokenizer.tile_size, tokenizer.patch_size) != (tile, patch):
+        raise UserError(
+            f"tokenizer: its images have tiles of {tokenizer.tile_size} pixels in patches of {tokenizer.patch_size}, "
+            f"but those of the model have {tile} in patches of {patch}: set image_size of both to the checkpoint's."
+        )
+    if clip.max_num_tiles is not None and tokenizer.max_num_tiles > clip.max_num_tiles:
+        raise UserError(
+            f"tokenizer: max_num_tiles is {tokenizer.max_num_tiles}, but the model reads {clip.max_num_tiles} at most."
+        )

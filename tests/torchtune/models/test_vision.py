@@ -245,6 +245,7 @@ def test_meta_files_are_read(folder, tmp_path):
     [
         ({"encoder_mask": torch.ones(1, 7, 20, dtype=torch.bool)}, r"encoder_mask is torch.bool \[1, 7, 20\]"),
         ({"encoder_mask": torch.ones(1, 7, 40)}, "encoder_mask is torch.float32"),
+        ({"encoder_input": None}, "give encoder_input, the images, as well"),
         ({"encoder_input": {**images([(2, 2)]), "images": torch.zeros(1, 1, 2, 3, 28, 28)}}, "aspect_ratio says"),
     ],
 )

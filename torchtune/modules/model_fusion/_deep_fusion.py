@@ -19,7 +19,8 @@ class DeepFusionModel(nn.Module):
 
     Args:
         decoder: some of its layers are :class:`FusionLayer`.
-        encoder: called with the entries of ``encoder_input``, returns ``[b, t, d]``.
+        encoder: called with the entries of ``encoder_input``, returns ``[b, t, d]``. Its method ``blank(device)``
+            makes these of an image without content, for batches of text that must run it.
         decoder_trainable: whether the parameters of the decoder are trained, apart from those of the fusion.
         encoder_trainable: the same of the encoder.
         fusion_trainable: the same of the fusion (:func:`get_fusion_params`).
@@ -161,19 +162,20 @@ class DeepFusionModel(nn.Module):
             see :meth:`torchtune.modules.TransformerDecoder.forward`.
 
         Raises:
-            ValueError: ``encoder_mask`` has another shape or dtype, or see there.
+            ValueError: ``encoder_mask`` has another shape or dtype or comes without ``encoder_input``, or see there.
         """
         x = tokens if tokens is not None else input_embeds
         if encoder_input is not None and not _has_images(encoder_input):
             encoder_input = encoder_mask = None
         encoded = None if encoder_input is None else self.encoder(**encoder_input)
-        if encoded is None and self._gathers() and not self.caches_are_enabled():
-            # Every rank runs the encoder, or the others wait for it: here on a blank image, which no token sees.
-            encoded = self.encoder(**self.encoder.blank(x.device)).expand(x.shape[0], -1, -1)
-            encoder_mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
-            encoder_mask = encoder_mask.expand(*x.shape[:2], encoded.shape[1])
-        elif encoded is None and self.training and torch.is_grad_enabled():
-            self._warn_of_text()
+        if encoded is None and not self.caches_are_enabled():
+            if encoder_mask is not None:
+                raise ValueError(
+                    "encoder_mask says which images a token sees: give encoder_input, the images, as well."
+                )
+            learns = self.training and torch.is_grad_enabled()
+            if (learns and self._has_frozen_text()) or self._gathers():
+                encoded, encoder_mask = self._encode_nothing(x)
         if encoder_mask is not None:
             wanted = (*x.shape[:2], encoder_mask.shape[-1] if encoded is None else encoded.shape[1])
             if encoder_mask.dtype != torch.bool or tuple(encoder_mask.shape) != wanted:
@@ -192,23 +194,36 @@ class DeepFusionModel(nn.Module):
             output=output,
         )
 
+    def _encode_nothing(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of the encoder for a blank image, and a mask by which no token sees it.
+
+        Sharded, every rank must run the encoder, or the others wait for it. And a loss must depend on some parameter
+        that is trained; its gradient is zero.
+        """
+        encoded = self.encoder(**self.encoder.blank(x.device)).expand(x.shape[0], -1, -1)
+        mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
+        return encoded, mask.expand(*x.shape[:2], encoded.shape[1])
+
     def _gathers(self) -> bool:
-        """Whether ranks gather the encoder's parameters in its forward pass, so that all of them must run it."""
+        """Whether ranks gather the encoder's parameters in its forward pass."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
         from torch.distributed.fsdp import FSDPModule  # slow to import
 
         return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
 
-    def _warn_of_text(self) -> None:
+    def _has_frozen_text(self) -> bool:
+        """Whether text alone trains nothing, which is logged once."""
         fusion = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
-        if not any(parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion):
-            log_once(
-                get_logger(),
-                "A batch without images trains nothing: the text decoder is frozen (decoder_trainable or an adapter on "
-                "it would train it), and only images reach the rest.",
-                logging.WARNING,
-            )
+        if any(parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion):
+            return False
+        log_once(
+            get_logger(),
+            "A batch without images trains nothing: the text decoder is frozen (decoder_trainable or an adapter on it "
+            "would train it), and only images reach the rest.",
+            logging.WARNING,
+        )
+        return True
 
 
 def _has_images(encoder_input: Mapping[str, Any]) -> bool:
