@@ -107,6 +107,7 @@ class InferenceRecipe:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             self.model = from_hf_config(folder) if cfg.model is None else config.instantiate(cfg.model)
             apply_conversions(self.model, [config.instantiate(converter) for converter in cfg.model_converters])
+        training.fit_vocabulary(self.model, self.tokenizer)
         checkpointer.load_model(self.model, device=self.device)
 
     def prompt_row(self, prompt: dict[str, str | None]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tests import tiny_vision
 from tests.recipes.runs import Run, load_recipe, start, write_config
 from tests.recipes.test_generate import recipe_of
 from tests.tiny_vision import images, logits_of_transformers, sees
+from torchtune import generate
 from torchtune.config import instantiate, load_and_check
 from torchtune.data import Message, padded_collate_tiled_images_and_mask
 from torchtune.generation import prompt_tokens
@@ -173,3 +174,13 @@ def test_images_of_another_size_than_the_models_are_refused(
         fit_vocabulary(model, tokenizer)
     with pytest.raises(UserError, match="gives images, but the model reads text only"):
         fit_vocabulary(model.decoder, tokenizer)
+
+
+def test_no_way_of_generating_or_training_drops_images(folder: Path) -> None:
+    settings = tiny_vision.write_pictures(folder, count=0)["tokenizer"]
+    with pytest.raises(UserError, match="tiles of 42 pixels"):
+        recipe_of(folder, tokenizer={**settings, "tile_size": 42}, prompt={"user": "?", "image": "a.png"})
+    model = tiny_vision.with_parts(str(folder / "checkpoint"))
+    generate(model, instantiate(settings), "?", max_new_tokens=1)  # a question without an image
+    with pytest.raises(ValueError, match="encoder_input has images, but this model reads text only"):
+        model.decoder(torch.tensor([[1, 2]]), encoder_input=images([(1, 1)]))

@@ -78,6 +78,9 @@ def open_image(value: Any, decode: bool = True) -> Any:
     try:
         if isinstance(value, pillow.Image):
             return _in_rgb(value) if decode else value
+        if not decode and isinstance(value, str | Path) and not str(value).startswith("data:"):
+            with pillow.open(Path(value).expanduser()) as image:  # which reads the header alone
+                return image
         image = pillow.open(io.BytesIO(_data(value)))
         if not decode:
             return image

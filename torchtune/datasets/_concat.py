@@ -17,7 +17,7 @@ class ConcatDataset(Dataset):
         datasets: all packed, or none.
 
     Raises:
-        DataError: there are none, or packed and other datasets are mixed.
+        DataError: there are none, packed and other datasets are mixed, or one is streamed.
 
     Example:
         >>> short = [{"tokens": [1], "labels": [1]}]
@@ -32,6 +32,8 @@ class ConcatDataset(Dataset):
         packed = [isinstance(dataset, PackedDataset) for dataset in self._datasets]
         if any(packed) and not all(packed):
             raise DataError("Datasets with packed=True and packed=False cannot be mixed: set all of them alike.")
+        if not all(hasattr(dataset, "__len__") for dataset in self._datasets):
+            raise DataError("A list of datasets cannot hold one with streaming=True: leave streaming out.")
         self._ends = np.cumsum([len(dataset) for dataset in self._datasets])
 
     @property

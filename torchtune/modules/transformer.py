@@ -298,7 +298,7 @@ class TransformerDecoder(nn.Module):
             documents: document boundaries in the flattened batch, instead of a mask.
             input_pos: positions ``[b, s]`` or ``[s]``; by default from the documents, or 0 … s - 1.
             input_embeds: ``[b, s, d]`` instead of tokens.
-            encoder_input: passed to the layers, for cross-attention.
+            encoder_input: output of an encoder ``[b, t, d]``, passed to the layers for cross-attention.
             encoder_mask: passed to the layers, for cross-attention.
             output: ``"logits"``, or ``"hidden"`` for the input of the output projection. By default ``"logits"``,
                 unless ``skip_output_layer`` is True.
@@ -310,17 +310,17 @@ class TransformerDecoder(nn.Module):
         Raises:
             ValueError: a sequence exceeds ``max_seq_len``, documents share a prefix and cannot
                 (:meth:`prefix_obstacle`), a KV cache is used without mask and positions or is outgrown
-                (:meth:`outgrows_caches`), no layer reads ``encoder_input``, a mask comes without positions to layers
-                that have a state, both tokens and embeddings are given, or ``output`` has another value.
+                (:meth:`outgrows_caches`), a mask comes without positions to layers that have a state, both tokens and
+                embeddings are given, ``encoder_input`` is lost on it, or ``output`` has another value.
         """
         if output not in ("logits", "hidden", None):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
         if (tokens is None) == (input_embeds is None):
             raise ValueError("Give either tokens or input_embeds, and not both.")
-        if encoder_input is not None and not any(map(_attends_to_encoder, self.layers)):
-            raise ValueError("encoder_input: no layer of this decoder attends to an encoder, so that it would be lost.")
         if isinstance(tokens, Tensor) and tokens.dim() != 2:
             raise ValueError(f"tokens have the shape {list(tokens.shape)}: give [b, s], or tokens[None] of one row.")
+        if isinstance(encoder_input, Mapping) or (encoder_input is not None and not self._attends_to_encoder()):
+            raise ValueError("encoder_input has images, but this model reads text only: it would not see them.")
         h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
         if self.embed_scale != 1.0 and input_embeds is None:
             h = h * torch.tensor(self.embed_scale, dtype=h.dtype, device=h.device)
@@ -412,6 +412,12 @@ class TransformerDecoder(nn.Module):
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
                 )
 
+    def _attends_to_encoder(self) -> bool:
+        return any(
+            hasattr(layer, "fusion_layer") or not isinstance(layer, TransformerSelfAttentionLayer)
+            for layer in self.layers
+        )
+
     def prefix_obstacle(self) -> str | None:
         """Why documents cannot share a prefix in this model (:class:`torchtune.data.Documents`); None: they can."""
         for index, layer in enumerate(self.layers):
@@ -455,10 +461,6 @@ class TransformerDecoder(nn.Module):
             return None
         lengths = documents.cu_seqlens.diff().to(input_pos.device)
         return lengths.repeat_interleave(lengths, output_size=documents.num_tokens).view(input_pos.shape)
-
-
-def _attends_to_encoder(layer: nn.Module) -> bool:
-    return hasattr(layer, "fusion_layer") or not isinstance(layer, TransformerSelfAttentionLayer)
 
 
 def text_decoder(model: nn.Module) -> nn.Module:

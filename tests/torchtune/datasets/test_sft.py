@@ -326,6 +326,8 @@ def test_several_datasets_in_a_row(tokenizer: Any, tmp_path: Path) -> None:
     assert [both[i] for i in range(4)] == [both[i] for i in (0, 1, 0, 1)]
     assert both[-1] == both[1]
     assert len(instantiate_dataset(one, tokenizer)) == 2
+    with pytest.raises(DataError, match="streaming=True: leave streaming out"):
+        instantiate_dataset([one, {**one, "streaming": True}], tokenizer)
     with pytest.raises(DataError, match="cannot be mixed"):
         instantiate_dataset([one, {**one, "packed": True}], tokenizer)
     packs = instantiate_dataset([{**one, "packed": True}] * 2, tokenizer)

@@ -275,5 +275,5 @@ def test_a_config_that_cannot_be_built_is_refused_by_its_field(folder, part, fie
 
 def test_a_decoder_of_text_refuses_what_an_encoder_gives(folder):
     text = torchtune.models.build(ours(folder).description.text)
-    with pytest.raises(ValueError, match="no layer of this decoder attends to an encoder"):
+    with pytest.raises(ValueError, match="this model reads text only: it would not see them"):
         text(TOKENS, encoder_input=torch.zeros(3, 5, 32))
