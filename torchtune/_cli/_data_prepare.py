@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtune.utils import UserError, get_logger
+from torchtune.utils import UserError
 
 
 def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
@@ -26,7 +26,6 @@ def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
     from torchtune.training.plan._plan_data import nodes_of
     from torchtune.training.supervise._run_report import count_tokens
 
-    get_logger("INFO")  # says what it goes on behind
     cfg = RecipeSettings.of(settings)
     if cfg.dataset is None:
         raise UserError("the config has no dataset: name a config of a recipe that trains.")

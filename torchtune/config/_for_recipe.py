@@ -4,6 +4,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 
+def named_recipe(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
+    """What a config names as ``recipe:``; without that key the shipped recipe that runs it."""
+    from torchtune._recipe_registry import recipe_at
+
+    return data["recipe"] if "recipe" in data else recipe_at(scope.get("__file__") or "")
+
+
 def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
     """Whether a shipped recipe runs a config for one of another method, and not just for another number of devices."""
     from torchtune._recipe_registry import get_all_recipes, recipe_at

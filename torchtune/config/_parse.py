@@ -15,7 +15,7 @@ from torchtune.config import _locate, _overrides, _unread
 from torchtune.config._check import Checker
 from torchtune.config._describe import describe_settings
 from torchtune.config._errors import ConfigError, Mistake
-from torchtune.config._for_recipe import is_other_method, remark_on_recipe
+from torchtune.config._for_recipe import is_other_method, named_recipe, remark_on_recipe
 from torchtune.config._interpolate import interpolate
 from torchtune.config._reader import Document, leaves, read
 from torchtune.config._save import keep_references
@@ -87,7 +87,7 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
             message = f"{document.place((key,)).text}: '{key}' has no effect any more: {replacement}."
             log_once(get_logger(), message, level=30)
             del document.data[key]
-    name = document.data.get("recipe") if "recipe" not in fields else None
+    name = named_recipe(document.data, scope) if "recipe" not in fields else None
     checker = Checker(document, scope)
     given = dict(document.data)
     try:

@@ -1,5 +1,6 @@
 """Rows -> tokens and labels, in as many processes as there are cores."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -172,7 +173,8 @@ def tokenize_rows(rows: Any, work: Tokenize, bad: BadRows, writers: Writers) -> 
     for index, reason in found_bad:
         bad.add(index, reason)
     if done:
-        log_rank_zero(get_logger(), f"Going on behind {done:,} rows that were tokenized before.")
+        going_on = f"Going on behind {done:,} rows that were tokenized before."
+        log_rank_zero(get_logger(), going_on, logging.WARNING)  # as a command shows no less
     noted = (cut, len(notes), len(found_bad))
     hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: only on a terminal
     with tqdm(total=len(rows), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:

@@ -210,6 +210,9 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
             ends, which restores their bits: there is never a second copy of more than the weights of an attention or
             feed-forward layer. Both ways take about as long as 5 to 10 steps.
 
+    Raises:
+        GenerationError: inside, a layer is called with gradients.
+
     Example:
         >>> with torchtune.generation.fast_linears(model, pack=True):
         ...     text = torchtune.generate(model, tokenizer, "Why?", max_new_tokens=2)

@@ -311,7 +311,7 @@ class TransformerDecoder(nn.Module):
             ValueError: a sequence exceeds ``max_seq_len``, documents share a prefix and cannot
                 (:meth:`prefix_obstacle`), a KV cache is used without mask and positions or is outgrown
                 (:meth:`outgrows_caches`), a mask comes without positions to layers that have a state, both tokens and
-                embeddings are given, ``encoder_input`` holds images, or ``output`` has another value.
+                embeddings are given, ``encoder_input`` is lost on it, or ``output`` has another value.
         """
         if output not in ("logits", "hidden", None):
             raise ValueError(f"output is {output!r}: ask for 'logits' or 'hidden'.")
@@ -319,7 +319,7 @@ class TransformerDecoder(nn.Module):
             raise ValueError("Give either tokens or input_embeds, and not both.")
         if isinstance(tokens, Tensor) and tokens.dim() != 2:
             raise ValueError(f"tokens have the shape {list(tokens.shape)}: give [b, s], or tokens[None] of one row.")
-        if isinstance(encoder_input, Mapping):
+        if isinstance(encoder_input, Mapping) or (encoder_input is not None and not self._attends_to_encoder()):
             raise ValueError("encoder_input has images, but this model reads text only: it would not see them.")
         h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
         if self.embed_scale != 1.0 and input_embeds is None:
@@ -411,6 +411,12 @@ class TransformerDecoder(nn.Module):
                     "The text grows beyond a length at which the angles of all its positions change: call "
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
                 )
+
+    def _attends_to_encoder(self) -> bool:
+        return any(
+            hasattr(layer, "fusion_layer") or not isinstance(layer, TransformerSelfAttentionLayer)
+            for layer in self.layers
+        )
 
     def prefix_obstacle(self) -> str | None:
         """Why documents cannot share a prefix in this model (:class:`torchtune.data.Documents`); None: they can."""

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from tests.recipes.runs import RECIPES, load_recipe
 from tests.torchtune.config.assets import typed_recipe
 from torchtune import config
 from torchtune.config import describe_settings, load_and_check, log_config, save_config, settings_of, to_dict
@@ -27,6 +28,15 @@ def test_the_saved_config_gives_the_same_settings(name: str, tmp_path: Path) -> 
     assert again.recipe == "typed_recipe"
     save_config(again, tmp_path / "twice.yaml")
     assert (tmp_path / "saved.yaml").read_text() == (tmp_path / "twice.yaml").read_text()
+
+
+def test_the_saved_config_names_the_recipe_that_ran_where_the_config_named_none(tmp_path: Path) -> None:
+    main = load_recipe("quantize", tmp_path).recipe_main
+    first, rest = (RECIPES / "configs" / "quantization.yaml").read_text().split("\n", 1)
+    assert first == "recipe: quantize"
+    (tmp_path / "old.yaml").write_text(rest)
+    save_config(load_and_check(tmp_path / "old.yaml", [], main), tmp_path / "saved.yaml")
+    assert (tmp_path / "saved.yaml").read_text().startswith("recipe: quantize\n")
 
 
 @pytest.mark.parametrize(

@@ -271,3 +271,9 @@ def test_a_config_that_cannot_be_built_is_refused_by_its_field(folder, part, fie
     config[part][field] = value
     with pytest.raises(torchtune.models.ModelError, match=field):
         SPEC.from_hf_config(config)
+
+
+def test_a_decoder_of_text_refuses_what_an_encoder_gives(folder):
+    text = torchtune.models.build(ours(folder).description.text)
+    with pytest.raises(ValueError, match="this model reads text only: it would not see them"):
+        text(TOKENS, encoder_input=torch.zeros(3, 5, 32))
