@@ -37,7 +37,7 @@ class Settings:
     checkpointer: Component
 
     # The conversation so far: a text for each of system (optional) and user; image (of a vision model) is a path.
-    prompt: dict[str, str | None] = field(default_factory=dict)
+    prompt: dict[str, str | dict[str, str | None] | None] = field(default_factory=dict)
     # JSONL file of prompts, answered in the place of prompt.user: a text, a list of messages, or an object with one of
     # them under prompt or messages, per line; prompt.system begins conversations without a system turn.
     prompts: str | None = None
@@ -70,11 +70,18 @@ class Settings:
         "quantizer": "the checkpoint decides how weights are stored",
     }
 
+    def __post_init__(self) -> None:
+        # YAML of earlier releases has image and text within prompt.user.
+        if isinstance(user := self.prompt.get("user"), dict):
+            self.prompt = {**self.prompt, "user": None, **{{"text": "user"}.get(k, k): v for k, v in user.items()}}
+
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what no single setting shows: (setting, what is wrong and what to do)."""
-        for role in self.prompt:
+        for role, text in self.prompt.items():
             if role not in ("system", "user", "image"):
                 yield f"prompt.{role}", "is not a role: use system and user, and image"
+            elif isinstance(text, dict):
+                yield f"prompt.{role}", "must be a text"
         for name in ("model", "tokenizer"):
             if getattr(self, name) is None and "checkpoint_dir" not in self.checkpointer:
                 yield name, "is not given, and checkpointer has no checkpoint_dir to take it from: give one of them"

@@ -111,7 +111,10 @@ def get_all_recipes() -> list[Recipe]:
 
 
 # Former name -> the recipe that older commands and configs mean.
-_FORMER = {"dev/grpo_full_finetune_distributed": "full_grpo_distributed"}
+_FORMER = {
+    "dev/generate_v2": "generate",
+    "dev/grpo_full_finetune_distributed": "full_grpo_distributed",
+}
 
 
 def current_name(name: str) -> str:

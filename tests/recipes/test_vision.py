@@ -137,7 +137,8 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path)
     theirs = MllamaForConditionalGeneration.from_pretrained(folder / "checkpoint").eval()
     answers = set()
     for name, cached in (("0", True), ("0", False), ("7", True)):
-        prompt = {"user": "?", "image": str(folder / f"{name}.png")}
+        image = str(folder / f"{name}.png")
+        prompt = {"user": "?", "image": image} if cached else {"user": {"text": "?", "image": image}}  # as formerly
         settings = {"tokenizer": pictures["tokenizer"], "prompt": prompt, "temperature": 0, "enable_kv_cache": cached}
         recipe, cfg = recipe_of(folder, **settings, max_new_tokens=4)
         row = recipe.prompt_row(cfg.prompt)
@@ -153,7 +154,7 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path)
         answers.add(tuple(tokens[0, len(row["tokens"]) :].tolist()))
     assert len(answers) == 2  # another picture, another answer
     with pytest.raises(UserError, match=r"prompt: it holds an image, and text is read here.* prompt.image"):
-        prompt_tokens(recipe.tokenizer, [Message("user", [{"type": "image", "content": prompt["image"]}])], "prompt")
+        prompt_tokens(recipe.tokenizer, [Message("user", [{"type": "image", "content": image}])], "prompt")
 
 
 @pytest.mark.parametrize(

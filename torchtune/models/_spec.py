@@ -99,17 +99,23 @@ class ModelSpec:
         theirs = {path: names.external_module(path, description) for path in paths if path in known}
         return [path for path, name in theirs.items() if name.endswith(self.not_in_peft)]
 
+    def fused_with(self, paths: Collection[str], description: Description) -> list[str]:
+        """Modules that are not of ``paths``, but that checkpoints and peft hold in one projection with one of these."""
+        if "hf" not in self.weight_maps:
+            return []
+        names = self.weight_maps["hf"]
+        groups = (names.adapted_together(path, description) for path in paths)
+        return list(dict.fromkeys(other for group in groups for other in group if other not in paths))
+
     def check_adapters(self, paths: Collection[str], description: Description) -> None:
         """Check before training that PEFT's format can express the adapters.
 
         Raises:
-            ModelError: a module has no name in checkpoints, or is one of several that a checkpoint fuses and ``paths``
-                lacks another of them.
+            ModelError: a module has no name in checkpoints.
         """
         if "hf" not in self.weight_maps:
             return
-        names, chosen = self.weight_maps["hf"], set(paths)
-        known = names.adapted_modules(description)
+        known = self.weight_maps["hf"].adapted_modules(description)
         for path in paths:
             if path.endswith(".router.gate"):
                 raise ModelError(f"LoRA: '{path}' is a router, which peft cannot adapt: leave it out.")
@@ -123,11 +129,6 @@ class ModelSpec:
             if path not in known:
                 raise ModelError(
                     f"LoRA: '{path}' is not a module of its own in checkpoints of {self.name}: leave it out."
-                )
-            if absent := [other for other in names.adapted_together(path, description) if other not in chosen]:
-                raise ModelError(
-                    f"LoRA: '{path}' and '{absent[0]}' are one fused projection in checkpoints of {self.name} and in "
-                    "peft: adapt all of its parts (q_proj, k_proj and v_proj; w1 and w3), or none."
                 )
 
 

@@ -192,4 +192,5 @@ def test_a_former_name_means_the_recipe_of_now() -> None:
     from torchtune._cli._target import resolve_recipe
 
     assert resolve_recipe("dev/grpo_full_finetune_distributed").name == "full_grpo_distributed"
+    assert resolve_recipe("dev/generate_v2").name == "generate"
     assert find_recipe("dev/grpo_full_finetune_distributed") == find_recipe("full_grpo_distributed") is not None

@@ -8,7 +8,6 @@ import torch
 
 from tests.torchtune.models.conftest import on_disk
 from tests.torchtune.training.checkpointing.small import OF_TEXT
-from torchtune.models import ModelError
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 
@@ -183,10 +182,12 @@ def test_adapter_size(family: str, name: str, parameters: int, adapter: int | No
     builder = getattr(_module(family), f"lora_{name}")
     with torch.device("meta"):
         if family in ("phi3", "phi4"):  # their files hold queries, keys and values in one matrix
-            with pytest.raises(ModelError, match="one fused projection in checkpoints"):
-                builder(["q_proj", "output_proj"])
-            with pytest.raises(ModelError, match="one fused projection in checkpoints"):
-                apply_conversions(getattr(_module(family), name)(), [LoRA(rank=8, alpha=16, target_modules=["w1"])])
+            plain = getattr(_module(family), name)()
+            (report,) = apply_conversions(plain, [LoRA(rank=8, alpha=16, target_modules=["w1"])])
+            assert "mlp.w3 and its like" in str(report)
+            trained = [name for name, parameter in plain.named_parameters() if parameter.requires_grad]
+            assert len(trained) == 2 * len(plain.layers)
+            assert all(".mlp.w1.lora_" in name for name in trained)
         model = builder(["q_proj", "k_proj", "v_proj", "output_proj"])
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())

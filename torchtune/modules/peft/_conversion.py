@@ -196,16 +196,21 @@ class LoRA(Conversion):
     def convert(self, model: nn.Module) -> ConversionReport:
         """Replace the chosen layers by :class:`LoRALinear` or :class:`DoRALinear`, freeze the rest.
 
+        Where checkpoints and peft hold several layers in one projection (Phi-3's q, k and v), those that are not chosen
+        get adapters, too, which stay zero and are not trained.
+
         Raises:
             ConversionError: a target matches no linear layer; nothing has been changed then.
             ModelError: an adapter of a target could not be saved; nothing has been changed then either.
         """
-        chosen, without = self._select(model), []
+        chosen, without, beside = self._select(model), [], []
         if (spec := getattr(model, "spec", None)) is not None:
             if self.target_modules is None:  # which would name them
                 without = spec.refused_by_peft(chosen, model.description)
                 chosen = {path: module for path, module in chosen.items() if path not in without}
             spec.check_adapters(chosen, model.description)
+            beside = spec.fused_with(chosen, model.description)
+            chosen |= {path: model.get_submodule(path) for path in beside}
         linear_kind = DoRALinear if self.use_dora else LoRALinear
         for path, layer in chosen.items():
             parent, _, name = path.rpartition(".")
@@ -217,16 +222,19 @@ class LoRA(Conversion):
                 new.scaling = self.alpha / self.rank**0.5
             setattr(model.get_submodule(parent), name, new)
         adapter = get_adapter_params(model)
-        set_trainable_params(model, adapter)
+        frozen = {name for name in adapter if name.startswith(tuple(f"{path}." for path in beside))}
+        set_trainable_params(model, adapter.keys() - frozen)
         note = f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen"
         if self.dropout and self._saved_dropout(model) != self.dropout:
             note += "; files say lora_dropout 0, because peft has none for experts"
         if without:
             note += f"; none for {without[0]} and its like ({len(without)}), which peft refuses"
+        if beside:
+            note += f"; that of {beside[0]} and its like ({len(beside)}) stays zero: files hold it in one with others"
         return ConversionReport(
             name="DoRA" if self.use_dora else "LoRA",
-            replaced=list(chosen),
-            num_parameters=sum(param.numel() for param in adapter.values()),
+            replaced=[path for path in chosen if path not in beside],
+            num_parameters=sum(param.numel() for name, param in adapter.items() if name not in frozen),
             note=note,
         )
 

@@ -19,6 +19,7 @@ from tests.torchtune.training.checkpointing.small import (
     randomize_adapter,
     read,
     same_bits,
+    some_tokens,
     stored,
     write_folder,
 )
@@ -155,6 +156,36 @@ def test_fused_projections_with_peft_both_ways(shape: str, dora: bool, tmp_path:
     assert same_bits(adapters(again), adapters(model))
     merged = AutoModelForCausalLM.from_pretrained(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))
     torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_part_of_a_fused_projection(dora: bool, tmp_path: Path) -> None:
+    """The adapters of the other parts stay zero: here, in peft, and after training."""
+    source = write_folder(tmp_path / "in", "phi3")
+    conversion = LoRA(4, 6, attn_modules=["q_proj", "v_proj"], use_dora=dora)
+    model = build(source, conversion)
+    checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+    checkpointer.load_model(model)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[3] for name in trained} == {"q_proj", "v_proj"}
+    others = {name: value.clone() for name, value in adapters(model).items() if name not in trained}
+    assert others
+    optimizer = torch.optim.SGD(trained.values(), lr=30.0)
+    for _ in range(2):  # B first, then A
+        model(some_tokens()).square().mean().backward()
+        optimizer.step()
+    assert same_bits({name: value for name, value in adapters(model).items() if name in others}, others)
+    assert not any(value.any() for name, value in others.items() if "lora_b" in name)
+    expected = logits(model.eval())
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    assert not torch.allclose(expected, logits(load(source)), atol=1e-3)
+    torch.testing.assert_close(
+        logits(PeftModel.from_pretrained(hf_model("phi3"), saved)), expected, atol=1e-4, rtol=1e-4
+    )
+    shutil.copytree(saved, source, dirs_exist_ok=True)
+    again = load(source, conversion)
+    assert same_bits(adapters(again), adapters(model))
+    assert [name for name, parameter in again.named_parameters() if parameter.requires_grad] == list(trained)
 
 
 def test_fused_adapter_that_is_not_of_parts(tmp_path: Path) -> None:
