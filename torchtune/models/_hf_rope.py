@@ -80,7 +80,8 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         for field in ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"):
             fields.take(field, None)  # written by some, used by none
         return found
-    width = fields.take("head_dim", 0) or fields.take("hidden_size") // fields.take("num_attention_heads")
+    # A size of 0 is refused with the description's others.
+    width = fields.take("head_dim", 0) or fields.take("hidden_size") // max(fields.take("num_attention_heads"), 1) or 1
     turning = fields.take("rotary_dim", width) if "dim" in allowed else width
     base, partial = fields.take("rope_theta", 10_000.0), fields.take("partial_rotary_factor", turning / width)
     local = fields.take("rope_local_base_freq", None)

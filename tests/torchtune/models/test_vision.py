@@ -261,6 +261,7 @@ def test_inputs_that_do_not_fit_are_refused(folder, change, sentence):
     [
         ("text_config", "cross_attention_layers", [1, 5]),
         ("text_config", "tie_word_embeddings", True),
+        ("text_config", "hidden_size", 0),
         ("vision_config", "intermediate_size", 65),
         ("vision_config", "supported_aspect_ratios", [[1, 1], [2, 1]]),
         ("vision_config", "something_new", 3),
