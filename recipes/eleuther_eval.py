@@ -95,6 +95,7 @@ class EleutherEvalRecipe:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             self.model = from_hf_config(folder) if cfg.model is None else config.instantiate(cfg.model)
             apply_conversions(self.model, [config.instantiate(converter) for converter in cfg.model_converters])
+        training.fit_vocabulary(self.model, self.tokenizer)
         checkpointer.load_model(self.model, device=self.device)
 
     def evaluate(self, cfg: Settings) -> dict[str, Any]:

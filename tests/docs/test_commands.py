@@ -40,6 +40,7 @@ NOT_RUN = {
     "tune eval /tmp/SmolLM2-135M-Instruct --tasks tune_facts,tune_arithmetic,tune_texts": "needs the extra eval",
     "tune eval /tmp/SmolLM2-135M-Instruct --tasks hellaswag,arc_easy --limit 100 --chat-template": "needs the hub",
     "tune run eleuther_eval --config eleuther_evaluation tasks=[truthfulqa_mc2] limit=100": "needs the hub",
+    "tune run eleuther_eval --config llama3_2_vision/11B_evaluation tasks=[mmmu_val_science] limit=10": "needs the hub",
     "tune eval /tmp/run": "needs a run; tests/recipes/test_best_validation.py has one",
     'tune run generate --config llama3_2_vision/11B_generation_v2 prompt.image=cat.png prompt.user="Who is it?"': "",
     "make test": "runs this test",

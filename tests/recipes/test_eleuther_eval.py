@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from tests import tiny_vision
 from tests.recipes.runs import class_of, load_recipe
 from tests.tiny import write_checkpoint
-from torchtune.config import load_and_check
+from torchtune.config import instantiate, load_and_check
+from torchtune.data import Message, padded_collate_tiled_images_and_mask
 from torchtune.evaluation import EvaluationError, find_tasks
+from torchtune.utils import UserError
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytestmark = pytest.mark.filterwarnings("default")  # of the harness and what it imports
@@ -133,3 +137,90 @@ def test_what_is_asked_for_and_not_there(checkpoint: Path, tmp_path: Path) -> No
     (tmp_path / "tasks" / "mine.yaml").write_text(yaml.safe_dump({**settings, "doc_to_choice": ["a", "b"]}))
     with pytest.raises(EvaluationError, match=r"mine: the data cannot be loaded \(Unable to find '.*none.jsonl'\)"):
         run(checkpoint, tmp_path, tasks=["mine"], include_path=str(tmp_path / "tasks"))
+
+
+def write_tasks_with_images(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Tasks of these rows: seen (answers), seen_choice, which have images, and read_choice."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+    shared |= {"test_split": "test", "doc_to_text": "<image>?", "doc_to_image": ["image"]}
+    choices = {"output_type": "multiple_choice", "doc_to_choice": ["cat", "a dog"], "doc_to_target": "best"}
+    answers = {"output_type": "generate_until", "doc_to_target": "answer", "metric_list": [{"metric": "exact_match"}]}
+    answers["generation_kwargs"] = {"until": [], "max_gen_toks": 4}
+    read = {**shared, **choices, "doc_to_text": "?"}
+    del read["doc_to_image"]
+    tasks = {"seen": {**shared, **answers}, "seen_choice": {**shared, **choices}, "read_choice": read}
+    for name, task in tasks.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **task}))
+
+
+def test_questions_with_images_have_the_answers_of_transformers(tmp_path: Path) -> None:
+    from lm_eval.api.instance import Instance
+    from transformers import MllamaForConditionalGeneration
+
+    from torchtune.evaluation._harness_model import HarnessModel
+
+    checkpoint = tiny_vision.write_vision_checkpoint(tmp_path / "checkpoint")
+    settings = tiny_vision.write_pictures(tmp_path, count=2)["tokenizer"]
+    tokenizer = instantiate(settings)
+    theirs = MllamaForConditionalGeneration.from_pretrained(checkpoint).eval()
+    theirs.lm_head.weight.data[256:] = 0  # ids without a text are not answers
+    theirs.save_pretrained(checkpoint)
+
+    def log_probs(image: str, answer: list[int]) -> torch.Tensor:
+        """Of the tokens after the question, and after each of the answer."""
+        question = [Message("user", [{"type": "image", "content": image}, {"type": "text", "content": "?"}])]
+        row = tokenizer({"messages": [*question, Message("assistant", "")]}, inference=True)
+        batch = padded_collate_tiled_images_and_mask([row], pad_direction="left", pad_max_tiles=tiny_vision.TILES)
+        batch["encoder_input"]["images"] = batch["encoder_input"]["images"].float()
+        tokens = torch.cat([batch["tokens"], torch.tensor([answer], dtype=torch.int64)], dim=1)
+        mask = batch["encoder_mask"]
+        mask = torch.cat([mask, mask[:, -1:].expand(-1, len(answer), -1)], dim=1)
+        with torch.no_grad():
+            logits = tiny_vision.logits_of_transformers(theirs, tokens, batch["encoder_input"], mask)
+        return logits[0, -len(answer) - 1 :].log_softmax(-1)
+
+    rows, scores = [], {}
+    for image in (str(tmp_path / "0.png"), str(tmp_path / "1.png")):
+        answer: list[int] = []
+        for _ in range(4):
+            answer.append(int(log_probs(image, answer)[-1].argmax()))
+        for choice in ("cat", "a dog"):
+            ids = tokenizer.encode(choice, add_bos=False, add_eos=False)
+            scores[image, choice] = float(log_probs(image, ids)[range(len(ids)), ids].sum())
+        best = int(scores[image, "cat"] < scores[image, "a dog"])
+        rows.append({"image": image, "answer": tokenizer.decode(answer), "best": best})
+    assert rows[0]["answer"] != rows[1]["answer"]
+    write_tasks_with_images(tmp_path, rows)
+    shared = {"include_path": str(tmp_path), "tasks": ["seen", "seen_choice", "read_choice"], "limit": None}
+    found = run(checkpoint, tmp_path, tokenizer=settings, output_dir=str(tmp_path / "out"), **shared)
+    assert found["seen"]["exact_match,none"] == found["seen_choice"]["acc,none"] == 1.0
+
+    import torchtune
+
+    ours = HarnessModel(torchtune.load(checkpoint, device="cpu", dtype="fp32")[0], tokenizer)
+    asked = [("?", " cat"), *((("<image>?", f" {choice}", {"visual": [image]})) for image, choice in scores)]
+    requests = [Instance(request_type="loglikelihood", doc={}, arguments=one, idx=0) for one in asked]
+    ids = tokenizer.encode("? cat", add_bos=True, add_eos=False)
+    with torch.no_grad():
+        given = theirs(input_ids=torch.tensor([ids])).logits[0, 1:-1].log_softmax(-1)
+    wanted = [float(given[range(4), ids[2:]].sum()), *scores.values()]
+    assert [one for one, _ in ours.loglikelihood(requests)] == pytest.approx(wanted, abs=1e-3)
+
+    with pytest.raises(UserError, match="tiles of 42 pixels"):
+        run(checkpoint, tmp_path, tokenizer={**settings, "tile_size": 42}, **shared)
+    with pytest.raises(EvaluationError, match=r"tasks: seen has images, but the tokenizer, a .* reads text only: take"):
+        run(checkpoint, tmp_path, **shared)
+    with pytest.raises(EvaluationError, match="of which none can be cut, and there is room for 6"):
+        run(checkpoint, tmp_path, tokenizer=settings, **{**shared, "max_seq_length": 10})
+    (tmp_path / "seen.yaml").write_text((tmp_path / "seen.yaml").read_text().replace("<image>", "x"))
+    with pytest.raises(EvaluationError, match="a turn has 0 '<image>' but 1 images: doc_to_text has <image> once for"):
+        run(checkpoint, tmp_path, tokenizer=settings, **{**shared, "tasks": ["seen"]})
+    with pytest.raises(EvaluationError, match=r"chat_template: is for text alone"):
+        run(checkpoint, tmp_path, tokenizer=settings, chat_template=True, **shared)
+
+
+def test_a_model_of_text_is_not_asked_about_images(checkpoint: Path, tmp_path: Path) -> None:
+    write_tasks_with_images(tmp_path, [{"image": "a.png", "answer": "a", "best": 0}])
+    with pytest.raises(EvaluationError, match="tasks: seen has images, but a TransformerDecoder reads text only: name"):
+        run(checkpoint, tmp_path, include_path=str(tmp_path), tasks=["read_choice", "seen"])

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchtune.config import instantiate, load_and_check
 from torchtune.data import Message, padded_collate_tiled_images_and_mask
 from torchtune.generation import prompt_tokens
 from torchtune.models import from_hf_config
-from torchtune.training import fit_vocabulary
+from torchtune.training import RunReport, fit_vocabulary
 from torchtune.training.plan._check_run import find_problems
 from torchtune.training.simulate._simulate import SimulationError, check_simulated
 from torchtune.utils import UserError, log_once
@@ -130,6 +131,28 @@ def test_text_alone_under_a_frozen_decoder_trains_nothing_and_says_so(
     assert all(not grad.any() for grad in grads if grad is not None)
     assert any(grad is not None for grad in grads)
     assert "A batch without images trains nothing" in caplog.text
+
+
+def test_a_run_on_text_that_would_train_nothing_is_refused_before_its_first_step(folder: Path) -> None:
+    """Weight decay alone would move the weights, so that the end of the run would not tell."""
+    settings = tiny_vision.write_pictures(folder, count=1)
+    model = {"_component_": "tests.tiny_vision.with_parts", "checkpoint_dir": str(folder / "checkpoint")}
+    (folder / "text.jsonl").write_text('{"image": null, "conversations": [{"from": "human", "value": "?"}, '
+                                       '{"from": "gpt", "value": "r"}]}\n')  # fmt: skip
+    text = {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": str(folder / "text.jsonl"),
+        "conversation_column": "conversations",
+        "conversation_style": "sharegpt",
+    }
+    for dataset, trains in ((text, False), ([text, text], False), ([text, settings["dataset"]], True)):
+        for decoder in (False, True):
+            made = run(
+                "full", folder, tokenizer=settings["tokenizer"], dataset=dataset, train=False, batch_size=1,
+                model={**model, "decoder_trainable": decoder},
+            )  # fmt: skip
+            with nullcontext() if trains or decoder else pytest.raises(UserError, match="dataset: it has no images"):
+                RunReport(made.recipe)
 
 
 def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path) -> None:

@@ -46,6 +46,11 @@ class ConcatDataset(Dataset):
         """int64 [examples]: tokens of every example."""
         return np.concatenate([np.asarray(dataset.lengths) for dataset in self._datasets])
 
+    @property
+    def num_images(self) -> int:
+        """Images of all rows. Raises ``AttributeError`` if a part does not know, as if this had no such attribute."""
+        return sum(dataset.num_images or 0 for dataset in self._datasets)
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 

@@ -2,19 +2,21 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from torchtune.data import collate_documents
 from torchtune.evaluation._errors import EvaluationError
-from torchtune.generation import fast_linears, stream_tokens
+from torchtune.evaluation._harness_images import image_question, without_images
+from torchtune.generation import fast_linears, stream, stream_tokens
+from torchtune.generation._images import images_of_row
 from torchtune.generation._tokens import finite_steps
-from torchtune.modules.transformer import TransformerDecoder
+from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger, require
 
 _harness = require("lm_eval.api.model", extra="eval", purpose="An evaluation by tasks")
@@ -23,6 +25,7 @@ _windows = require("lm_eval.utils", extra="eval", purpose="An evaluation by task
 
 # Rows of logits that exist at a time.
 _LOGITS = 1024
+_NAN = "A log-likelihood is NaN: load the model in fp32, or it diverged."
 _GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k")
 # Tokens before the newest one in which the end of an answer may have begun, in addition to those of the text itself.
 _BEFORE = 8
@@ -33,11 +36,12 @@ class HarnessModel(_harness.TemplateLM):
     """Log-likelihoods and answers of a decoder for ``lm_eval.simple_evaluate``.
 
     Sequences are evaluated without padding, the longest first; continuations of one context that differ in their last
-    token share a forward pass. Logits exist for continuations alone, 1,024 positions at a time.
+    token share a forward pass. Logits exist for continuations alone, 1,024 positions at a time. Questions with images
+    are the user's turn of a conversation, one at a time.
 
     Args:
-        model: the decoder, with its weights.
-        tokenizer: of the model.
+        model: the decoder, or a model of text and images, with its weights.
+        tokenizer: of the model; that of a vision model for questions with images.
         batch_size: sequences per forward pass, and answers that are generated at a time.
         max_length: longest sequence; longer ones lose their beginning. By default the context of the model.
         max_gen_toks: longest answer, where the task does not say.
@@ -49,7 +53,7 @@ class HarnessModel(_harness.TemplateLM):
 
     def __init__(
         self,
-        model: TransformerDecoder,
+        model: nn.Module,
         tokenizer: Any,
         *,
         batch_size: int = 8,
@@ -62,7 +66,8 @@ class HarnessModel(_harness.TemplateLM):
             raise EvaluationError(
                 f"max_seq_length is {max_length} and the model's context {model.max_seq_len}: set it to at most that."
             )
-        self.decoder, self.torchtune_tokenizer = model, tokenizer
+        self.model, self.decoder, self.torchtune_tokenizer = model, text_decoder(model), tokenizer
+        self.MULTIMODAL = without_images(model, tokenizer) is None
         self.batch_size, self.max_gen_toks, self._use_cache = batch_size, max_gen_toks, enable_kv_cache
         self.max_length = max_length or model.max_seq_len
         self._device = model.tok_embeddings.weight.device
@@ -108,6 +113,11 @@ class HarnessModel(_harness.TemplateLM):
         Raises:
             EvaluationError: the tokenizer writes no text, or an answer that has begun is to be continued.
         """
+        if self.MULTIMODAL:
+            raise EvaluationError(
+                "chat_template: is for text alone, set it to False: questions with images are always asked in the "
+                "layout of the tokenizer."
+            )
         render = getattr(self.torchtune_tokenizer, "render_template", None)
         if render is None or not add_generation_prompt:
             raise EvaluationError(
@@ -145,11 +155,47 @@ class HarnessModel(_harness.TemplateLM):
                     longest = max(map(len, targets.values()))
                     for at, values in self._scored(hidden[end - longest : end], targets).items():
                         if math.isnan(values[0]):
-                            raise EvaluationError("A log-likelihood is NaN: load the model in fp32, or it diverged.")
+                            raise EvaluationError(_NAN)
                         found[at] = values
                         if requests[at][0] is not None:
                             self.cache_hook.add_partial("loglikelihood", requests[at][0], values)
                 bar.update(sum(len(shared[inputs]) for inputs in part))
+        return found
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is what greedy decoding gives) of each (context, continuation) and its images."""
+        seen = [len(request.args) > 2 for request in requests]
+        texts = [request for request, has_images in zip(requests, seen, strict=True) if not has_images]
+        of_texts = iter(super().loglikelihood(texts, disable_tqdm=disable_tqdm) if texts else [])
+        found = []
+        bar = tqdm(total=sum(seen), desc="Log-likelihoods with images", disable=True if disable_tqdm else None)
+        with bar, fast_linears(self.decoder, pack=False):
+            for request, has_images in zip(requests, seen, strict=True):
+                if not has_images:
+                    found.append(next(of_texts))
+                    continue
+                found.append(self._seen_loglikelihood(*request.args))
+                self.cache_hook.add_partial("loglikelihood", request.args, found[-1])
+                bar.update()
+        return found
+
+    @torch.inference_mode()
+    def _seen_loglikelihood(self, context: str, continuation: str, given: Any) -> tuple[float, bool]:
+        """The same of the answer to a question with images, whose turn begins without the space before a choice."""
+        answer = self.tok_encode(continuation.lstrip(), add_special_tokens=False)
+        if not answer:
+            raise EvaluationError("tasks: an answer is empty: write what doc_to_choice or doc_to_target gives.")
+        row = image_question(self.torchtune_tokenizer, context, given, self.max_length + 1 - len(answer))
+        inputs = images_of_row(row, self.device)
+        if inputs:  # the answer sees what the last token of the question sees
+            mask = inputs["encoder_mask"]
+            inputs["encoder_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, len(answer) - 1, -1)], dim=1)
+        tokens = torch.tensor([[*row["tokens"], *answer[:-1]]], device=self.device)
+        self.model.eval()
+        hidden = self.model(tokens, **inputs, output="hidden")[0]
+        found = self._scored(hidden[-len(answer) :], {0: answer})[0]
+        if math.isnan(found[0]):
+            raise EvaluationError(_NAN)
         return found
 
     def _report_cut(self, count: int, total: int) -> None:
@@ -177,6 +223,8 @@ class HarnessModel(_harness.TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows of ``max_length``."""
         windows, counts = [], []
+        if any(len(request.args) > 1 for request in requests):
+            raise EvaluationError("tasks: the perplexity of a text with images is not measured: leave the task out.")
         for (text,) in (request.args for request in requests):
             found = _windows.get_rolling_token_windows(
                 token_list=self.tok_encode(text),
@@ -195,24 +243,23 @@ class HarnessModel(_harness.TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers, each up to the first of the task's stop texts, a stop token, or its longest length."""
-        groups: dict[str, list[int]] = defaultdict(list)
+        groups: dict[tuple[str, int], list[int]] = defaultdict(list)
         for at, request in enumerate(requests):
-            groups[repr(request.args[1])].append(at)
+            groups[repr(request.args[1]), len(request.args)].append(at)
         found = [""] * len(requests)
         bar = tqdm(total=len(requests), desc="Answers", disable=True if disable_tqdm else None)
         with bar, fast_linears(self.decoder, pack=self._use_cache):
             for members in groups.values():
                 settings = _requests.normalize_gen_kwargs(requests[members[0]].args[1], self.max_gen_toks)
-                prompts = [requests[at].args[0] for at in members]
-                for place, text in self._answers(prompts, settings):
+                for place, text in self._answers([requests[at].args for at in members], settings):
                     at = members[place]
                     found[at] = text
                     self.cache_hook.add_partial("generate_until", requests[at].args, text)
                     bar.update()
         return found
 
-    def _answers(self, prompts: Sequence[str], settings: dict[str, Any]) -> Any:
-        """Yield (index, answer) as answers end."""
+    def _answers(self, asked: Sequence[tuple[Any, ...]], settings: dict[str, Any]) -> Any:
+        """Yield (index, answer) as answers end, to (prompt, settings) or (prompt, settings, images)."""
         if other := sorted(settings.keys() - set(_GENERATION)):
             raise EvaluationError(f"generation_kwargs: '{other[0]}' is not known here: use {', '.join(_GENERATION)}.")
         eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
@@ -224,20 +271,32 @@ class HarnessModel(_harness.TemplateLM):
                 "the prompt."
             )
         room = self.max_length - longest
-        given = [self.tok_encode(prompt) for prompt in prompts]
+        texts = [text for text in until if text and text != eos]
+        tail = _BEFORE + max((len(self.tok_encode(text, add_special_tokens=False)) for text in texts), default=0)
+        sampling = {"temperature": float(settings.get("temperature") or 0.0), "top_k": settings.get("top_k")}
+        sampling |= {"stop_tokens": list(stop), "use_cache": self._use_cache}
+
+        def has_stop(tokens: list[int]) -> bool:
+            last = self.tok_decode(tokens[-tail:]) if texts else ""
+            return any(text in last for text in texts)
+
+        if len(asked[0]) > 2:
+            for at, (prompt, _, images) in enumerate(asked):
+                row = image_question(self.torchtune_tokenizer, prompt, images, room)
+                tokens = self._seen_answer(row, has_stop, {"max_generated_tokens": longest, **sampling})
+                yield at, _requests.postprocess_generated_text(self.tok_decode(tokens), until, None)
+            return
+        given = [self.tok_encode(prompt) for prompt, _ in asked]
         self._report_cut(sum(len(tokens) > room for tokens in given), len(given))
         given = [tokens[-room:] for tokens in given]
         order = sorted(range(len(given)), key=lambda at: -len(given[at]))
         new: list[list[int]] = [[] for _ in given]
         ended: list[int] = []  # in the newest step
-        texts = [text for text in until if text and text != eos]
-        tail = _BEFORE + max((len(self.tok_encode(text, add_special_tokens=False)) for text in texts), default=0)
 
         def is_over(index: int, token: int) -> bool:
             tokens = new[order[index]]
             tokens.append(token)
-            last = self.tok_decode(tokens[-tail:]) if texts else ""
-            if token in stop or len(tokens) == longest or any(text in last for text in texts):
+            if token in stop or len(tokens) == longest or has_stop(tokens):
                 ended.append(order[index])
             return order[index] in ended
 
@@ -245,10 +304,7 @@ class HarnessModel(_harness.TemplateLM):
             self.decoder,
             [torch.tensor(given[at], device=self.device) for at in order],
             max_new_tokens=longest,
-            temperature=float(settings.get("temperature") or 0.0),
-            top_k=settings.get("top_k"),
-            stop_tokens=list(stop),
-            use_cache=self._use_cache,
+            **sampling,
             max_sequences=self.batch_size,
             is_over=is_over,
         )
@@ -257,3 +313,16 @@ class HarnessModel(_harness.TemplateLM):
                 for at in ended:
                     yield at, _requests.postprocess_generated_text(self.tok_decode(new[at]), until, None)
                 ended.clear()
+
+    def _seen_answer(
+        self, row: dict[str, Any], is_over: Callable[[list[int]], bool], sampling: dict[str, Any]
+    ) -> list[int]:
+        """Tokens of the answer to a question with images."""
+        found: list[int] = []
+        prompt = torch.tensor(row["tokens"], device=self.device)
+        with closing(stream(self.model, prompt, **sampling, **images_of_row(row, self.device))) as steps:
+            for token in steps:
+                found.append(token)
+                if is_over(found):
+                    break
+        return found

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from torchtune.config._errors import did_you_mean
 from torchtune.datasets._load import without_waiting_for_the_hub
 from torchtune.evaluation._errors import EvaluationError
+from torchtune.evaluation._harness_images import without_images
 from torchtune.generation import model_digest
-from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import atomic_write, require
 from torchtune.utils._files import os_errors_of
 
@@ -75,24 +77,33 @@ def _manager_class() -> Any:
     base = require("lm_eval.tasks", extra="eval", purpose="An evaluation by tasks").TaskManager
 
     class Manager(base):  # type: ignore[misc, valid-type]
-        """Says in a sentence which data cannot be loaded, and does not wait for a hub that does not answer."""
+        """Says in a sentence what cannot be loaded or asked, and does not wait for a hub that does not answer."""
+
+        # Why questions with images cannot be asked; None: they can.
+        without_images: str | None = None
 
         def load(self, task_list: Any) -> Any:
             try:
                 with without_waiting_for_the_hub():
-                    return super().load(task_list)
+                    found = super().load(task_list)
             except Exception as error:  # of the harness, of the datasets package, or of the code of a task
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
                 raise EvaluationError(
                     f"{', '.join(map(str, task_list))}: the data cannot be loaded ({reason}): correct the task, or "
                     "connect to the hub once; tune_facts, tune_arithmetic and tune_texts need no download."
                 ) from error
+            for name, task in found["tasks"].items():
+                if getattr(task.config, "doc_to_audio", None):
+                    raise EvaluationError(f"tasks: {name} has sounds, which no model here hears: leave it out.")
+                if getattr(task, "MULTIMODAL", False) and self.without_images:
+                    raise EvaluationError(f"tasks: {name} has images, {self.without_images}")
+            return found
 
     return Manager
 
 
 def evaluate_tasks(
-    model: TransformerDecoder,
+    model: nn.Module,
     tokenizer: Any,
     tasks: Tasks,
     *,
@@ -107,8 +118,8 @@ def evaluate_tasks(
     """Evaluate a model on tasks.
 
     Args:
-        model: the decoder, with its weights.
-        tokenizer: of the model.
+        model: the decoder, or a model of text and images, with its weights.
+        tokenizer: of the model; that of a vision model where tasks have images.
         tasks: of :func:`find_tasks`.
         batch_size: sequences per forward pass, and answers that are generated at a time.
         max_length: longest sequence; longer ones lose their beginning. By default the context of the model.
@@ -132,6 +143,7 @@ def evaluate_tasks(
     harness = HarnessModel(
         model, tokenizer, batch_size=batch_size, max_length=max_length, enable_kv_cache=enable_kv_cache
     )
+    tasks.manager.without_images = without_images(model, tokenizer)
     cache = None
     if folder is not None:
         with os_errors_of(Path(folder) / "results.json"):

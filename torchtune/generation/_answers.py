@@ -46,6 +46,8 @@ def model_digest(model: nn.Module, tokenizer: Any) -> str:
         found.update(repr((name, str(parameter.dtype), list(parameter.shape), sums)).encode())
     of_tokenizer = Fingerprint()
     of_tokenizer.add(tokenizer)
+    if (transform := getattr(tokenizer, "transform_image", None)) is not None:
+        of_tokenizer.add(vars(transform))
     found.update(of_tokenizer.text.encode())
     return found.hexdigest()
 

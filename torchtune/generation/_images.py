@@ -4,10 +4,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from torchtune.data import Batch, padded_collate_tiled_images_and_mask
 from torchtune.generation._errors import GenerationError
 from torchtune.modules.transformer import text_decoder
+
+
+def images_of_row(row: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """``encoder_input`` and ``encoder_mask`` of one row of a tokenizer, for :func:`images_of_prompt`.
+
+    Args:
+        row: of :func:`torchtune.generation.prompt_row`; without images the result is empty.
+        device: to put them on.
+    """
+    if not row.get("encoder_input", {}).get("images"):
+        return {}
+    batch = padded_collate_tiled_images_and_mask([dict(row)], pad_direction="left")
+    return Batch.from_dict(batch).to(device).inputs
 
 
 @contextmanager

@@ -174,7 +174,15 @@ class DeepFusionModel(nn.Module):
                     "encoder_mask says which images a token sees: give encoder_input, the images, as well."
                 )
             learns = self.training and torch.is_grad_enabled()
-            if (learns and self._has_frozen_text()) or self._gathers():
+            is_in_vain = learns and self.has_frozen_text()
+            if is_in_vain:
+                log_once(
+                    get_logger(),
+                    "A batch without images trains nothing: the text decoder is frozen (decoder_trainable or an "
+                    "adapter on it would train it), and only images reach the rest.",
+                    logging.WARNING,
+                )
+            if is_in_vain or self._gathers():
                 encoded, encoder_mask = self._encode_nothing(x)
         if encoder_mask is not None:
             wanted = (*x.shape[:2], encoder_mask.shape[-1] if encoded is None else encoded.shape[1])
@@ -212,18 +220,12 @@ class DeepFusionModel(nn.Module):
 
         return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
 
-    def _has_frozen_text(self) -> bool:
-        """Whether text alone trains nothing, which is logged once."""
+    def has_frozen_text(self) -> bool:
+        """Whether the text decoder is frozen, apart from the fusion: text without images then trains nothing."""
         fusion = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
-        if any(parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion):
-            return False
-        log_once(
-            get_logger(),
-            "A batch without images trains nothing: the text decoder is frozen (decoder_trainable or an adapter on it "
-            "would train it), and only images reach the rest.",
-            logging.WARNING,
+        return not any(
+            parameter.requires_grad for parameter in self.decoder.parameters() if id(parameter) not in fusion
         )
-        return True
 
 
 def _has_images(encoder_input: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from torchtune.training.checkpointing._adapter import ADAPTER_FILE
 from torchtune.training.checkpointing._directories import complete_directories
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.supervise._step_guard import COURSE, StepGuard
-from torchtune.utils import get_logger, log_rank_zero
+from torchtune.utils import UserError, get_logger, log_rank_zero
 
 _WIDTH = 12  # of the column of names
 
@@ -120,7 +120,8 @@ class TrainedRecipe(Protocol):
 class RunReport:
     """Logs on rank 0 what a run does, and at its end the result and the next command.
 
-    It warns if no trained parameter has changed.
+    It refuses a run on text of which a model of text and images would learn nothing, its text decoder being frozen, and
+    warns if no trained parameter has changed.
 
     Args:
         recipe: after ``setup``.
@@ -140,6 +141,13 @@ class RunReport:
                     f"{type(recipe).__name__} has no attribute '{name}' after setup, which training.RunReport reads: "
                     "set it, or leave the report out of recipe_main."
                 )
+        frozen = getattr(recipe.model, "has_frozen_text", None)
+        # Datasets of others do not say how many images they have; they are warned of during the run.
+        if frozen is not None and frozen() and not getattr(recipe.loader.dataset, "num_images", 1):
+            raise UserError(
+                "dataset: it has no images, and text alone trains nothing of this model, whose text decoder is frozen: "
+                "train that (decoder_trainable, or adapters on it), or use a dataset with images."
+            )
         self._recipe, self._cfg, self._started = recipe, RecipeSettings.of(recipe.cfg), time.monotonic()
         unused = never_validated(self._cfg, recipe.total_steps)
         self._first_step, self._before = recipe.global_step, _fingerprint(recipe.model)
