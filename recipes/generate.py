@@ -39,7 +39,7 @@ class Settings:
     # The conversation so far: a text for each of system (optional) and user; image (of a vision model) is a path.
     prompt: dict[str, str | dict[str, str | None] | None] = field(default_factory=dict)
     # JSONL file of prompts, answered in the place of prompt.user: a text, a list of messages, or an object with one of
-    # them under prompt or messages, per line; prompt.system begins conversations without a system turn.
+    # them under prompt or messages, per line, and image or images; prompt.system begins those without a system turn.
     prompts: str | None = None
     # JSONL file of their answers; null puts it beside prompts, as NAME.answers.jsonl. An interrupted run goes on there.
     output: str | None = None

@@ -1,5 +1,6 @@
 """The recipes with a model of text and images."""
 
+import json
 import math
 import shutil
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from tests.tiny_vision import images, logits_of_transformers, sees
 from torchtune import generate
 from torchtune.config import instantiate, load_and_check
 from torchtune.data import Message, padded_collate_tiled_images_and_mask
-from torchtune.generation import prompt_tokens
+from torchtune.generation import prompt_tokens, read_prompts
 from torchtune.models import from_hf_config
 from torchtune.training import RunReport, fit_vocabulary
 from torchtune.training.plan._check_run import find_problems
@@ -178,6 +179,53 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(folder: Path)
     assert len(answers) == 2  # another picture, another answer
     with pytest.raises(UserError, match=r"prompt: it holds an image, and text is read here.* prompt.image"):
         prompt_tokens(recipe.tokenizer, [Message("user", [{"type": "image", "content": image}])], "prompt")
+
+
+def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder: Path) -> None:
+    tokenizer = tiny_vision.write_pictures(folder, count=8)["tokenizer"]
+    model = MllamaForConditionalGeneration.from_pretrained(folder / "checkpoint")
+    model.lm_head.weight.data[256:] = 0  # ids without a text are not answers
+    model.save_pretrained(folder / "checkpoint")
+    zero, seven = folder / "0.png", folder / "7.png"
+    texts = []
+    for image in (str(zero), None, str(seven)):
+        recipe, cfg = recipe_of(
+            folder, tokenizer=tokenizer, prompt={"user": "?", "image": image}, temperature=0, max_new_tokens=4
+        )
+        texts.append(recipe.generate(cfg))
+    assert len(set(texts)) == 3
+    parts = [{"type": "image_url", "image_url": {"url": str(seven)}}, {"type": "text", "text": "?"}]
+    lines = [{"prompt": "?", "image": str(zero)}, "?", {"prompt": "<image>?", "images": [str(seven)]}]
+    lines += [[{"role": "user", "content": parts}], {"prompt": "?", "image": None}]
+    file, output = folder / "prompts.jsonl", folder / "answers.jsonl"
+
+    def answers(lines: list[Any], **settings: Any) -> list[str]:
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        cfg.prompts, cfg.output = str(file), str(output)
+        recipe.prompts = read_prompts(file)
+        for name, value in settings.items():
+            setattr(cfg, name, value)
+        recipe.answer_file(cfg)
+        return [json.loads(line)["answer"] for line in output.read_text().splitlines()]
+
+    assert answers(lines) == [*texts, texts[2], texts[1]]
+    output.unlink()
+    sampled = answers(lines, temperature=1.0, top_k=2, seed=3)
+    output.unlink()
+    assert answers(lines[:1]) == sampled[:1]  # which depends on seed and line alone
+    shutil.copy(seven, zero)
+    with pytest.raises(UserError, match=r"output: .* another model or other settings have answered it"):
+        answers(lines[:1])
+    zero.write_bytes(b"no picture")
+    with pytest.raises(UserError, match=r"prompts.jsonl, line 1: the image .*0.png cannot be read \(it is of no kind"):
+        answers(lines)
+    with pytest.raises(UserError, match=r"line 1: .* 1 images, but its turns have 0 parts of type 'image'"):
+        answers([{"messages": [{"role": "user", "content": "?"}], "image": str(seven)}])
+    recipe.model = recipe.model.decoder
+    with pytest.raises(
+        UserError, match=r"line 1: it holds an image, but a TransformerDecoder with a Llama3VisionTrans"
+    ):
+        answers(lines)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _with_images_in_place(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
+def images_in_place(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
     """Turns in which the images of a row take the places of parts ``{"type": "image"}`` that hold none."""
     waiting, places, given = list(images), 0, 0
 
@@ -187,7 +187,7 @@ class OpenAIToMessages(_ConversationTransform):
         turns = [_without_nulls(turn) for turn in _turns(column(sample, name), name)]
         images = image_column(sample, "images", None) if "images" in sample else []
         if images:
-            turns = _with_images_in_place(turns, images)
+            turns = images_in_place(turns, images)
         messages = [self._message(turns, i) for i in range(len(turns))]
         found: dict[str, Any] = {"messages": self._finish(messages)}
         if sample.get("tools"):

@@ -58,7 +58,8 @@ def read_eval_rows(
         limit: rows to read; by default all.
 
     Raises:
-        EvaluationError: there is no such file, or it has no rows, or a row has no prompt.
+        EvaluationError: there is no such file, or it has no rows, or a row has no prompt, or an image that
+            is in no turn.
         UserError: a line is broken.
 
     Example:
@@ -79,6 +80,12 @@ def read_eval_rows(
             messages, columns = _split(row, prompt, answer)
         except DataError as error:
             raise EvaluationError(f"{where}: {str(error).rstrip('.')}: correct the row, or name --prompt.") from error
+        column = next((name for name in ("image", "images") if row.get(name)), None)
+        if column and not any(message.contains_media for message in messages):
+            raise EvaluationError(
+                f"{where}: the image in the column '{column}' would not be seen: write it as a part of a turn, "
+                '{"type": "image", "image": …}, or take the column out.'
+            )
         messages = to_be_answered(messages, system, where)
         given = [{"role": message.role, "content": _shown(message)} for message in messages]
         found.append(EvalRow(line, given, messages, columns))

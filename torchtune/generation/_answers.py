@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchtune.data import Message
+from torchtune.data import DataError, Message
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.generation._errors import GenerationError
 from torchtune.generation._fast_linear import fast_linears
+from torchtune.generation._images import images_of_prompt, images_of_row
 from torchtune.generation._prompt_file import AnswerFile, Prompt
 from torchtune.generation._tokens import TokenStep, finite_steps, stream_tokens
-from torchtune.modules.transformer import TransformerDecoder
+from torchtune.modules.transformer import TransformerDecoder, text_decoder
 from torchtune.training.supervise._run_report import bits
 
 # Prompts that are given to one continuous batch, for each of its sequences.
@@ -72,7 +73,7 @@ def answer_prompts(
     """Answer every prompt that has no answer in a file yet, in a continuous batch.
 
     Args:
-        model: the decoder, with its weights.
+        model: the decoder, with its weights; or a vision model, for prompts with images, which are answered one by one.
         tokenizer: of the model.
         prompts: to answer.
         output: the file of answers, see :class:`AnswerFile`.
@@ -90,8 +91,8 @@ def answer_prompts(
         The file, with all answers and not yet finished: see :meth:`AnswerFile.finish`.
 
     Raises:
-        GenerationError: a prompt leaves no room for an answer, the file has other answers, or the logits are not
-            finite.
+        GenerationError: a prompt leaves no room for an answer, an image cannot be read, the file has other answers, or
+            the logits are not finite.
 
     Example:
         >>> _ = (folder / "prompts.jsonl").write_text('"the cat"')
@@ -103,9 +104,12 @@ def answer_prompts(
         >>> list(answers.done)
         [1]
     """
-    given = {
-        prompt.line: prompt_tokens(tokenizer, prompt.messages, f"{source}, line {prompt.line}") for prompt in prompts
-    }
+    given, pixels = {}, {}
+    for prompt in prompts:
+        row = _row(model, tokenizer, prompt, source)
+        given[prompt.line] = row["tokens"]
+        if prompt.has_images:  # which are read again when it is answered: all together they may fill the memory
+            pixels[prompt.line] = _pixel_digest(row["encoder_input"]["images"])
     limits = {
         line: answer_limit(model, tokens, max_new_tokens, f"{source}, line {line}") for line, tokens in given.items()
     }
@@ -113,14 +117,15 @@ def answer_prompts(
         **settings,
         "model": digest or model_digest(model, tokenizer),
         "sampling": [max_new_tokens, temperature, top_k, seed],
+        **({"images": pixels} if pixels else {}),
     }
     answers = AnswerFile(output, prompts, settings)
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
     device, stop = model.tok_embeddings.weight.device, frozenset(map(int, tokenizer.stop_tokens))
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
-        for start in range(0, len(waiting), _PART * max_sequences):
-            part = waiting[start : start + _PART * max_sequences]
+        for part in _parts(waiting, _PART * max_sequences):
+            images = images_of_row(_row(model, tokenizer, part[0], source), device) if part[0].has_images else {}
             steps = stream_tokens(
                 model,
                 [torch.tensor(given[prompt.line], device=device) for prompt in part],
@@ -131,7 +136,7 @@ def answer_prompts(
                 draws=None if temperature == 0 else _draws(part, max_new_tokens, seed).to(device),
                 max_sequences=max_sequences,
             )
-            with closing(finite_steps(steps, model)) as steps:
+            with images_of_prompt(model, **images), closing(finite_steps(steps, model)) as steps:
                 for row, tokens in _ended(steps, [limits[prompt.line] for prompt in part], stop):
                     prompt, stopped = part[row], tokens[-1] in stop
                     end = "stop" if stopped else "max_new_tokens" if len(tokens) == max_new_tokens else "context"
@@ -141,6 +146,43 @@ def answer_prompts(
                     if on_answer is not None:
                         on_answer(prompt, text)
     return answers
+
+
+def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+    """Prompts that are answered together: those of text, and each with images by itself."""
+    texts = [prompt for prompt in prompts if not prompt.has_images]
+    for start in range(0, len(texts), size):
+        yield texts[start : start + size]
+    for prompt in prompts:
+        if prompt.has_images:
+            yield [prompt]
+
+
+def _row(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -> dict[str, Any]:
+    """What the tokenizer gives for a prompt of a file.
+
+    Raises:
+        GenerationError: see :func:`prompt_tokens`; or an image cannot be read, by the model or at all.
+    """
+    where = f"{source}, line {prompt.line}"
+    if not prompt.has_images:
+        return {"tokens": prompt_tokens(tokenizer, prompt.messages, where)}
+    if text_decoder(model) is model or not getattr(tokenizer, "takes_images", False):
+        raise GenerationError(
+            f"{where}: it holds an image, but a {type(model).__name__} with a {type(tokenizer).__name__} reads text: "
+            "name model and tokenizer of a vision model, or take the image out."
+        )
+    try:
+        return prompt_row(tokenizer, prompt.messages, where)
+    except DataError as error:
+        raise GenerationError(f"{where}: {str(error).rstrip('.')}: correct the line.") from error
+
+
+def _pixel_digest(images: Sequence[Tensor]) -> str:
+    found = hashlib.sha256()
+    for image in images:
+        found.update(repr(list(image.shape)).encode() + image.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _ended(steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[int]) -> Iterator[tuple[int, list[int]]]:

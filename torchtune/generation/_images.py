@@ -27,7 +27,7 @@ def images_of_row(row: Mapping[str, Any], device: torch.device) -> dict[str, Any
 
 @contextmanager
 def images_of_prompt(
-    model: nn.Module, encoder_input: Mapping[str, Any] | None, encoder_mask: Tensor | None
+    model: nn.Module, encoder_input: Mapping[str, Any] | None = None, encoder_mask: Tensor | None = None
 ) -> Iterator[None]:
     """Context manager in which a model that continues one prompt sees its images.
 

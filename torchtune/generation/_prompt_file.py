@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message, as_messages
+from torchtune.data import DataError, Message, as_messages, format_content_with_images
+from torchtune.data._chat_to_messages import images_in_place
+from torchtune.data._to_messages import image_column
 from torchtune.generation._errors import GenerationError
 from torchtune.utils import UserError, atomic_write
 from torchtune.utils._files import os_errors_of
 from torchtune.utils._json_lines import json_line, numbered_lines
+
+# The place of an image in a text.
+_TAG = "<image>"
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,18 @@ class Prompt:
     given: Any
     messages: list[Message]
 
+    @property
+    def has_images(self) -> bool:
+        """Whether an image is in the conversation."""
+        return any(message.contains_media for message in self.messages)
+
 
 def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
     """Read a JSONL file of prompts: each line is a text, a list of messages, or an object with either.
 
-    An object has the text or the messages under ``prompt`` or ``messages``; its other keys are not read. Empty lines
-    are skipped.
+    An object has the text or the messages under ``prompt`` or ``messages``, and maybe images under ``image`` or
+    ``images``: a path, an address, or a list of them. They take the places of ``<image>`` in the text, or come before
+    it; in messages, those of parts ``{"type": "image"}``. Other keys are not read. Empty lines are skipped.
 
     Args:
         path: the file.
@@ -71,10 +82,28 @@ def _prompt(path: str | Path, number: int, line: bytes, system: str | None) -> P
             raise GenerationError(f"{where}: the object needs either prompt or messages, it has {', '.join(given)}.")
         content = given[keys[0]]
     try:
-        messages = as_messages([{"role": "user", "content": content}] if isinstance(content, str) else content)
+        messages = as_messages(_turns(content, _images(given) if isinstance(given, Mapping) else []))
     except DataError as error:
         raise GenerationError(f"{where}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
     return Prompt(number, given, to_be_answered(messages, system, where))
+
+
+def _images(row: Mapping[str, Any]) -> list[Any]:
+    """The images of a line. Raises :class:`DataError`."""
+    names = [name for name in ("image", "images") if row.get(name)]
+    if len(names) > 1:
+        raise DataError("the object has both image and images, of which it needs one")
+    return image_column(row, names[0], None) if names else []
+
+
+def _turns(content: Any, images: list[Any]) -> Any:
+    """The conversation, with its images. Raises :class:`DataError` where one has no place."""
+    if not isinstance(content, str):
+        return images_in_place(content, images) if images and isinstance(content, list) else content
+    if images and _TAG in content:
+        return [{"role": "user", "content": format_content_with_images(content, image_tag=_TAG, images=images)}]
+    parts = [*({"type": "image", "content": image} for image in images), {"type": "text", "content": content}]
+    return [{"role": "user", "content": parts if images else content}]
 
 
 def to_be_answered(messages: Sequence[Message], system: str | None, where: str) -> list[Message]:
