@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from torchtune.models._description import Description, ModelError
@@ -109,6 +110,26 @@ class HFFormat:
         Raises:
             ModelError: a field is missing or has a value that a description cannot express. The message names it.
         """
+        try:
+            return self._read(config, ignore_fields)
+        except ZeroDivisionError as error:
+            zero = self._divisor(config, ignore_fields) or "a size or a factor"
+            raise ModelError(f"config.json of {self.architecture}: {zero} is 0, which no such model has.") from error
+
+    def _divisor(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> str | None:
+        """The field that may not be 0."""
+        zeros = [name for name, value in config.items() if type(value) in (int, float) and value == 0]
+        for name, other in product(zeros, (1, 1 << 12)):
+            try:
+                self._read({**config, name: other}, ignore_fields)
+            except ZeroDivisionError:
+                continue
+            except ModelError:  # the next mistake
+                pass
+            return name
+        return None
+
+    def _read(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> Description:
         said = {
             name: value for name, value in self.prepare(config).items() if value is not None or name not in _NEVER_NULL
         }
@@ -150,7 +171,8 @@ class HFFormat:
         try:
             description = Description(**values)
         except ModelError as error:
-            theirs = re.sub(r"\w+", lambda name: _THEIR_NAMES.get(name[0], name[0]), str(error))
+            names = {**_THEIR_NAMES, **({"num_experts": "num_local_experts"} if "num_local_experts" in config else {})}
+            theirs = re.sub(r"\w+", lambda name: names.get(name[0], name[0]), str(error))
             raise ModelError(f"config.json of {self.architecture}: {theirs}") from error
         fields.refuse_rest()
         return description

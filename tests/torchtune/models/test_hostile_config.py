@@ -44,6 +44,16 @@ def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path: Path, name: str
                 assert field in text or field.startswith("rope"), (field, value, text)
 
 
+def test_a_zero_that_is_divided_by_is_named(tmp_path: Path) -> None:
+    fields = {"gemma2": "query_pre_attn_scalar", "llama": "num_attention_heads", "granite4": "hidden_size"}
+    for name, field in fields.items():
+        architecture, more = _FILES[name]
+        config = _filled(architecture, {**_SIZES, **more, "num_hidden_layers": 1, "layer_types": None}).to_dict()
+        config |= {"architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": 1, field: 0}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert field in (_refusal(tmp_path) or ""), name
+
+
 def test_layers_by_the_billion_and_widths_by_the_trillion(tmp_path: Path) -> None:
     config = {**_SIZES, "architectures": ["LlamaForCausalLM"]}
     for field, value in {"num_hidden_layers": 10**9, "hidden_size": 10**12, "vocab_size": 2**62}.items():
