@@ -206,7 +206,9 @@ def test_a_mistake_on_one_process_ends_all(command: list[str], tmp_path: Path) -
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error: rank 1 alone lacks its file.") == 1
-    assert done.stderr.splitlines()[-1].startswith("error: ")
+    # A process that waits for the others may end later, and gloo then says so itself.
+    said = [line for line in done.stderr.splitlines() if "/gloo/transport/" not in line]
+    assert said[-1].startswith("error: ")
 
 
 def test_a_mistake_that_all_find_is_said_once_and_last(command: list[str], tmp_path: Path) -> None:
