@@ -115,6 +115,11 @@ class _Kept(dict[str, Any]):
         return found
 
 
+def _ends(parts: Sequence[str | bytes]) -> list[int]:
+    """Where each part ends, after the first one's beginning."""
+    return [0, *accumulate(map(len, parts))]
+
+
 def _packed(ids: Sequence[int]) -> bytes:
     return array("i", ids).tobytes()
 
@@ -231,7 +236,7 @@ class WordEncoder:
                     if first:  # the text does not begin with a special token
                         ids = self._begun[first][0] + ids
                 else:
-                    ids = b"".join(map(self._ids.__getitem__, self._find(piece)))
+                    ids = b"".join(self._found(piece)[1])
                 found.append(ids)
                 size += len(ids)
             position = end
@@ -242,12 +247,10 @@ class WordEncoder:
 
         A word of one id that an edge divides is inside: it has characters of a span.
         """
-        words = self._find(text)
-        found = list(map(self._ids.__getitem__, words))
+        words, found = self._found(text)
         if not edges:
             return b"".join(found), []
-        ends = [0, *accumulate(map(len, words))]
-        sizes = [0, *accumulate(map(len, found))]
+        ends, sizes = _ends(words), _ends(found)
         before = []
         for number, edge in enumerate(edges):
             place = bisect_left(ends, edge)
@@ -266,6 +269,11 @@ class WordEncoder:
             return pattern.findall(text)
         return [word for i, piece in enumerate(pieces) for word in ([piece] if i % 2 else pattern.findall(piece))]
 
+    def _found(self, text: str) -> tuple[list[str], list[bytes]]:
+        """The words of a text, and their ids."""
+        words = self._find(text)
+        return words, list(map(self._ids.__getitem__, words))
+
     def _ids_of_word(self, word: str) -> bytes:
         if word in self._special_ids:
             return _packed([self._special_ids[word]])
@@ -273,14 +281,12 @@ class WordEncoder:
         return _packed([token.id for token in self._tokenizer.model.tokenize(spelled)])
 
     def _ids_after_space(self, text: str) -> bytes:
-        return b"".join(map(self._ids.__getitem__, self._find(f" {text}")))
+        return b"".join(self._found(f" {text}")[1])
 
     def _ids_and_edges(self, text: str) -> tuple[bytes, dict[int, int]]:
         """Ids, and for each end of a word the bytes of those before it."""
-        words = self._find(text)
-        found = list(map(self._ids.__getitem__, words))
-        ends, sizes = ([0, *accumulate(map(len, parts))] for parts in (words, found))
-        return b"".join(found), dict(zip(ends, sizes, strict=True))
+        words, found = self._found(text)
+        return b"".join(found), dict(zip(_ends(words), _ends(found), strict=True))
 
     def _agrees(self, text: str) -> bool:
         if not text.isascii() and self._needs_nfc and not unicodedata.is_normalized("NFC", text):
@@ -301,7 +307,7 @@ class WordEncoder:
         except UnicodeEncodeError:  # half of a pair of surrogates
             return False
         words = pattern.findall(text)
-        starts = [0, *accumulate(map(len, words))]
+        starts = _ends(words)
         return [span for _, span in expected] == list(pairwise(starts)) and starts[-1] == len(text)
 
     def _agrees_on_ascii(self) -> bool:
