@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -61,14 +61,12 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
     """
     starts = range(first, len(rows), ROWS)
     if len(rows) - first <= _FEW or processes() == 1:
-        with _set_aside():
-            yield from (work(start, _part(rows, start)) for start in starts)
+        yield from _alone(rows, work, starts)
         return
     yield work(first, _part(rows, first))  # what it learns on the way is there for all
     pool = _pool(rows, work)
     if pool is None:
-        with _set_aside():
-            yield from (work(start, _part(rows, start)) for start in starts[1:])
+        yield from _alone(rows, work, starts[1:])
         return
     waiting: deque[Future[Part]] = deque()
     try:
@@ -85,6 +83,11 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _alone(rows: Any, work: Callable[[int, Any], Part], starts: Iterable[int]) -> Iterator[Part]:
+    with _set_aside():
+        yield from (work(start, _part(rows, start)) for start in starts)
 
 
 @contextmanager
@@ -158,6 +161,6 @@ def that_travels(error: Exception) -> Exception:
         found = pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001  (errors with a constructor of their own)
         found = RuntimeError(f"{type(error).__name__}: {error}")
-    if not isinstance(error, UserError):
+    if not isinstance(error, UserError) and hasattr(found, "add_note"):  # since Python 3.11
         found.add_note(f"In another process:\n{shown}")
     return found
