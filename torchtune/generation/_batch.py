@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.data._documents import Documents
-from torchtune.generation._generation import last_hidden
+from torchtune.generation._generation import hidden_states
 from torchtune.generation._model_ranks import ModelRanks
 from torchtune.modules.common_utils import _attention_modules
 from torchtune.modules.kv_cache import EncoderCache, KVCache, Place
@@ -36,12 +36,18 @@ class Row:
     limit: int
 
 
+def _takes_prompts_in_a_row(model: nn.Module) -> bool:
+    """Whether all that a step needs of earlier ones are keys and values of positions: no state, no encoder's output."""
+    return isinstance(model, TransformerDecoder) and not (model.attends_to_encoder() or model.has_states())
+
+
 class Batch:
     """Running sequences, aligned at their ends.
 
     The last known token of every row is in column ``end - 1``, so that a step writes one column of all KV caches, and
     attention reads the columns from the earliest start on, without a mask if all rows start there. Columns carry no
-    positions: a row that joins is prefilled into the columns before ``end - 1``.
+    positions: a row that joins is prefilled into the columns before ``end - 1``. Prompts of several lengths are
+    prefilled padding-free, in one row, where the model allows it.
 
     Args:
         model: the decoder, without KV caches.
@@ -62,6 +68,7 @@ class Batch:
         use_cache: bool,
     ) -> None:
         self._model, self._ranks, self._device, self._use_cache = model, ranks, device, use_cache
+        self._packs = ranks.multiple(1) == 1 and _takes_prompts_in_a_row(model)
         self._waiting = deque(requests)
         self._size = size
         self._rows: list[Row] = []
@@ -157,25 +164,47 @@ class Batch:
 
     def _whole(self, row: int, first: int, end: int) -> Tensor:
         """Logits ``[m, v]`` after the columns ``first`` to ``end`` of all rows from ``row`` on."""
+        lengths = [end - one.start for one in self._rows[row:]]
+        if self._packs and min(lengths) < max(lengths):
+            return self._without_padding(row, lengths, end)
         tokens = self._tokens[row : len(self._rows), first:end]
-        starts = [one.start for one in self._rows[row:]]
         input_pos = (torch.arange(first, end, device=self._device) - self._starts[row:, None]).clamp(min=0)
-        lengths = None
-        if any(start != first for start in starts):  # padding is a document of its own: no mask
-            lengths = [(start - first, end - start) for start in starts]
-        return self._run(tokens, input_pos, None, lengths, Place(row, first, first))
+        documents = None
+        if min(lengths) < end - first:  # padding is a document of its own: no mask
+            more = self._ranks.multiple(end - first) - (end - first)
+            rows = [(end - first - length, length + more) for length in lengths]
+            documents = Documents.from_lengths([part for parts in rows for part in parts if part], tokens.device)
+        return self._run(tokens, input_pos, None, documents, Place(row, first, first))
+
+    def _without_padding(self, row: int, lengths: list[int], end: int) -> Tensor:
+        """Logits ``[m, v]`` after the last columns before ``end`` of all rows from ``row`` on, in one row."""
+        documents = Documents.from_lengths(lengths, self._device)
+        positions = documents.positions()
+        index = torch.arange(row, len(self._rows), device=self._device)
+        rows = index.repeat_interleave(torch.tensor(lengths, device=self._device))
+        columns = self._starts[rows] + positions
+        place = Place(row, end, end, rows, columns)
+        last = documents.cu_seqlens[1:].long() - 1
+        return self._run(self._tokens[rows, columns][None], positions[None], None, documents, place, last)
 
     def _run(
-        self, x: Tensor, input_pos: Tensor, mask: Tensor | None, lengths: list[tuple[int, int]] | None, place: Place
+        self,
+        x: Tensor,
+        input_pos: Tensor,
+        mask: Tensor | None,
+        documents: Documents | None,
+        place: Place,
+        last: Tensor | None = None,
     ) -> Tensor:
-        """float32 ``[m, v]`` after the last position of ``x`` ``[m, s]``.
+        """float32 logits ``[m, v]`` after the last position of each sequence.
 
         Args:
-            x: tokens.
+            x: tokens ``[m, s]``.
             input_pos: their positions.
             mask: bool ``[m, 1, t]`` of a single position.
-            lengths: padding and tokens of each row; by default no row has padding.
+            documents: padding and tokens of each row; by default no row has padding.
             place: of the KV caches.
+            last: the last positions ``[m]``, if ``x`` ``[1, s]`` has all sequences in a row.
         """
         s = x.shape[1]
         missing = self._ranks.multiple(s) - s
@@ -184,12 +213,9 @@ class Batch:
             if place.first < place.end:
                 mask = x.new_ones(len(x), 1, place.end + 1 - place.first, dtype=torch.bool) if mask is None else mask
                 mask = F.pad(mask, (0, missing)).expand(-1, x.shape[1], -1)
-        documents = None
-        if lengths is not None:
-            flat = [length for padding, own in lengths for length in (padding, own + missing) if length]
-            documents = Documents.from_lengths(flat, x.device)
         self._place.__dict__.update(vars(place))
-        hidden = last_hidden(self._model, x, input_pos, mask, s - 1, documents)
+        hidden = hidden_states(self._model, x, input_pos, mask, documents)
+        hidden = hidden[:, s - 1 : s] if last is None else hidden[0, last, None]
         return self._model.output(hidden).float()[:, 0]
 
     def _set_rows(self, rows: list[Row]) -> None:

@@ -13,13 +13,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from torchtune.generation._errors import GenerationError
+from torchtune.generation._packed import Packed, check_no_gradient
+from torchtune.generation._step import step_of
 from torchtune.modules.feed_forward import FeedForward
+from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
-from torchtune.utils import computes_on_cpu, onednn_layout, onednn_linear
+from torchtune.utils import computes_on_cpu, onednn_linear
 
 
 def _is_plain(weight: object) -> bool:
@@ -33,17 +36,8 @@ def _is_plain(weight: object) -> bool:
     )
 
 
-def _check_no_gradient(*tensors: Tensor) -> None:
-    """What is computed here has no gradient: a loop that trains on it would train nothing, in silence."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise GenerationError(
-            "A linear layer inside of fast_linears is called with gradients, and it has none: call the model in "
-            "torch.no_grad() or torch.inference_mode(), or close what generates before you train."
-        )
-
-
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    _check_no_gradient(x, weight)
+    check_no_gradient(x, weight)
     return onednn_linear(x, weight, bias)
 
 
@@ -52,7 +46,7 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _adapted(layer: LoRALinear, x: Tensor) -> Tensor:
-    _check_no_gradient(x, layer.lora_a.weight)
+    check_no_gradient(x, layer.lora_a.weight)
     y = onednn_linear(x, layer.weight, layer.bias)
     if not layer.disabled:
         low = x.flatten(0, -2) @ layer.lora_a.weight.t()
@@ -64,85 +58,10 @@ _ORIGINAL = "_torchdynamo_orig_callable"  # of what torch.compile returns
 _KINDS = {nn.Linear: _linear, LoRALinear: _adapted}
 
 
-class _Packed:
-    """Layers of the same input as one product, with their weights in oneDNN's layout.
-
-    The rows of all A matrices are part of the product. A second, small one multiplies their outputs by the scaled B
-    matrices and adds the result: adapters cost little, and without a merge the base's bits stay as they are. The first
-    layer that is called computes for all; the others take their outputs if they are given the same tensor.
-
-    Args:
-        layers: of one input width and dtype. Their weights are empty until :meth:`restore`.
-    """
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def __init__(self, layers: Sequence[nn.Linear | LoRALinear]) -> None:
-        weights = [layer.weight.detach() for layer in layers]
-        self._layers = layers
-        self._adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
-        self._ranks = [layer.rank for layer in self._adapted]
-        self._sizes = [len(weight) for weight in weights] + [sum(self._ranks)]
-        rows = weights + [layer.lora_a.weight.detach() for layer in self._adapted]
-        self._weight = onednn_layout(torch.cat(rows) if len(rows) > 1 else rows[0])
-        self._up = self._scaled_up(weights[0])
-        self._bias = None
-        if any(layer.bias is not None for layer in layers):
-            self._bias = weights[0].new_zeros(sum(self._sizes))
-            for layer, part in zip(layers, self._bias.split(self._sizes), strict=False):
-                part.copy_(0 if layer.bias is None else layer.bias)
-        for layer in layers:
-            layer.weight.data = layer.weight.new_empty(0)
-        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        self._input: Tensor | None = None
-        self._outputs: list[Tensor | None] = []
-
-    def _scaled_up(self, like: Tensor) -> Tensor:
-        """The scaled B matrices, block-diagonal ``[all ranks, all outputs]``."""
-        *widths, rank = self._sizes
-        up, row, column = like.new_zeros(rank, sum(widths)), 0, 0
-        for layer, width in zip(self._layers, widths, strict=True):
-            if isinstance(layer, LoRALinear):
-                up[row : row + layer.rank, column : column + width] = layer.lora_b.weight.t() * layer.scaling
-                row += layer.rank
-            column += width
-        return up
-
-    def output(self, index: int, x: Tensor) -> Tensor:
-        """Output ``[..., out]`` of one of the layers."""
-        _check_no_gradient(x, *self._parameters)
-        if x is not self._input or self._outputs[index] is None:
-            self._input, self._outputs = x, self._all(x)
-        found, self._outputs[index] = self._outputs[index], None
-        if all(one is None for one in self._outputs):
-            self._input = None
-        return found
-
-    def _all(self, x: Tensor) -> list[Tensor | None]:
-        y = onednn_linear(x, self._weight, self._bias)
-        *outputs, low = y.split(self._sizes, -1)
-        if self._adapted:
-            for layer, part in zip(self._adapted, low.split(self._ranks, -1), strict=True):
-                if layer.disabled:
-                    part.zero_()
-            y = y.view(-1, y.shape[-1])
-            width = self._up.shape[1]
-            y[:, :width].addmm_(y[:, width:], self._up)
-        return outputs
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the layers their weights back."""
-        rows = self._weight.to_dense()
-        alone = len(rows) == self._sizes[0]
-        for layer, weight in zip(self._layers, rows.split(self._sizes), strict=False):
-            layer.weight.data = weight if alone else weight.clone()
-
-
 def _candidates(model: nn.Module) -> list[nn.Module]:
     """Layers that are called, plain, and the only users of their weight."""
     parts = {id(part) for m in model.modules() if isinstance(m, LoRALinear) for part in (m.lora_a, m.lora_b)}
+    parts |= {id(m.kv_proj) for m in model.modules() if isinstance(m, LatentAttention)}  # whose weight a step reads
     users = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     return [
         module
@@ -218,19 +137,23 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
         ...     text = torchtune.generate(model, tokenizer, "Why?", max_new_tokens=2)
     """
     changed: list[nn.Module] = []
-    packs: list[_Packed] = []
+    packs: list[Packed] = []
     output = getattr(model, "output", None)
-    tied = type(output) is TiedLinear and output.linear is torch.nn.functional.linear and _is_plain(output.weight)
+    tied = type(output) is TiedLinear and output.linear is F.linear and _is_plain(output.weight)
     with uncompiled(model):
         try:
             if torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu"):
                 candidates = _candidates(model)
                 if pack:
                     for group in _groups(model, candidates):
-                        packs.append(_Packed(group))
+                        packs.append(Packed(group))
                         for index, module in enumerate(group):
                             module.forward = partial(packs[-1].output, index)
                             changed.append(module)
+                    for layer in model.modules():
+                        if (step := step_of(layer, packs)) is not None:
+                            layer.forward = step
+                            changed.append(layer)
                 else:
                     for module in candidates:
                         if module.weight.dtype == torch.float32:
@@ -245,4 +168,4 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
             while packs:  # each is freed before the next: all together are a second copy of the model
                 packs.pop().restore()
             if tied:
-                output.linear = torch.nn.functional.linear
+                output.linear = F.linear

@@ -83,21 +83,19 @@ def generate_next_token(
 
 def _last_logits(model: TransformerDecoder, x: Tensor, input_pos: Tensor, mask: Tensor | None) -> Tensor:
     """float32 ``[b, 1, v]``: the output projection runs on the last position only."""
-    return model.output(last_hidden(model, x, input_pos, mask, -1)).float()
+    return model.output(hidden_states(model, x, input_pos, mask)[:, -1:]).float()
 
 
-def last_hidden(
+def hidden_states(
     model: TransformerDecoder,
     x: Tensor,
     input_pos: Tensor,
     mask: Tensor | None,
-    at: int,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Hidden states ``[b, 1, d]`` of one position, independent of ``skip_output_layer``."""
+    """Inputs ``[b, s, d]`` of the output projection, independent of ``skip_output_layer``."""
     hidden = model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden")
-    hidden = hidden[-1] if text_decoder(model).output_hidden_states else hidden
-    return hidden.narrow(1, at % hidden.shape[1], 1)
+    return hidden[-1] if text_decoder(model).output_hidden_states else hidden
 
 
 @torch.no_grad()

@@ -14,11 +14,15 @@ class Place:
         row: first row of the batch.
         first: first column that attention reads.
         end: first column that is written; equal to ``first`` if nothing was cached before.
+        rows: of prompts in one row ``[1, n]``, padding-free: the row of each position in the cache, int64 ``[n]``.
+        columns: their columns.
     """
 
     row: int = 0
     first: int = 0
     end: int = 0
+    rows: Tensor | None = None
+    columns: Tensor | None = None
 
 
 class KVCache(nn.Module):
@@ -117,12 +121,17 @@ class KVCache(nn.Module):
         return self.k_cache[:bsz], self.v_cache[:bsz]
 
     def _update_at(self, place: Place, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.k_cache, self.v_cache
+        if place.rows is not None:
+            keys[place.rows, :, place.columns] = k_val[0].transpose(0, 1)
+            values[place.rows, :, place.columns] = v_val[0].transpose(0, 1)
+            return k_val, v_val
         rows, end = slice(place.row, place.row + k_val.shape[0]), place.end + k_val.shape[2]
-        self.k_cache[rows, :, place.end : end] = k_val
-        self.v_cache[rows, :, place.end : end] = v_val
+        keys[rows, :, place.end : end] = k_val
+        values[rows, :, place.end : end] = v_val
         if place.first == place.end:
             return k_val, v_val
-        return self.k_cache[rows, :, place.first : end], self.v_cache[rows, :, place.first : end]
+        return keys[rows, :, place.first : end], values[rows, :, place.first : end]
 
 
 class EncoderCache:

@@ -33,14 +33,10 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
 def _eager_rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised ``x`` and the reciprocal root mean square of every row."""
     wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    if scale is None:
-        return torch.mul(wide, rstd).to(x.dtype), rstd
-    if x.dtype == torch.float32:
-        return torch.mul(wide, rstd).mul_(scale), rstd
-    # Rounded before scaling, as checkpoints expect.
-    return torch.mul(wide, rstd, out=wide).to(x.dtype).mul_(scale), rstd
+    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    # Rounded before scaling, as checkpoints expect. In float32, ``wide`` is ``x`` itself.
+    normed = torch.mul(wide, rstd) if x.dtype == torch.float32 else wide.mul_(rstd).to(x.dtype)
+    return normed if scale is None else normed.mul_(scale), rstd
 
 
 class _EagerRMSNorm(torch.autograd.Function):
@@ -100,7 +96,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., dim]`` to ``[..., dim]``, same dtype."""
-        return self.scaled_by(self.scale, x)
+        return self.scaled_by(self.scale, x) if self.rounds_last else rms_norm(x, self.eps, self.scale)
 
     def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
         """:meth:`forward` with another ``scale`` ``[dim]``."""

@@ -319,7 +319,7 @@ class TransformerDecoder(nn.Module):
             raise ValueError("Give either tokens or input_embeds, and not both.")
         if isinstance(tokens, Tensor) and tokens.dim() != 2:
             raise ValueError(f"tokens have the shape {list(tokens.shape)}: give [b, s], or tokens[None] of one row.")
-        if isinstance(encoder_input, Mapping) or (encoder_input is not None and not self._attends_to_encoder()):
+        if isinstance(encoder_input, Mapping) or (encoder_input is not None and not self.attends_to_encoder()):
             raise ValueError("encoder_input has images, but this model reads text only: it would not see them.")
         h = self.tok_embeddings(tokens) if input_embeds is None else input_embeds
         if self.embed_scale != 1.0 and input_embeds is None:
@@ -394,7 +394,7 @@ class TransformerDecoder(nn.Module):
             raise ValueError(
                 f"A sequence of {longest} tokens is longer than the model's max_seq_len {self.max_seq_len}."
             )
-        if mask is not None and input_pos is None and documents is None and self._has_states():
+        if mask is not None and input_pos is None and documents is None and self.has_states():
             raise ValueError(
                 "A mask does not say where the state of linear attention, Mamba and convolutions starts anew: give "
                 "documents, or input_pos with the position of each token in its document, beside it."
@@ -412,7 +412,8 @@ class TransformerDecoder(nn.Module):
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
                 )
 
-    def _attends_to_encoder(self) -> bool:
+    def attends_to_encoder(self) -> bool:
+        """Whether layers read ``encoder_input``."""
         return any(
             hasattr(layer, "fusion_layer") or not isinstance(layer, TransformerSelfAttentionLayer)
             for layer in self.layers
@@ -434,7 +435,8 @@ class TransformerDecoder(nn.Module):
                 return f"layer {index} changes masks"
         return None
 
-    def _has_states(self) -> bool:
+    def has_states(self) -> bool:
+        """Whether layers go on from a state of the earlier positions (linear attention, Mamba, convolutions)."""
         return any(isinstance(module, RecurrentMixer) for layer in self.layers for module in layer.children())
 
     @staticmethod

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchtune.generation import GenerationError, _fast_linear, fast_linears, generate_tokens
+from torchtune.generation import GenerationError, _packed, fast_linears, generate_tokens
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
-from torchtune.modules import TransformerDecoder
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, disable_adapter
 
@@ -31,6 +31,7 @@ _KINDS = {
     "window": {"window": 3, "window_layers": (1,)},
     "keys of another layer": {"shared_kv_layers": 1, "v_norm": True, "full_keys_as_values": True}
     | {"layer_embed_dim": 6, "layer_embed_vocab": 29},
+    "latents": {"kv_latent_dim": 8, "value_dim": 6, "rope_dim": 4, "head_dim": 8, "num_kv_heads": 4},
     "mixers": {
         "mixer": DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5, conv_taps=3),
         "mixer_layers": (0,),
@@ -40,7 +41,7 @@ _KINDS = {
 
 def _model(**options: Any) -> TransformerDecoder:
     torch.manual_seed(0)
-    model = build(Description(**_SIZES, **options))
+    model = build(Description(**(_SIZES | options)))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return model
@@ -75,8 +76,10 @@ def test_rows_join_and_leave(kind: str) -> None:
         wanted = F.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)
     assert max(rows for rows, _ in shapes) == 3
-    prefills = [rows for rows, positions in shapes if positions > 1]
+    prefills = [(rows, positions) for rows, positions in shapes if positions > 1]
     assert len(prefills) > 2
+    if kind != "mixers":  # whose states are those of rows
+        assert sum(rows * positions for rows, positions in shapes[:1]) == sum(map(len, _PROMPTS[:3]))
     # Fewer passes than one sequence after another needs: newcomers run beside those that are under way.
     assert len(shapes) < sum(len(tokens) for tokens in found.tokens)
 
@@ -124,14 +127,14 @@ def test_weights_return_from_their_fast_layout(dtype: torch.dtype) -> None:
 
 def test_weights_are_never_there_twice(model: TransformerDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     packs: list[weakref.ref] = []
-    restore = _fast_linear._Packed.restore
+    restore = _packed.Packed.restore
 
-    def restore_after_the_others(packed: _fast_linear._Packed) -> None:
+    def restore_after_the_others(packed: _packed.Packed) -> None:
         assert not any(ref() for ref in packs)
         packs.append(weakref.ref(packed))
         restore(packed)
 
-    monkeypatch.setattr(_fast_linear._Packed, "restore", restore_after_the_others)
+    monkeypatch.setattr(_packed.Packed, "restore", restore_after_the_others)
     with fast_linears(model, pack=True):
         pass
     assert len(packs) == 2 * 4 + 1
@@ -150,6 +153,50 @@ def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_i
             for pack in (False, True):
                 with fast_linears(model, pack=pack):
                     assert torch.equal(model(tokens), wanted)
+
+
+def _takes_the_short_way(model: TransformerDecoder) -> bool:
+    """Whether layers run no attention module in a step: in their place, a step runs the products alone."""
+    seen: list[tuple[int, ...]] = []
+    attention = MultiHeadAttention.forward
+
+    def forward(self: MultiHeadAttention, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tuple(x.shape))
+        return attention(self, x, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MultiHeadAttention, "forward", forward)
+        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
+    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+    return all(s > 1 for _, s, _ in seen)
+
+
+def test_a_step_of_ordinary_layers_runs_fewer_modules(model: TransformerDecoder) -> None:
+    assert _takes_the_short_way(model)
+    apply_conversions(model, [LoRA(2, 3, attn_modules=["q_proj", "output_proj"], apply_to_mlp=True)])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    assert _takes_the_short_way(model)
+    for options in ({"norm_order": "both"}, {"q_bias": True}, {"qk_norm": "before_rope"}):
+        assert _takes_the_short_way(_model(**options))
+
+
+@pytest.mark.parametrize("kind", ["window", "window, sinks and soft cap", "qk_norm", "qk_norm_whole", "attn_scale"])
+def test_a_step_of_other_layers_runs_all_that_they_do(kind: str) -> None:
+    others = {
+        "qk_norm": {"qk_norm": "after_rope"},
+        "qk_norm_whole": {"qk_norm": "before_rope", "qk_norm_whole": True},
+        "attn_scale": {"attn_scale": 0.3},
+    }
+    assert not _takes_the_short_way(_model(**(_KINDS | others)[kind]))
+
+
+@pytest.mark.parametrize("name", ["attn", "attn.k_proj", "attn.output_proj", "mlp", "mlp.w2", "sa_norm"])
+def test_a_step_runs_what_is_hooked(model: TransformerDecoder, name: str) -> None:
+    module = model.layers[1].get_submodule(name)
+    module.register_forward_hook(lambda module, args, out: out * 0.5)
+    found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
+    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
 
 
 def test_a_loop_that_would_train_nothing_is_refused(model: TransformerDecoder) -> None:

@@ -98,7 +98,7 @@ def test_prompts_go_through_once_and_ended_rows_leave(model: TransformerDecoder)
     shapes = []
     model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     steps = list(stream_tokens(model, PROMPTS, max_new_tokens=15, num_samples=4, stop_tokens=[7, 11, 2, 3]))
-    assert shapes[0] == (3, 6)
+    assert shapes[0] == (1, sum(map(len, PROMPTS)))
     assert shapes[1:] == [(len(step.rows), 1) for step in steps[1:]]
     assert len(steps[-1].rows) < 12
     ended = [

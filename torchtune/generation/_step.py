@@ -1,0 +1,104 @@
+"""A step of decoding through a layer: one position per row, in as few operators as the layer allows.
+
+Between the products of a step, PyTorch's operators and Python's calls take as long as the products of a small model do.
+Here queries and keys are rotated as one tensor, and products follow one another without the modules around them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.generation._packed import Packed
+from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.attention_utils import attention
+from torchtune.modules.feed_forward import FeedForward, swiglu
+from torchtune.modules.kv_cache import KVCache
+from torchtune.modules.position_embeddings import apply_rope
+from torchtune.modules.transformer import TransformerSelfAttentionLayer
+
+_UNUSUAL = ("documents", "encoder_input", "encoder_mask", "embedded", "keys", "returns_keys")
+
+
+def step_of(layer: nn.Module, packs: Sequence[Packed]) -> Callable[..., Tensor] | None:
+    """What computes :meth:`TransformerSelfAttentionLayer.forward` with packed layers; None: it does more than this.
+
+    Args:
+        layer: any module.
+        packs: of the model's linear layers.
+    """
+    if type(layer) is not TransformerSelfAttentionLayer or "forward" in vars(layer):
+        return None
+    attn, mlp = layer.attn, layer.mlp
+    extras = (layer.mixer, layer.mask_mod, layer.layer_embed, layer.layer_scale)
+    if any(extra is not None for extra in extras) or not _is_plain_attention(attn) or not _is_plain_feed_forward(mlp):
+        return None
+    wanted = ([attn.q_proj, attn.k_proj, attn.v_proj], [attn.output_proj], [mlp.w1, mlp.w3], [mlp.w2])
+    found = {tuple(map(id, pack.layers)): pack for pack in packs}
+    chosen = [found.get(tuple(map(id, layers))) for layers in wanted]
+    inside = (attn, mlp, *(module for layers in wanted for module in layers))
+    if None in chosen or any(module._forward_hooks or module._forward_pre_hooks for module in inside):
+        return None
+    return _Step(layer, *chosen)
+
+
+def _is_plain_attention(attn: nn.Module | None) -> bool:
+    """Whether it is causal attention to all earlier positions, of projected and rotated heads."""
+    if type(attn) is not MultiHeadAttention or "forward" in vars(attn) or attn.attention is not attention:
+        return False
+    late_norm = attn.q_norm is not None and (attn.qk_norm_whole or not attn.qk_norm_before_rope)
+    norms = late_norm or attn.v_norm_eps is not None or attn.qk_norm_eps is not None
+    scores = attn.softcap or attn.window or attn.chunk or attn.sinks is not None or attn.query_factor != 1.0
+    return attn.is_causal and not (norms or scores or attn.gated or attn.growth)
+
+
+def _is_plain_feed_forward(mlp: nn.Module | None) -> bool:
+    is_own = type(mlp) is FeedForward and "forward" not in vars(mlp)
+    return is_own and mlp.w3 is not None and type(mlp.activation) is nn.SiLU and mlp.gate_scale == 1.0
+
+
+class _Step:
+    """Computes a layer on one position per row after those in its cache; anything else is left to the layer."""
+
+    def __init__(self, layer: TransformerSelfAttentionLayer, heads: Packed, out: Packed, up: Packed, down: Packed):
+        self._layer, self._attn = layer, layer.attn
+        self._heads, self._out, self._up, self._down = heads, out, up, down
+        self._norms = layer.sa_norm, layer.mlp_norm
+        self._scales = [None if type(one) is nn.Identity else one for one in (layer.sa_scale, layer.mlp_scale)]
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        input_pos: Tensor | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        **more: Any,
+    ) -> Any:
+        cache = self._attn.kv_cache
+        placed = cache is not None and cache.place is not None
+        if not placed or rope is None or x.shape[1] != 1 or any(more.get(name) is not None for name in _UNUSUAL):
+            return TransformerSelfAttentionLayer.forward(
+                self._layer, x, mask=mask, input_pos=input_pos, rope=rope, **more
+            )
+        norm, mlp_norm = self._norms
+        scale, mlp_scale = self._scales
+        attended = self._out.product(self._attended(norm(x), mask, rope, cache))
+        h = (attended if scale is None else scale(attended)) + x
+        fed = self._down.product(swiglu(*self._up.outputs(mlp_norm(h))))
+        return (fed if mlp_scale is None else mlp_scale(fed)) + h
+
+    def _attended(self, x: Tensor, mask: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache) -> Tensor:
+        """Values ``[m, 1, n * h]`` of the attention heads."""
+        m, n, n_kv = len(x), self._attn.num_heads, self._attn.num_kv_heads
+        heads = self._heads.product(x).view(m, 1, n + 2 * n_kv, -1)
+        turning = heads[:, :, : n + n_kv]
+        if self._attn.q_norm is not None:
+            turning = torch.cat((self._attn.q_norm(turning[:, :, :n]), self._attn.k_norm(turning[:, :, n:])), dim=2)
+        turned = apply_rope(turning, *rope, self._attn.pos_embeddings.layout)
+        k, v = cache.update(turned[:, :, n:].transpose(1, 2), heads[:, :, n + n_kv :].transpose(1, 2))
+        groups = turned[:, 0, :n].view(m, n_kv, n // n_kv, -1)  # as positions, so that no kernel repeats keys
+        visible = None if mask is None else mask[:, None]
+        return F.scaled_dot_product_attention(groups, k, v, attn_mask=visible).view(m, 1, -1)
