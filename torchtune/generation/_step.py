@@ -19,7 +19,7 @@ from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
 
-_UNUSUAL = ("documents", "encoder_input", "encoder_mask", "embedded", "keys", "returns_keys")
+_UNUSUAL = ("documents", "keys", "returns_keys")
 
 
 def step_of(layer: nn.Module, packs: Sequence[Packed]) -> Callable[..., Tensor] | None:
