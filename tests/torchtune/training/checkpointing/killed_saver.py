@@ -81,14 +81,20 @@ def check(store: FullModelHFCheckpointer, folder: Path) -> int:
     return step
 
 
+def is_saving(output: Path) -> bool:
+    """Whether a checkpoint is incomplete."""
+    return any(path.name.startswith(".step_") for path in output.iterdir())
+
+
 def main(folder: Path, output: Path, kills: int, size: int) -> None:
     """Print the step found after every kill, and whether the kill fell into a save.
 
-    Where a kill falls is the machine's mood: lives go on past ``kills`` until a quarter of that many fell into a save.
+    Where a kill falls is the machine's mood: lives go on past ``kills`` until a quarter of that many fell into a save,
+    and those more are killed as soon as a save is seen.
     """
     rng = random.Random(size)
     hits = life = 0
-    while life < kills or (hits < kills // 4 and life < 4 * kills):
+    while life < kills or (hits < kills // 4 and life < 2 * kills):
         store = FullModelHFCheckpointer(str(folder), output_dir=str(output), keep_last_n_checkpoints=2)
         before = {path.name for path in output.iterdir()}
         pids = start(store, folder, size, behind=size > 1 and life % 2 == 1, life=life)
@@ -96,6 +102,8 @@ def main(folder: Path, output: Path, kills: int, size: int) -> None:
         while {path.name for path in output.iterdir()} == before and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1 * size))
+        while life >= kills and not is_saving(output) and time.monotonic() < deadline:
+            time.sleep(0.0001)
         # One rank, and the others a little later, as a launcher does it; or all at once.
         for pid in rng.sample(pids, size):
             os.kill(pid, signal.SIGKILL)
@@ -103,7 +111,7 @@ def main(folder: Path, output: Path, kills: int, size: int) -> None:
                 time.sleep(rng.uniform(0, 0.2))
         found = [os.waitpid(pid, 0)[1] for pid in pids]
         assert signal.SIGKILL in map(os.WTERMSIG, found), "the saving processes ended by themselves"
-        hit = any(path.name.startswith(".step_") for path in output.iterdir())
+        hit = is_saving(output)
         print(check(store, folder), int(hit), flush=True)
         hits, life = hits + hit, life + 1
 
