@@ -239,6 +239,20 @@ def test_a_module_in_two_places_of_a_layer_is_packed_once(model: TransformerDeco
     assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
 
 
+@pytest.mark.parametrize("what", ["hook", "bias"])
+def test_a_step_of_latents_runs_more_than_a_matrix(what: str) -> None:
+    model = _model(**_KINDS["latents"])
+    attn = model.layers[1].attn
+    if what == "hook":
+        attn.kv_proj.register_forward_hook(lambda module, args, out: out * 0.5)
+    else:
+        attn.kv_proj = torch.nn.Linear(attn.kv_proj.in_features, attn.kv_proj.out_features)
+        torch.nn.init.normal_(attn.kv_proj.bias)
+    found = generate_tokens(model, _PROMPTS[:2], max_new_tokens=9, temperature=0.0)
+    for prompt, tokens in zip(_PROMPTS, found.tokens, strict=False):
+        assert tokens.tolist() == _alone(model, prompt, 9, set())
+
+
 def test_a_loop_that_would_train_nothing_is_refused(model: TransformerDecoder) -> None:
     for pack in (False, True):
         with fast_linears(model, pack=pack), pytest.raises(GenerationError, match="is called with gradients"):
