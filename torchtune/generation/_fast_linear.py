@@ -22,6 +22,7 @@ from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
+from torchtune.training.parallel._shards import reshard
 from torchtune.utils import computes_on_cpu, onednn_linear
 
 
@@ -138,6 +139,7 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
         >>> with torchtune.generation.fast_linears(model, pack=True):
         ...     text = torchtune.generate(model, tokenizer, "Why?", max_new_tokens=2)
     """
+    reshard(model)  # FSDP may hold whole weights after a forward pass, and takes them away later
     changed: list[nn.Module] = []
     packs: list[Packed] = []
     output = getattr(model, "output", None)
