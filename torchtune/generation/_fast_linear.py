@@ -22,6 +22,7 @@ from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
+from torchtune.training.parallel._shards import reshard
 from torchtune.utils import computes_on_cpu, onednn_linear
 
 
@@ -85,7 +86,8 @@ def _groups(model: nn.Module, candidates: Sequence[nn.Module]) -> list[list[nn.M
             module, names = module.attn, ("q_proj", "k_proj", "v_proj")
         elif isinstance(module, FeedForward):
             names = ("w1", "w3")
-        group = [part for part in (getattr(module, name, None) for name in names) if id(part) in free]
+        parts = dict.fromkeys(getattr(module, name, None) for name in names)  # of which two may be the same
+        group = [part for part in parts if id(part) in free]
         if any(part._forward_pre_hooks for part in group):  # of which each may change the input
             continue
         if len({(part.weight.shape[1], part.weight.dtype) for part in group}) == 1:
@@ -121,7 +123,8 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
     """Context manager in which the model's plain linear layers on CPU run in oneDNN, without gradients.
 
     Layers of other classes, dtypes and devices and sharded layers are unchanged, and under autocast all are; compiled
-    layers run uncompiled. Inside another such context for the same model, it does nothing.
+    layers run uncompiled. Inside another such context for the same model, it does nothing. Inside, replace no module of
+    attention and feed-forward layers; hooks may come and go.
 
     Args:
         model: with ``layers`` and ``output``, in evaluation mode.
@@ -136,6 +139,7 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
         >>> with torchtune.generation.fast_linears(model, pack=True):
         ...     text = torchtune.generate(model, tokenizer, "Why?", max_new_tokens=2)
     """
+    reshard(model)  # FSDP may hold whole weights after a forward pass, and takes them away later
     changed: list[nn.Module] = []
     packs: list[Packed] = []
     output = getattr(model, "output", None)

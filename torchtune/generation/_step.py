@@ -18,6 +18,7 @@ from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
+from torchtune.utils import hooks_of_all_modules
 
 _UNUSUAL = ("documents", "keys", "returns_keys")
 
@@ -38,10 +39,7 @@ def step_of(layer: nn.Module, packs: Sequence[Packed]) -> Callable[..., Tensor] 
     wanted = ([attn.q_proj, attn.k_proj, attn.v_proj], [attn.output_proj], [mlp.w1, mlp.w3], [mlp.w2])
     found = {tuple(map(id, pack.layers)): pack for pack in packs}
     chosen = [found.get(tuple(map(id, layers))) for layers in wanted]
-    inside = (attn, mlp, *(module for layers in wanted for module in layers))
-    if None in chosen or any(module._forward_hooks or module._forward_pre_hooks for module in inside):
-        return None
-    return _Step(layer, *chosen)
+    return None if None in chosen else _Step(layer, *chosen)
 
 
 def _is_plain_attention(attn: nn.Module | None) -> bool:
@@ -60,13 +58,18 @@ def _is_plain_feed_forward(mlp: nn.Module | None) -> bool:
 
 
 class _Step:
-    """Computes a layer on one position per row after those in its cache; anything else is left to the layer."""
+    """Computes a layer on one position per row after those in its cache; anything else is left to the layer.
+
+    So is a layer with hooks on modules that are not called here.
+    """
 
     def __init__(self, layer: TransformerSelfAttentionLayer, heads: Packed, out: Packed, up: Packed, down: Packed):
         self._layer, self._attn = layer, layer.attn
         self._heads, self._out, self._up, self._down = heads, out, up, down
-        self._norms = layer.sa_norm, layer.mlp_norm
-        self._scales = [None if type(one) is nn.Identity else one for one in (layer.sa_scale, layer.mlp_scale)]
+        left_out = [layer.attn, layer.mlp, *(one for pack in (heads, out, up, down) for one in pack.layers)]
+        # The modules' own dictionaries: they change where a hook is registered later.
+        self._hooks = [hooks for one in left_out for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._hooks += hooks_of_all_modules()
 
     def __call__(
         self,
@@ -79,16 +82,14 @@ class _Step:
     ) -> Any:
         cache = self._attn.kv_cache
         placed = cache is not None and cache.place is not None
-        if not placed or rope is None or x.shape[1] != 1 or any(more.get(name) is not None for name in _UNUSUAL):
+        unusual = any(more.get(name) is not None for name in _UNUSUAL) or any(self._hooks)
+        if not placed or rope is None or x.shape[1] != 1 or unusual:
             return TransformerSelfAttentionLayer.forward(
                 self._layer, x, mask=mask, input_pos=input_pos, rope=rope, **more
             )
-        norm, mlp_norm = self._norms
-        scale, mlp_scale = self._scales
-        attended = self._out.product(self._attended(norm(x), mask, rope, cache))
-        h = (attended if scale is None else scale(attended)) + x
-        fed = self._down.product(swiglu(*self._up.outputs(mlp_norm(h))))
-        return (fed if mlp_scale is None else mlp_scale(fed)) + h
+        layer = self._layer
+        h = layer.sa_scale(self._out.product(self._attended(layer.sa_norm(x), mask, rope, cache))) + x
+        return layer.mlp_scale(self._down.product(swiglu(*self._up.outputs(layer.mlp_norm(h))))) + h
 
     def _attended(self, x: Tensor, mask: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache) -> Tensor:
         """Values ``[m, 1, n * h]`` of the attention heads."""
@@ -101,4 +102,6 @@ class _Step:
         k, v = cache.update(turned[:, :, n:].transpose(1, 2), heads[:, :, n + n_kv :].transpose(1, 2))
         groups = turned[:, 0, :n].view(m, n_kv, n // n_kv, -1)  # as positions, so that no kernel repeats keys
         visible = None if mask is None else mask[:, None]
-        return F.scaled_dot_product_attention(groups, k, v, attn_mask=visible).view(m, 1, -1)
+        # Keys have the dtype of the embeddings, and under autocast the output has that of autocast.
+        found = F.scaled_dot_product_attention(groups.to(k.dtype), k, v, attn_mask=visible)
+        return found.to(x.dtype).view(m, 1, -1)

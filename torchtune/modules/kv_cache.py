@@ -123,8 +123,8 @@ class KVCache(nn.Module):
     def _update_at(self, place: Place, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.k_cache, self.v_cache
         if place.rows is not None:
-            keys[place.rows, :, place.columns] = k_val[0].transpose(0, 1)
-            values[place.rows, :, place.columns] = v_val[0].transpose(0, 1)
+            keys[place.rows, :, place.columns] = k_val[0].transpose(0, 1).to(keys.dtype)  # indices cast nothing
+            values[place.rows, :, place.columns] = v_val[0].transpose(0, 1).to(values.dtype)
             return k_val, v_val
         rows, end = slice(place.row, place.row + k_val.shape[0]), place.end + k_val.shape[2]
         keys[rows, :, place.end : end] = k_val

@@ -10,6 +10,7 @@ from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import _MaskType
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
+from torchtune.utils import hooks_of_all_modules
 
 
 class LatentAttention(MultiHeadAttention):
@@ -18,7 +19,8 @@ class LatentAttention(MultiHeadAttention):
     A key is ``key_dim`` wide: its first channels are projected from the latent, head by head; its last ``rope_dim``
     channels are rotated and common to all heads. The KV cache holds latents and common channels, ``kv_dim + rope_dim``
     numbers per position and layer. A single new position is compared with the latents themselves: its queries are
-    projected to the latents' space, instead of all cached latents to keys and values.
+    projected to the latents' space, instead of all cached latents to keys and values, if ``kv_proj`` has no bias and no
+    hooks.
 
     Args:
         embed_dim: d, size of the input.
@@ -126,7 +128,7 @@ class LatentAttention(MultiHeadAttention):
         latents = self._latents(x if y is None else y, input_pos, rope)
         if self.kv_cache is not None and self.cache_enabled:
             latents = self.kv_cache.update(latents[:, None], latents[:, None, :, :0])[0][:, 0].to(x.dtype)
-            if x.shape[1] == 1:
+            if x.shape[1] == 1 and self._is_a_matrix(self.kv_proj):
                 return self.output_proj(self._by_latents(q, latents, mask).flatten(-2))
         k, v = self._expanded(latents)
         dropout = self.attn_dropout if self.training else 0.0
@@ -160,6 +162,12 @@ class LatentAttention(MultiHeadAttention):
         parts = self.kv_proj(latent).unflatten(-1, (-1, self.key_dim - self.rope_dim + self.value_dim))
         first, v = parts.split([self.key_dim - self.rope_dim, self.value_dim], dim=-1)
         return torch.cat((first, common.unsqueeze(2).expand(-1, -1, parts.shape[2], -1)), dim=-1), v
+
+    @staticmethod
+    def _is_a_matrix(projection: nn.Module) -> bool:
+        """Whether the layer is a product with its weight and nothing else: no bias, and no hook that changes it."""
+        hooks = (projection._forward_pre_hooks, projection._forward_hooks, *hooks_of_all_modules())
+        return getattr(projection, "bias", None) is None and not any(hooks)
 
     def _by_latents(self, q: Tensor, latents: Tensor, mask: _MaskType | None) -> Tensor:
         """Attention of one position ``[b, 1, n, h]`` to latents ``[b, t, c + r]``: values ``[b, 1, n, v]``.

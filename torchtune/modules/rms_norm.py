@@ -96,7 +96,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., dim]`` to ``[..., dim]``, same dtype."""
-        return self.scaled_by(self.scale, x) if self.rounds_last else rms_norm(x, self.eps, self.scale)
+        return self.scaled_by(self.scale, x)
 
     def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
         """:meth:`forward` with another ``scale`` ``[dim]``."""

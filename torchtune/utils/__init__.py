@@ -34,6 +34,7 @@ __getattr__, __dir__, __all__ = attach(
         "get_torch_device_namespace": "_device",
         "get_world_size_and_rank": "_device",
         "has_cpp_compiler": "_torch_private",
+        "hooks_of_all_modules": "_torch_private",
         "in_backward_pass": "_torch_private",
         "in_function_transform": "_torch_private",
         "is_on_host": "_simulated",

@@ -68,6 +68,11 @@ def saved_tensor_hooks() -> Any | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def hooks_of_all_modules() -> tuple[Any, Any]:
+    """The hooks on the forward passes of all modules, as torch keeps them: what is registered later appears in them."""
+    return torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks
+
+
 def record_memory_history(enabled: bool) -> None:
     """Let a snapshot of CUDA's memory say where blocks came from; the documentation of torch names these functions."""
     if enabled:

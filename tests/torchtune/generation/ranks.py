@@ -48,6 +48,18 @@ def generates_as_one(model: TransformerDecoder, alone: TransformerDecoder, *, sh
         assert torch.equal(tokens, first)
 
 
+def generates_with_whole_weights(model: TransformerDecoder, alone: TransformerDecoder) -> None:
+    """After a forward pass, whose weights FSDP has not sharded again; so long that weights of one process move."""
+    tokens = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        before = model(tokens, output="hidden")
+    assert type(model.layers[0].mlp.w1.weight) is torch.nn.Parameter
+    found, wanted = (generate_tokens(one, PROMPTS, max_new_tokens=32, temperature=0.0) for one in (model, alone))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found.tokens, wanted.tokens, strict=True))
+    with torch.no_grad():
+        assert torch.equal(model(tokens, output="hidden"), before)
+
+
 def trains_on_logits_as_one(checkpoint: Path, dims: ParallelDims, model: TransformerDecoder) -> None:
     """A loss of logits, whose vocabulary is sharded."""
     rng = torch.Generator().manual_seed(dims.data_rank)
@@ -108,6 +120,7 @@ def main(folder: Path) -> None:
             ours = generate(model, prompts, max_generated_tokens=4, temperature=0.0)[0]
             assert torch.equal(ours, generate(alone, prompts, max_generated_tokens=4, temperature=0.0)[0])
             trains_on_logits_as_one(checkpoint, fsdp, model)
+    generates_with_whole_weights(load(checkpoint, fsdp, reshard_after_forward=False), alone)
     cp = load(folder / "tied_True", ParallelDims.start(CPU, dp_shard=1, cp=2))
     with pytest.raises(ValueError, match="set context_parallel_dim to 1"):
         generate_tokens(cp, PROMPTS, max_new_tokens=2)

@@ -191,12 +191,66 @@ def test_a_step_of_other_layers_runs_all_that_they_do(kind: str) -> None:
     assert not _takes_the_short_way(_model(**(_KINDS | others)[kind]))
 
 
-@pytest.mark.parametrize("name", ["attn", "attn.k_proj", "attn.output_proj", "mlp", "mlp.w2", "sa_norm"])
-def test_a_step_runs_what_is_hooked(model: TransformerDecoder, name: str) -> None:
+@pytest.mark.parametrize("name", ["attn", "attn.k_proj", "attn.output_proj", "mlp", "mlp.w2", "sa_norm", "sa_scale"])
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_step_runs_what_is_hooked(model: TransformerDecoder, name: str, when: str) -> None:
     module = model.layers[1].get_submodule(name)
-    module.register_forward_hook(lambda module, args, out: out * 0.5)
+    packed = fast_linears(model, pack=True) if when == "inside" else contextlib.nullcontext()
+    with packed:
+        module.register_forward_hook(lambda module, args, out: out * 0.5)
+        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
+    assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+
+
+def test_a_step_runs_hooks_of_all_modules(model: TransformerDecoder) -> None:
+    def halve(module: torch.nn.Module, args: Any, out: Any) -> Any:
+        return out * 0.5 if isinstance(module, MultiHeadAttention) else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(halve)
+    try:
+        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
+        assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["attention", "latents"])
+def test_prompts_of_several_lengths_in_a_row_under_autocast(kind: str) -> None:
+    model = _model(**_KINDS[kind])
+    with torch.autocast("cpu", torch.bfloat16):
+        together = generate_tokens(model, _PROMPTS, max_new_tokens=3, temperature=0.0)
+        for prompt, log_probs in zip(_PROMPTS, together.log_probs, strict=True):
+            alone = generate_tokens(model, [prompt], max_new_tokens=3, temperature=0.0)
+            torch.testing.assert_close(log_probs, alone.log_probs[0], rtol=0, atol=0.1)
+
+
+def test_a_step_under_autocast_inside_of_packed_layers(model: TransformerDecoder) -> None:
+    with fast_linears(model, pack=True), torch.autocast("cpu", torch.bfloat16):
+        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=8, temperature=0.0)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*_PROMPTS[0], *found.tokens[0].tolist()]]))[0, len(_PROMPTS[0]) - 1 : -1]
+    wanted = F.log_softmax(logits, -1).gather(1, found.tokens[0][:, None])[:, 0]
+    torch.testing.assert_close(found.log_probs[0], wanted, rtol=0, atol=0.1)
+
+
+def test_a_module_in_two_places_of_a_layer_is_packed_once(model: TransformerDecoder) -> None:
+    model.layers[1].mlp.w3 = model.layers[1].mlp.w1
     found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=40, temperature=0.0)
     assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
+
+
+@pytest.mark.parametrize("what", ["hook", "bias"])
+def test_a_step_of_latents_runs_more_than_a_matrix(what: str) -> None:
+    model = _model(**_KINDS["latents"])
+    attn = model.layers[1].attn
+    if what == "hook":
+        attn.kv_proj.register_forward_hook(lambda module, args, out: out * 0.5)
+    else:
+        attn.kv_proj = torch.nn.Linear(attn.kv_proj.in_features, attn.kv_proj.out_features)
+        torch.nn.init.normal_(attn.kv_proj.bias)
+    found = generate_tokens(model, _PROMPTS[:2], max_new_tokens=9, temperature=0.0)
+    for prompt, tokens in zip(_PROMPTS, found.tokens, strict=False):
+        assert tokens.tolist() == _alone(model, prompt, 9, set())
 
 
 def test_a_loop_that_would_train_nothing_is_refused(model: TransformerDecoder) -> None:
