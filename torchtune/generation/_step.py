@@ -30,7 +30,7 @@ def step_of(layer: nn.Module, packs: Sequence[Packed]) -> Callable[..., Tensor] 
         layer: any module.
         packs: of the model's linear layers.
     """
-    if type(layer) is not TransformerSelfAttentionLayer or "forward" in vars(layer):
+    if not _is_as_written(layer, TransformerSelfAttentionLayer):
         return None
     attn, mlp = layer.attn, layer.mlp
     extras = (layer.mixer, layer.mask_mod, layer.layer_embed, layer.layer_scale)
@@ -42,9 +42,14 @@ def step_of(layer: nn.Module, packs: Sequence[Packed]) -> Callable[..., Tensor] 
     return None if None in chosen else _Step(layer, *chosen)
 
 
+def _is_as_written(module: nn.Module | None, cls: type[nn.Module]) -> bool:
+    """Whether it is of this very class, without methods of its own."""
+    return type(module) is cls and not vars(module).keys() & vars(cls).keys()
+
+
 def _is_plain_attention(attn: nn.Module | None) -> bool:
     """Whether it is causal attention to all earlier positions, of projected and rotated heads."""
-    if type(attn) is not MultiHeadAttention or "forward" in vars(attn) or attn.attention is not attention:
+    if not _is_as_written(attn, MultiHeadAttention) or attn.attention is not attention:
         return False
     late_norm = attn.q_norm is not None and (attn.qk_norm_whole or not attn.qk_norm_before_rope)
     norms = late_norm or attn.v_norm_eps is not None or attn.qk_norm_eps is not None
@@ -53,7 +58,7 @@ def _is_plain_attention(attn: nn.Module | None) -> bool:
 
 
 def _is_plain_feed_forward(mlp: nn.Module | None) -> bool:
-    is_own = type(mlp) is FeedForward and "forward" not in vars(mlp)
+    is_own = _is_as_written(mlp, FeedForward)
     return is_own and mlp.w3 is not None and type(mlp.activation) is nn.SiLU and mlp.gate_scale == 1.0
 
 

@@ -202,6 +202,12 @@ def test_a_step_runs_what_is_hooked(model: TransformerDecoder, name: str, when: 
     assert found.tokens[0].tolist() == _alone(model, _PROMPTS[0], 40, set())
 
 
+def test_a_step_runs_methods_of_an_instance(model: TransformerDecoder) -> None:
+    attn = model.layers[1].attn
+    attn._heads = lambda *args: type(attn)._heads(attn, *args) * 0.5
+    assert not _takes_the_short_way(model)
+
+
 def test_a_step_runs_hooks_of_all_modules(model: TransformerDecoder) -> None:
     def halve(module: torch.nn.Module, args: Any, out: Any) -> Any:
         return out * 0.5 if isinstance(module, MultiHeadAttention) else None
