@@ -71,7 +71,9 @@ def torch_alone(size: int) -> int:
         dist.all_reduce(value, group=group)
         dist.all_gather(list(whole.chunk(size)), value, group=group)
     dist.barrier()
-    return sockets()
+    found = sockets()
+    dist.barrier()  # a rank that ended closes the sockets of those that have not counted
+    return found
 
 
 def rank(size: int, config: Path, module: Any, alone: bool) -> dict[str, Any]:
