@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torchtune.generation._packed import Packed
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.attention_utils import attention
+from torchtune.modules.attention_utils import _dense_attention, attention
 from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
@@ -105,8 +104,6 @@ class _Step:
             turning = torch.cat((self._attn.q_norm(turning[:, :, :n]), self._attn.k_norm(turning[:, :, n:])), dim=2)
         turned = apply_rope(turning, *rope, self._attn.pos_embeddings.layout)
         k, v = cache.update(turned[:, :, n:].transpose(1, 2), heads[:, :, n + n_kv :].transpose(1, 2))
-        groups = turned[:, 0, :n].view(m, n_kv, n // n_kv, -1)  # as positions, so that no kernel repeats keys
-        visible = None if mask is None else mask[:, None]
         # Keys have the dtype of the embeddings, and under autocast the output has that of autocast.
-        found = F.scaled_dot_product_attention(groups.to(k.dtype), k, v, attn_mask=visible)
-        return found.to(x.dtype).view(m, 1, -1)
+        q, k, v = turned[:, :, :n].to(k.dtype), k.transpose(1, 2), v.transpose(1, 2)
+        return _dense_attention(q, k, v, mask, is_causal=False, dropout_p=0.0).flatten(-2).to(x.dtype)

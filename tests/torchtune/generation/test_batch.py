@@ -76,10 +76,10 @@ def test_rows_join_and_leave(kind: str) -> None:
         wanted = F.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)
     assert max(rows for rows, _ in shapes) == 3
-    prefills = [(rows, positions) for rows, positions in shapes if positions > 1]
+    prefills = [rows for rows, positions in shapes if positions > 1]
     assert len(prefills) > 2
     if kind != "mixers":  # whose states are those of rows
-        assert sum(rows * positions for rows, positions in shapes[:1]) == sum(map(len, _PROMPTS[:3]))
+        assert shapes[0] == (1, sum(map(len, _PROMPTS[:3])))
     # Fewer passes than one sequence after another needs: newcomers run beside those that are under way.
     assert len(shapes) < sum(len(tokens) for tokens in found.tokens)
 
