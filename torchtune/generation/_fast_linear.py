@@ -23,14 +23,15 @@ from torchtune.modules.peft.lora import LoRALinear
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
 from torchtune.training.parallel._shards import reshard
-from torchtune.utils import computes_on_cpu, onednn_linear
+from torchtune.utils import computes_on_cpu, onednn_computes, onednn_linear
 
 
 def _is_plain(weight: object) -> bool:
-    """Whether it is a matrix on CPU in a storage of its own, not sharded, quantised or a view."""
+    """Return whether oneDNN can multiply by the weight: a whole matrix on CPU, not sharded, quantized or a view."""
     return (
         type(weight) in (nn.Parameter, Tensor)
         and weight.dtype in (torch.float32, torch.bfloat16)
+        and onednn_computes(weight.dtype)
         and computes_on_cpu(weight.device)
         and weight.is_contiguous()
         and weight.untyped_storage().nbytes() == weight.nbytes
@@ -146,7 +147,7 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
     tied = type(output) is TiedLinear and output.linear is F.linear and _is_plain(output.weight)
     with uncompiled(model):
         try:
-            if torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu"):
+            if not torch.is_autocast_enabled("cpu"):
                 candidates = _candidates(model)
                 if pack:
                     for group in _groups(model, candidates):

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchtune.utils import computes_on_cpu, in_function_transform, onednn_linear, saved_tensor_hooks
+from torchtune.utils import (
+    computes_on_cpu,
+    in_function_transform,
+    onednn_computes,
+    onednn_linear,
+    saved_tensor_hooks,
+)
 
 _WORTH = 2**21  # multiplications from which on oneDNN is faster, its call included
 _ROWS = 64  # from which on a layer saves more than looking at all its operations costs: more than decoding has
@@ -23,7 +29,7 @@ _BLOCK = 2**22  # elements of a result that is copied into another tensor
 
 @cache
 def _is_faster_here() -> bool:
-    has_both = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+    has_both = onednn_computes(torch.float32) and torch.backends.mkl.is_available()
     return has_both and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 

@@ -46,6 +46,7 @@ __getattr__, __dir__, __all__ = attach(
         "was_said": "_log_files",
         "note_in_run_log": "_log_files",
         "refuse_foreign": "_ownership",
+        "onednn_computes": "_torch_private",
         "onednn_layout": "_torch_private",
         "onednn_linear": "_torch_private",
         "onednn_linear_op": "_torch_private",

@@ -6,6 +6,7 @@ mend. Where torch has a public name by now, that one is used.
 
 import warnings
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,6 +96,18 @@ def verbose_profiling() -> Any:
 def reduce_scatter_op() -> Any:
     """The operation that compiled and sharded models reduce gradients with, for rules on what is recomputed."""
     return torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+@cache
+def onednn_computes(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies matrices of ``dtype`` on this processor; where it does not, it raises."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.float32:
+        return True
+    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    question = getattr(torch.ops.mkldnn, names.get(dtype, ""), None)
+    return question is not None and question()
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
