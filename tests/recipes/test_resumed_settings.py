@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 import yaml
 
 from tests.recipes.runs import load_recipe, read_log, start
@@ -78,6 +79,39 @@ def test_a_resume_with_other_settings(said: list[str], tmp_path: Path) -> None:
     (kept,) = [line for line in said if "goes on" in line]
     assert kept.endswith("seed was 7 and is 8 now.")
     assert [record["step"] for record in read_log(first.output_dir) if "loss" in record][12:] == [10, 12]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        *(("torch.optim.AdamW", precision) for precision in ("stochastic_rounding", "fp32_master", "param_dtype")),
+        *(("torchao.optim.AdamW8bit", precision) for precision in ("stochastic_rounding", "fp32_master")),
+    ],
+)
+def test_a_run_in_bf16_goes_on_in_fp32(said: list[str], tmp_path: Path, optimizer: str, precision: str) -> None:
+    """No value changes: those of fp32 master weights are the weights, and others are what bf16 rounded them to."""
+    settings = {"epochs": 2, "log_level": "INFO", "optimizer_precision": precision}
+    settings |= {"optimizer___component_": optimizer, "gradient_accumulation_steps": 4}
+    first = start("full_finetune_single_device", tmp_path, **settings, dtype="bf16")
+    shutil.rmtree(first.output_dir / "epoch_1")
+    resume = {**settings, "output_dir": first.output_dir, "resume_from_checkpoint": True, "train": False}
+    narrow = start("full_finetune_single_device", tmp_path, **resume, dtype="bf16").recipe
+    said.clear()
+    wide = start("full_finetune_single_device", tmp_path, **resume, dtype="fp32").recipe
+    assert any(
+        "dtype was bf16 and is fp32 now (weights and optimizer states keep their values" in line for line in said
+    )
+    names = dict(narrow.model.named_parameters())
+    masters = narrow.optimizer.state_dict()["state"] if precision == "fp32_master" else {}
+    for name, parameter in wide.model.named_parameters():
+        expected = masters[name]["master"] if masters else names[name].float()
+        assert torch.equal(parameter, expected)
+        before, after = narrow.optimizer.state[names[name]], wide.optimizer.state[parameter]
+        assert before.keys() == after.keys()
+        if "torchao" not in optimizer:
+            assert all(torch.equal(before[key].float(), after[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+    with pytest.raises(CheckpointError, match="dtype was bf16 and is fp16 now"):
+        check_resumed_settings({"dtype": "fp16"}, first.output_dir / "epoch_0")
 
 
 def test_settings_of_a_recipe_of_ones_own(said: list[str], tmp_path: Path) -> None:

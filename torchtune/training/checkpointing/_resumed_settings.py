@@ -58,6 +58,10 @@ ON_RESUME: dict[str, OnResume] = {
     **_of(OnResume.NEW, "metric_logger log_every_n_steps log_peak_memory_stats log_level profiler"),
 }
 _NOT_SET = "not set"
+# Changes of a fixed setting that lose nothing, with what they mean.
+_EXACT = {
+    ("dtype", "bf16", "fp32"): "weights and optimizer states keep their values, and updates are no longer rounded"
+}
 
 
 def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
@@ -94,9 +98,10 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
     found: dict[OnResume, list[str]] = {kind: [] for kind in OnResume}
     for name in sorted(shared):
         for part, old, new in _changes(name, saved[name], now[name]):
-            kind = _kind(part)
+            remark = _EXACT.get((part, old, new)) if isinstance(new, str) else None
+            kind = _kind(part) if remark is None else OnResume.NEW
             if kind is not OnResume.KEPT or new is not None:
-                found[kind].append(f"{part} was {old} and is {new} now")
+                found[kind].append(f"{part} was {old} and is {new} now" + (f" ({remark})" if remark else ""))
     if fixed := found[OnResume.FIXED]:
         raise CheckpointError(
             f"{path}: the run cannot go on with other settings than it has: {'; '.join(fixed)}: set "

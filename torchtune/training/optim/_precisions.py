@@ -156,6 +156,13 @@ class MasterWeightsOptimizer(LowPrecisionOptimizer):
     def _load_parameter(self, parameter: torch.nn.Parameter, state: dict[str, Any], fused: bool) -> None:
         master = state.pop("master", None)
         self._make_master(parameter)
-        if master is not None and parameter in self._masters:
-            self._masters[parameter].copy_(own_part(master))
+        if master is not None:
+            own_part(self._masters.get(parameter, parameter.detach())).copy_(own_part(master))
         super()._load_parameter(parameter, state, fused)
+
+
+def adopt_masters(optimizer: Optimizer) -> None:
+    """Move ``master`` of a loaded state into the float32 parameters, which need no second copy of themselves."""
+    for parameter, state in optimizer.state.items():
+        if (master := state.pop("master", None)) is not None:
+            parameter.detach().copy_(master)

@@ -11,7 +11,7 @@ from torchtune.modules.conversion import Phase, get_conversions
 from torchtune.modules.optim import OptimizerInBackward, OptimizerMap
 from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
 from torchtune.training.optim._low_precision_optimizer import looks_at_matrices
-from torchtune.training.optim._precisions import MasterWeightsOptimizer, StochasticRoundingOptimizer
+from torchtune.training.optim._precisions import MasterWeightsOptimizer, StochasticRoundingOptimizer, adopt_masters
 from torchtune.training.parallel._ranks import broadcast_object
 from torchtune.utils import UserError
 
@@ -85,6 +85,7 @@ def prepare_optimizer(
     elif low_bit is not None or looks_at_matrices(optimizer):
         precision = "fp32_master"  # of float32 weights that is the weights themselves
     else:
+        optimizer.register_load_state_dict_post_hook(adopt_masters)  # a state saved with bf16 weights has them
         return optimizer
     for kind, reason in _UNSUPPORTED.items():
         if isinstance(optimizer, kind):
