@@ -132,8 +132,8 @@ class Settings:
     # twin of training: runtime
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
-    # Data type of weights and activations.
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    # Data type of weights and activations; null takes the best one that the device computes fast.
+    dtype: Literal["bf16", "fp32"] | None = None
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
     # Recompute some activations: full (every layer), or selective, which ac_option explains.
@@ -183,7 +183,7 @@ class FullFinetuneRecipeDistributed:
             ep=cfg.expert_parallel_dim,
         )
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
-        self.dtype = training.get_dtype(cfg.dtype, device=self.device)
+        cfg.dtype, self.dtype = training.choose_dtype(cfg.dtype, self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.checkpointer.check_output_dir(resume=resume)

@@ -18,7 +18,7 @@ import torch
 from torchtune import config, generation, training, utils
 from torchtune.config import Component, Range
 from torchtune.data import Batch, Message, padded_collate_tiled_images_and_mask
-from torchtune.models import from_hf_config
+from torchtune.models import from_hf_config, stored_dtype
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.transforms.tokenizers import StreamDecoder, hf_tokenizer
 
@@ -58,8 +58,8 @@ class Settings:
 
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
-    # Data type of weights and activations.
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    # Data type of weights and activations; null takes the best one that the device computes fast.
+    dtype: Literal["bf16", "fp32"] | None = None
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
     # Level of the messages on the terminal.
@@ -102,7 +102,8 @@ class InferenceRecipe:
         self.cfg = cfg
         self.log = utils.get_logger(cfg.log_level)
         self.device = utils.get_device(cfg.device)
-        self.dtype = training.get_dtype(cfg.dtype, device=self.device)
+        stored = stored_dtype(cfg.checkpointer.get("checkpoint_dir"))
+        cfg.dtype, self.dtype = training.choose_dtype(cfg.dtype, self.device, stored)
         training.set_seed(cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
 
     def setup(self, cfg: Settings) -> None:

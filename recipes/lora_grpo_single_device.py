@@ -130,8 +130,8 @@ class Settings:
     # twin of training: runtime
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
-    # Data type of weights and activations.
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    # Data type of weights and activations; null takes the best one that the device computes fast.
+    dtype: Literal["bf16", "fp32"] | None = None
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
     # Recompute some activations: full (every layer), or selective, which ac_option explains.
@@ -173,7 +173,7 @@ class LoRAGRPORecipeSingleDevice:
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.device = utils.get_device(cfg.device)
         self.dims = training.ParallelDims()
-        self.dtype = training.get_dtype(cfg.dtype, device=self.device)
+        cfg.dtype, self.dtype = training.choose_dtype(cfg.dtype, self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
         training.add_reference(self.checkpointer, cfg.ref_checkpointer, cfg.loss)
         resume = cfg.resume_from_checkpoint or training.is_restart()

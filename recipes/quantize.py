@@ -32,7 +32,7 @@ class Settings:
 
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
-    # Data type of weights and activations.
+    # Data type of weights that are not quantized.
     dtype: Literal["bf16", "fp32"] = "bf16"
     # Level of the messages on the terminal.
     log_level: Literal["DEBUG", "INFO", "WARN", "WARNING", "ERROR"] = "INFO"

@@ -45,7 +45,7 @@ def write_pairs(orders: Path, pairs: Path, seed: int) -> None:
 
 
 @torch.inference_mode()
-def margins(folder: Path, pairs: Path, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def margins(folder: Path, pairs: Path, dtype: str | None = None) -> torch.Tensor:
     """log π(chosen) - log π(rejected) of every pair, float32 ``[n]``, in nats."""
     model, tokenizer = load(folder, dtype)
     data = preference_dataset(tokenizer, source="json", data_files=str(pairs))

@@ -21,11 +21,12 @@ HELD_OUT = Path(__file__).parent / "data" / "held_out.jsonl"
 MAX_NEW_TOKENS = 40  # the longest right answer has 30
 
 
-def load(folder: str | Path, dtype: torch.dtype) -> tuple[TransformerDecoder, HuggingFaceModelTokenizer]:
-    """Model and tokenizer of a Hugging Face folder, for inference on the CPU."""
-    with training.set_default_dtype(dtype), torch.device("meta"):
+def load(folder: str | Path, dtype: str | None = None) -> tuple[TransformerDecoder, HuggingFaceModelTokenizer]:
+    """Model and tokenizer of a Hugging Face folder, for inference on the CPU; by default in its fastest dtype."""
+    device = torch.device("cpu")
+    with training.set_default_dtype(training.choose_dtype(dtype, device)[1]), torch.device("meta"):
         model = from_hf_config(str(folder))
-    FullModelHFCheckpointer(checkpoint_dir=str(folder)).load_model(model, device=torch.device("cpu"))
+    FullModelHFCheckpointer(checkpoint_dir=str(folder)).load_model(model, device=device)
     return model.eval(), hf_tokenizer(str(folder))
 
 
@@ -62,10 +63,10 @@ def main() -> None:
     """Print the share of right answers of a model folder, and some of its answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a model in Hugging Face's layout")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"))
     args = parser.parse_args()
     asked = conversations()
-    answers = answer(*load(args.folder, training.get_dtype(args.dtype)), asked)
+    answers = answer(*load(args.folder, args.dtype), asked)
     right = sum(given == each["assistant"] for given, each in zip(answers, asked, strict=True))
     for each, given in list(zip(asked, answers, strict=True))[:3]:
         print(f"{each['user']}\n  answer {given}\n  right  {each['assistant']}")

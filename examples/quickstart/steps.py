@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib  # missing, it is missed before minutes of training
-import torch
 from score import answer, conversations, load
 
 from torchtune.training.checkpointing import gguf_to_hf
@@ -129,7 +128,7 @@ def fine_tune(run: Path, *settings: str) -> Path:
 def score(folder: Path) -> tuple[list[str], float]:
     """Answers of the model in ``folder`` to the held-out orders, and the share of right ones."""
     asked = conversations()
-    answers = answer(*load(folder, torch.bfloat16), asked)
+    answers = answer(*load(folder), asked)
     return answers, sum(a == each["assistant"] for a, each in zip(answers, asked, strict=True)) / len(asked)
 
 

@@ -125,7 +125,7 @@ def test_margins_are_those_of_transformers(examples: dict[str, ModuleType], tmp_
 
     checkpoint = write_checkpoint(tmp_path / "model")
     examples["dpo"].write_pairs(tmp_path / "held_out.jsonl", tmp_path / "pairs.jsonl", seed=2)
-    found = examples["dpo"].margins(checkpoint, tmp_path / "pairs.jsonl", torch.float32)
+    found = examples["dpo"].margins(checkpoint, tmp_path / "pairs.jsonl", "fp32")
     model, tokenizer = (kind.from_pretrained(checkpoint) for kind in (AutoModelForCausalLM, AutoTokenizer))
     for row, margin in zip((tmp_path / "pairs.jsonl").read_text().splitlines(), found.tolist(), strict=True):
         row = json.loads(row)

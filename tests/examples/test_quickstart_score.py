@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.tiny import write_checkpoint
 
@@ -15,7 +14,7 @@ def test_answers_do_not_depend_on_the_batch(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(FOLDER))
     import score
 
-    model, tokenizer = score.load(write_checkpoint(tmp_path / "model"), torch.float32)
+    model, tokenizer = score.load(write_checkpoint(tmp_path / "model"), "fp32")
     # The random model has 256 positions and a small vocabulary; the first words of each order do.
     asked = [{"system": "a b", "user": " ".join(each["user"].split()[:4])} for each in score.conversations()[:5]]
     together = score.answer(model, tokenizer, asked)

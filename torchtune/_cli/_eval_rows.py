@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torchtune
-from torchtune import evaluation
+from torchtune import evaluation, training
 from torchtune._cli._eval_run import validation_data
 from torchtune._cli.data import dataset_node
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._facts import format_of, read_rows
+from torchtune.modules import text_decoder
 from torchtune.utils import UserError, atomic_write
 
 
@@ -69,7 +70,8 @@ def _evaluate(
 ) -> dict[str, Any]:
     """What came of a model, which is let go of afterwards."""
     model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
-    found: dict[str, Any] = {"model": folder, "adapter": adapter, "perplexity": None, "answers": None}
+    dtype = training.precision.DTYPE_NAMES[text_decoder(model).tok_embeddings.weight.dtype]
+    found: dict[str, Any] = {"model": folder, "adapter": adapter, "dtype": dtype, "perplexity": None, "answers": None}
     if node is not None:
         tokenizer.max_seq_len = length or tokenizer.max_seq_len
         found["perplexity"] = evaluation.perplexity(model, instantiate_dataset(node, tokenizer))
@@ -93,7 +95,7 @@ def _evaluate(
 def _result(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """For the file of results; null where a number is unknown."""
     answers, measured = found["answers"], found["perplexity"]
-    result: dict[str, Any] = {"model": found["model"], "adapter": found["adapter"], "dtype": args.dtype}
+    result: dict[str, Any] = {name: found[name] for name in ("model", "adapter", "dtype")}
     if answers is not None:
         scores = {}
         for name in answers.scores:

@@ -48,7 +48,7 @@ class Chat(Subcommand):
         add("--max-new-tokens", type=int, default=1024, help="longest answer, in tokens (1024)")
         add("--seed", type=int, help="seed of sampling; by default another one each time")
         add("--device", help="cuda, cpu, mps …; by default the best one")
-        add("--dtype", choices=["bf16", "fp32"], default="bf16", help="of weights and activations (bf16)")
+        add("--dtype", choices=["bf16", "fp32"], help="of weights and activations; by default the checkpoint's")
 
     def _chat_cmd(self, args: argparse.Namespace) -> None:
         from torchtune.utils import UserError

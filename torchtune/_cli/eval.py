@@ -62,7 +62,7 @@ class Eval(Subcommand):
         add("--temperature", type=float, default=0.0, help="randomness; 0 always takes the likeliest token (0)")
         add("--seed", type=int, default=0, help="seed of sampling (0)")
         add("--device", help="cuda, cpu, mps …; by default the best one")
-        add("--dtype", choices=["bf16", "fp32"], default="bf16", help="of weights and activations (bf16)")
+        add("--dtype", choices=["bf16", "fp32"], help="of weights and activations; by default the checkpoint's")
 
     def _eval_cmd(self, args: argparse.Namespace) -> None:
         least = {"limit": 1, "max_new_tokens": 1, "max_sequences": 1, "temperature": 0, "seed": 0}

@@ -9,7 +9,7 @@ import torch
 from torchtune import training, utils
 from torchtune._facade._origin import ORIGINS, Origin
 from torchtune._hub import download
-from torchtune.models import ModelError, from_hf_config, text_config
+from torchtune.models import from_hf_config, stored_dtype
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import Conversion, apply_conversions
 from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
@@ -22,7 +22,6 @@ from torchtune.training.checkpointing._adapter import (
 )
 from torchtune.utils import UserError, read_json
 
-_NAMES = {dtype: name for name, dtype in training.precision.PRECISION_STR_TO_DTYPE.items()}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
@@ -46,7 +45,7 @@ def load(
             to be trained on. Or a conversion, or several, such as :class:`torchtune.modules.peft.LoRA`, applied
             before the weights are loaded: new adapters start untrained.
         dtype: of the weights, ``"bf16"``, ``"fp32"`` or a floating ``torch.dtype``; by default the one in
-            ``config.json``, else float32.
+            ``config.json``, or float32 if there is none or the device only emulates it.
         device: of the model; by default the best one.
 
     Returns:
@@ -134,11 +133,5 @@ def _base_of(folder: Path) -> tuple[Path, str | None]:
 
 
 def _dtype(asked: str | torch.dtype | None, folder: Path, device: torch.device) -> torch.dtype:
-    if asked is None and (folder / "config.json").is_file():
-        config = text_config(read_json(folder / "config.json", ModelError))
-        stored = config.get("dtype", config.get("torch_dtype"))
-        found = getattr(torch, stored, None) if isinstance(stored, str) else None
-        asked = found if found in _NAMES else None
-    if isinstance(asked, torch.dtype):
-        asked = _NAMES.get(asked, str(asked))
-    return training.get_dtype(asked, device=device)
+    name = training.precision.DTYPE_NAMES.get(asked, str(asked)) if isinstance(asked, torch.dtype) else asked
+    return training.choose_dtype(name, device, stored_dtype(folder) or torch.float32)[1]

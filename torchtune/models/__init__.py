@@ -27,6 +27,7 @@ __getattr__, __dir__, __all__ = attach(
         "spec_for_architecture": "_spec",
         "module_prefixes": "_parts",
         "rename_prefix": "_parts",
+        "stored_dtype": "_from_hf_config",
         "text_config": "_parts",
         "text_prefixes": "_parts",
         "with_text_config": "_parts",

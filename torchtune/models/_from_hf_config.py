@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from pathlib import Path
 
+import torch
+
 from torchtune.models._build import build
 from torchtune.models._description import ModelError
 from torchtune.models._hf_fields import architecture_of
@@ -10,6 +12,10 @@ from torchtune.models._parts import text_config
 from torchtune.models._spec import spec_for_architecture
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import read_json
+
+_STORED = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 
 
 def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = ()) -> TransformerDecoder:
@@ -42,3 +48,26 @@ def from_hf_config(checkpoint_dir: str | Path, ignore_fields: Collection[str] = 
         raise ModelError(f"{path} names no architecture (field 'architectures'): give the config.json of a checkpoint.")
     spec = spec_for_architecture(architecture)
     return build(spec.from_hf_config(config, ignore_fields), spec)
+
+
+def stored_dtype(checkpoint_dir: str | Path | None) -> torch.dtype | None:
+    """Return the dtype that the ``config.json`` of a checkpoint names for its weights.
+
+    Args:
+        checkpoint_dir: folder with ``config.json``.
+
+    Returns:
+        a floating dtype of 16 to 64 bits; ``None`` if there is no such file, or if it names no such dtype.
+
+    Raises:
+        ModelError: the file is unreadable.
+
+    Example:
+        >>> torchtune.models.stored_dtype(checkpoint)
+        torch.float32
+    """
+    if checkpoint_dir is None or not (path := Path(checkpoint_dir) / "config.json").is_file():
+        return None
+    config = text_config(read_json(path, ModelError))
+    name = config.get("dtype", config.get("torch_dtype"))
+    return _STORED.get(name) if isinstance(name, str) else None

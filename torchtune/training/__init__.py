@@ -78,6 +78,7 @@ __getattr__, __dir__, __all__ = attach(
         "check_run": "plan._check_run",
         "check_settings": "plan._check_settings",
         "checkpoint_activations": "activations",
+        "choose_dtype": "precision",
         "cleanup_before_training": "memory",
         "clip_grad_norm_": "optim._clip_grad",
         "compile_loss": "_compile",

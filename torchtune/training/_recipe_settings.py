@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune.config._schema import members, type_text
+from torchtune.training.precision import best_dtype
 from torchtune.utils import UserError
+from torchtune.utils._device import parse_device
 
 Node = Mapping[str, Any]  # a section of the config with ``_component_``
 
@@ -35,7 +37,7 @@ class ModelSettings:
     tokenizer: Node | None = None
     checkpointer: Node | None = None
     device: str | None = None
-    dtype: str = "fp32"
+    dtype: str | None = "fp32"
 
     @property
     def max_seq_len(self) -> int | None:
@@ -270,6 +272,10 @@ class RecipeSettings(
     def _with(self, model: Node) -> "RecipeSettings":
         alone = {"teacher_model": None, "reward_and_value_model": None, "ref_model": None}
         return dataclasses.replace(self, model=model, model_converters=[], **alone)
+
+    def resolved_dtype(self) -> str:
+        """Return the name of the dtype of weights and activations; null is the best one of the device."""
+        return best_dtype(parse_device(self.device)) if self.dtype is None else self.dtype
 
     def has(self, group: type) -> bool:
         """Whether the recipe declares this group of settings."""

@@ -1,9 +1,15 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from torchtune import training
+from torchtune.models import stored_dtype
+from torchtune.training import precision
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, PrecisionError, verify_bf16_support
-from torchtune.utils import UserError
+from torchtune.utils import UserError, simulated
 
 
 def test_names():
@@ -18,6 +24,44 @@ def test_an_unknown_name_is_a_user_error_and_a_value_error():
         training.get_dtype("bfloat")
     assert issubclass(PrecisionError, UserError)
     assert issubclass(PrecisionError, ValueError)
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_the_dtype_that_a_cpu_computes_fast(
+    has_bf16: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(precision, "onednn_computes", lambda dtype: has_bf16)
+    cpu, fast = torch.device("cpu"), ("bf16", torch.bfloat16) if has_bf16 else ("fp32", torch.float32)
+    assert training.choose_dtype(None, cpu) == training.choose_dtype(None, cpu, torch.bfloat16) == fast
+    assert training.choose_dtype(None, cpu, torch.float32) == ("fp32", torch.float32)
+    with caplog.at_level("WARNING"):
+        assert training.choose_dtype("bf16", cpu) == ("bf16", torch.bfloat16)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if has_bf16 else [precision.emulation_warning("bf16", cpu)])
+    with simulated():  # tensors stand for those of an accelerator
+        assert training.choose_dtype(None, cpu) == ("bf16", torch.bfloat16)
+    model = {"_component_": "torchtune.models.smol.smollm2_135m"}
+    best, asked = (
+        training.plan_run(SimpleNamespace(model=model, model_converters=[], tokenizer=None, dtype=dtype, device="cpu"))
+        for dtype in (None, "bf16")
+    )
+    assert f"smollm2_135m, {'bfloat16' if has_bf16 else 'float32'}" in best
+    assert ("only emulates bf16" in asked) == (not has_bf16)
+    assert "emulates" not in best
+
+
+def test_the_dtype_that_a_checkpoint_names(tmp_path: Path) -> None:
+    assert stored_dtype(None) is None
+    assert stored_dtype(tmp_path) is None
+    for config, expected in (
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "int8"}, None),
+        ({"dtype": 3}, None),
+        ({}, None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+        assert stored_dtype(tmp_path) is expected
 
 
 def test_default_dtype_comes_back_after_an_error():

@@ -185,7 +185,9 @@ def _check_optimizer(cfg: RecipeSettings, device: torch.device | None, model: to
         )
     if (offloads or path.startswith("bitsandbytes.")) and device is not None and device.type != "cuda":
         raise UserError(f"optimizer: {path} needs device=cuda, not {device.type}: use torchao.optim.AdamW8bit.")
-    if offloads and (cfg.optimizer_in_bwd or (cfg.dtype != "fp32" and cfg.optimizer_precision != "param_dtype")):
+    if offloads and (
+        cfg.optimizer_in_bwd or (cfg.resolved_dtype() != "fp32" and cfg.optimizer_precision != "param_dtype")
+    ):
         raise UserError(
             f"optimizer: {path} steps its own copies: set optimizer_precision=param_dtype and optimizer_in_bwd=False."
         )

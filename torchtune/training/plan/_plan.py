@@ -47,7 +47,13 @@ from torchtune.training.optim._low_precision_optimizer import HALF
 from torchtune.training.optim._prepare_optimizer import prepare_optimizer
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.plan._elements import elements_per_token, image_elements
-from torchtune.training.precision import PRECISION_STR_TO_DTYPE, set_default_dtype
+from torchtune.training.precision import (
+    PRECISION_STR_TO_DTYPE,
+    computes_fast,
+    emulation_warning,
+    set_default_dtype,
+)
+from torchtune.utils._device import parse_device
 
 _PROBE_SHAPE = (128, 128)
 _ASSUMED_LENGTH = 2048
@@ -294,7 +300,7 @@ def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtyp
     from torchtune import config
     from torchtune.modules.conversion import apply_conversions
 
-    dtype = PRECISION_STR_TO_DTYPE[settings.dtype]
+    dtype = PRECISION_STR_TO_DTYPE[settings.resolved_dtype()]
     with set_default_dtype(dtype), torch.device("meta"):
         model = config.instantiate(settings.model)
         return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
@@ -373,7 +379,7 @@ class ClosedForm:
 
     @staticmethod
     def _key(cfg: RecipeSettings) -> str:
-        return repr((cfg.model, cfg.model_converters, cfg.dtype))
+        return repr((cfg.model, cfg.model_converters, cfg.resolved_dtype()))
 
     def estimate(self, settings: Any, processes: int, what: str = "") -> MemoryEstimate:
         """Memory of each of several processes of a training run; parameters in host memory are not counted.
@@ -448,6 +454,9 @@ def plan_run(settings: Any, processes: int = 1) -> str:
         *(f"converted   {report}" for report in reports),
         f"mesh        {dims}, device {settings.device or 'chosen at start'}",
     ]
+    device = parse_device(settings.device)
+    if not computes_fast(dtype, device):
+        lines.append(emulation_warning(settings.resolved_dtype(), device))
     if settings.optimizer is None:
         return "\n".join([*lines, f"memory      {_show(sum(map(_num_bytes, model.parameters())))} of weights"])
 

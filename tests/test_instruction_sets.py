@@ -1,0 +1,94 @@
+"""bf16 in generation, evaluation and rollouts, on processors with and without instructions for it."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchtune
+from tests.recipes.runs import start
+from tests.tiny import write_checkpoint
+from torchtune import evaluation
+from torchtune.generation import fast_linears, generate_tokens
+from torchtune.utils import onednn_computes
+
+ROOT = Path(__file__).parents[1]
+# Limits of ATen's kernels and of oneDNN, which has no setting below SSE4.1.
+INSTRUCTION_SETS = {
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+}
+KERNELS = [
+    "tests/torchtune/generation/test_batch.py",
+    "tests/torchtune/generation/test_tokens.py",
+    "tests/torchtune/modules/test_products.py",
+    "tests/torchtune/training/test_precision.py",
+    "tests/recipes/test_ppo.py::test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_same_bits",
+]
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [7] * 40]
+
+
+def test_a_model_in_bf16_answers(tmp_path: Path) -> None:
+    model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="bf16", device="cpu")
+    weight = model.layers[0].attn.q_proj.weight
+    for pack in (True, False):
+        with torch.no_grad(), fast_linears(model, pack=pack):
+            assert (weight.numel() == 0) == (pack and onednn_computes(torch.bfloat16))
+            assert len(torchtune.generate(model, tokenizer, ["the cat sees", "a"], max_new_tokens=4)) == 2
+    found = generate_tokens(model, PROMPTS, max_new_tokens=40, temperature=0.0)
+    for prompt, tokens, log_probs in zip(PROMPTS, found.tokens, found.log_probs, strict=True):
+        assert len(tokens) == 40
+        with torch.no_grad():
+            logits = model.float()(torch.tensor([[*prompt, *tokens.tolist()]]))[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(log_probs.float(), expected, rtol=0, atol=0.1)  # bf16 has 8 bits
+        model.bfloat16()
+
+
+def test_a_model_in_bf16_is_evaluated(tmp_path: Path) -> None:
+    model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="bf16", device="cpu")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "the cat", "answer": "sees"}')
+    rows, scores = evaluation.read_eval_rows(tmp_path / "rows.jsonl"), evaluation.make_scores(["exact"])
+    report = evaluation.evaluate_answers(
+        model, tokenizer, rows, scores, source="rows.jsonl", folder=tmp_path, max_new_tokens=40
+    )
+    assert report.mean("exact")[0] in (0.0, 1.0)
+
+
+def test_rollouts_in_bf16(tmp_path: Path) -> None:
+    run = start("lora_grpo_single_device", tmp_path, dtype="bf16", max_steps_per_epoch=2)
+    assert list(run.losses) == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the names are those of x86")
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+def test_kernels_hold_with_fewer_instructions(instructions: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        f"--basetemp={tmp_path / 'tests'}",
+        "-m",
+        "not slow",
+    ]
+    limits = INSTRUCTION_SETS[instructions]
+    code = "import torch; print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_supported())"
+    environment = {**os.environ, **limits}
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert asked.stdout.split() == [instructions.upper(), "False"]
+    done = subprocess.run(
+        [*command, *KERNELS, Path(__file__).relative_to(ROOT)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
