@@ -231,10 +231,11 @@ class RunReport:
 
     def _question(self, folder: Path, base: Any) -> str:
         """The command that asks a checkpoint."""
+        dtype = self._cfg.resolved_dtype()
         if (folder / ADAPTER_FILE).is_file():
-            return shlex.join(["tune", "chat", "--model", str(base), "--adapter", str(folder)])
+            return shlex.join(["tune", "chat", "--model", str(base), "--adapter", str(folder), "--dtype", dtype])
         words = ["tune", "run", "generate", "--config", "any_generation", f"device={self._recipe.device.type}"]
-        words += [f"checkpointer.checkpoint_dir={folder}"]
+        words += [f"dtype={dtype}", f"checkpointer.checkpoint_dir={folder}"]
         return f"{shlex.join(words)} prompt.user={json.dumps('Who are you?')}"
 
 
