@@ -4,10 +4,13 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +23,16 @@ from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._parallel import ProcessKilled
 from torchtune.datasets._preview import NotRead, is_preview, reads_nothing
 from torchtune.datasets._store import TokenStore, Writers, open_store
-from torchtune.utils import UserError, atomic_directory, get_logger, log_rank_zero, sign_of_life, write_json
+from torchtune.utils import (
+    UserError,
+    atomic_directory,
+    get_logger,
+    log_rank_zero,
+    read_json,
+    refuse_foreign,
+    sign_of_life,
+    write_json,
+)
 
 # (writers by name) -> what else there is to say of the rows, as plain data.
 Build = Callable[[Writers], dict[str, Any]]
@@ -28,10 +40,13 @@ Prepared = tuple[dict[str, TokenStore], dict[str, Any]]
 
 _META = "meta.json"
 _PARTS = "made_of.json"
+_CHECKED = "checked.json"
 _SAID = {"code": "another version of torchtune or of a package that tokenizes", "data": "other content of the data"}
 _FREE = "free space, or choose another --output; nothing is left of what was written"
 _STALE = 3600.0  # seconds after which a folder that nobody writes to was left by a process that was killed
 _KILLED = (KeyboardInterrupt, ProcessKilled)  # what a preparation goes on after
+_OWN_NAME = re.compile(r"(own-\w{8}|run-[0-9a-f]{64}|\.(run-)?[0-9a-f]{64}\.([0-9a-f]{8}\.tmp|part))")
+_THIS_PROCESS = uuid.uuid4().hex
 _made: Counter[str] = Counter()
 
 
@@ -39,19 +54,27 @@ def cache_folder() -> Path:
     """Where prepared rows are kept: ``TORCHTUNE_CACHE``, by default ``torchtune`` in the user's cache folder.
 
     Raises:
-        DataError: the folder belongs to another user, or cannot be made.
+        DataError: the folder belongs to another user, may be written to by others, or cannot be made.
+        ForeignPathError: a link or a folder above it belongs to another user.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser() / "rows"
+    refuse_foreign(folder, "TORCHTUNE_CACHE")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner, may_write = folder.stat().st_uid, os.access(folder, os.W_OK | os.X_OK)
+        found, may_write = folder.stat(), os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:
         raise DataError(f"Cannot make the folder {folder} for prepared rows ({error.strerror}): {_HINT}.") from error
-    if owner != os.getuid():
+    if found.st_uid != os.getuid():
         raise DataError(f"The folder {folder} for prepared rows belongs to another user: {_HINT}.")
     if not may_write:
         raise DataError(f"The folder {folder} for prepared rows may not be written to: {_HINT}.")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = f"{stat.S_IMODE(found.st_mode):o}"
+        raise DataError(
+            f"The folder {folder} for prepared rows may be written to by other users (mode {mode}): take that right "
+            f"from them with chmod go-w, or {_HINT}."
+        )
     return folder
 
 
@@ -110,11 +133,13 @@ def prepare(
             _write(Path(own), names, build)
             return _found(_open(Path(own), names), own)
     folder = root / key
-    if fingerprint.is_exact and (prepared := _open(folder, names)):
+    if fingerprint.is_exact and _is_checked(folder) and (prepared := _open(folder, names)):
         return prepared
-    with _locked(root / f"{key}.lock", source) as is_locked:
-        prepared = _open(folder, names)
+    with _locked(root / f"{key}.lock", source, hint) as is_locked:
+        prepared = _open(folder, names, checks=not _is_checked(folder))
         if prepared is None:
+            if folder.exists():
+                get_logger().warning(f"The prepared rows in {folder} are damaged: they are prepared anew.")
             _remove_left_overs(root, key)
             shutil.rmtree(folder, ignore_errors=True)  # there is none, or it is damaged
             goes_on = output is not None and is_locked
@@ -129,12 +154,15 @@ def prepare(
                     raise
                 raise DataError(f"{error} The rows are prepared there: {hint}.") from error
             prepared = _open(folder, names)
+        if prepared is not None:
+            _mark_checked(folder)
         if not fingerprint.is_exact:
             _leave(folder)
         return _found(prepared, folder)
 
 
 def _made_folder(folder: Path) -> Path:
+    refuse_foreign(folder, "--output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -148,19 +176,28 @@ def _prepared_before(fingerprint: Fingerprint, names: Sequence[str], source: str
         raise DataError(f"There is no folder {root} with prepared rows: write it with tune data prepare.")
     if reads_nothing():
         raise NotRead(f"{root} is there")
-    if prepared := _open(root / fingerprint.text, names):
+    folder = root / fingerprint.text
+    # The folder may be one that cannot be written to, so no mark tells the other processes of this machine. They need
+    # none: where the first one finds damage, the run ends.
+    if prepared := _open(folder, names, checks=os.environ.get("LOCAL_RANK", "0") == "0"):
         return prepared
-    found = [fingerprint.differences(json.loads(path.read_text())) for path in sorted(root.glob(f"[!.]*/{_PARTS}"))]
+    if folder.is_dir():
+        raise DataError(f"The rows in {root} are damaged: prepare them again with tune data prepare.")
+    found = [_differences(fingerprint, path) for path in sorted(root.glob(f"[!.]*/{_PARTS}"))]
     if not found:
         raise DataError(f"There are no prepared rows in {root}: write them with tune data prepare.")
     changed = min(found, key=len)
     public = [name for name in changed if "._" not in name] or changed  # what a private one holds follows from these
     said = [_SAID.get(name, f"another {name}") for name in public[:5]]
-    what = f"made with {' and '.join(said)}" if changed else "damaged"
+    what = " and ".join(said) or "other settings"
     raise DataError(
-        f"The rows in {root} do not fit {source} as it is read now, they were {what}: prepare them again with tune "
-        "data prepare, or set that back."
+        f"The rows in {root} do not fit {source} as it is read now, they were made with {what}: prepare them again "
+        "with tune data prepare, or set that back."
     )
+
+
+def _differences(fingerprint: Fingerprint, path: Path) -> list[str]:
+    return fingerprint.differences({name: str(value) for name, value in read_json(path, DataError).items()})
 
 
 def _found(prepared: Prepared | None, folder: Any) -> Prepared:
@@ -174,13 +211,21 @@ def _key_of_this_run(fingerprint: Fingerprint) -> str | None:
 
     All of them make the same datasets in the same order.
     """
-    run = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")]
-    if not fingerprint.is_shared or run[0] is None or _local_processes() == 1:
+    run = _this_run()
+    if not fingerprint.is_shared or len(run) == 1:
         return None
     text = fingerprint.text
     _made[text] += 1
-    parts = [*run, socket.gethostname(), os.getppid(), text, _made[text]]
+    parts = [*run, text, _made[text]]
     return "run-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _this_run() -> list[Any]:
+    """Values that the local processes of this attempt of a run have in common; one value for a process on its own."""
+    run = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")]
+    if run[0] is None or _local_processes() == 1:
+        return [_THIS_PROCESS]
+    return [*run, socket.gethostname(), os.getppid()]
 
 
 def _local_processes() -> int:
@@ -197,20 +242,42 @@ def _write(folder: Path, names: Sequence[str], build: Build, goes_on: bool = Fal
     write_json(folder / _META, {"stores": meta, "info": info})
 
 
-def _open(folder: Path, names: Sequence[str]) -> Prepared | None:
-    """What was prepared in a folder; None where there is none, or not the whole of it."""
+def _open(folder: Path, names: Sequence[str], checks: bool = False) -> Prepared | None:
+    """The rows that were prepared in a folder; None where there are none, or they are damaged.
+
+    Args:
+        folder: with their files.
+        names: the stores.
+        checks: compare the content of the files with its checksum; by default their sizes alone.
+    """
     try:
         meta = json.loads((folder / _META).read_text())
-        stores = {name: open_store(folder, name, meta["stores"][name]) for name in names}
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError):
-        stores = {"": None}
-    whole = {name: store for name, store in stores.items() if store is not None}
-    if len(whole) != len(names):
-        get_logger().warning(f"The prepared rows in {folder} are damaged: they are prepared anew.")
-        return None
-    return whole, meta["info"]
+        stores = {name: open_store(folder, name, meta["stores"][name], checks) for name in names}
+        if None not in stores.values():
+            return stores, meta["info"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    return None
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """This run, and the files of a folder as they are now."""
+    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.name != _CHECKED}
+    rows = {name: [found.st_size, found.st_mtime_ns] for name, found in files.items() if not name.startswith("opened-")}
+    return {"run": _this_run(), "files": rows}
+
+
+def _is_checked(folder: Path) -> bool:
+    """Whether a process of this run has compared the rows of a folder with their checksum, or has written them."""
+    try:
+        return json.loads((folder / _CHECKED).read_text()) == _state(folder)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _mark_checked(folder: Path) -> None:
+    if not _is_checked(folder):
+        write_json(folder / _CHECKED, _state(folder))
 
 
 def _leave(folder: Path) -> None:
@@ -222,27 +289,36 @@ def _leave(folder: Path) -> None:
 
 
 def _remove_left_overs(root: Path, key: str) -> None:
-    """Remove what killed processes have left of this key, of runs, and of preparations that nobody went on with."""
-    for pattern in (f".{key}.*.tmp", ".run-*.tmp", "run-*", "own-*", ".*.part"):
-        for path in root.glob(pattern):
-            if path.name == f".{key}.part":
-                continue
-            newest = max((entry.stat().st_mtime for entry in [path, *path.glob("*")] if entry.exists()), default=0.0)
-            if path.is_dir() and time.time() - newest > _STALE:
-                shutil.rmtree(path, ignore_errors=True)
+    """Remove what killed processes have left of rows, of runs, and of preparations that nobody went on with.
+
+    Other folders stay, whatever their names: ``tune data prepare`` may write to one that holds the user's runs.
+    """
+    for path in root.iterdir():
+        if not _OWN_NAME.fullmatch(path.name) or path.name == f".{key}.part" or path.is_symlink():
+            continue
+        newest = max((entry.stat().st_mtime for entry in [path, *path.glob("*")] if entry.exists()), default=0.0)
+        if path.is_dir() and time.time() - newest > _STALE:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _locked(path: Path, source: str) -> Iterator[bool]:
+def _locked(path: Path, source: str, hint: str) -> Iterator[bool]:
     """Hold the lock of a file, and say whether there is one.
 
     The system gives it back when a process ends, however it ends. Local rank 0 comes first, because its messages are
     the ones that are read. Where a file system has no locks, two processes may do the same work, and the folder of the
     first one counts.
+
+    Raises:
+        DataError: a link or a folder has the name of the file.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and not path.exists():
         time.sleep(0.5)
-    with path.open("w") as file:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DataError(f"The lock {path} cannot be opened ({error.strerror}): remove it, or {hint}.") from error
+    try:
         started, told, is_locked = time.monotonic(), False, True
         while True:
             try:
@@ -255,6 +331,8 @@ def _locked(path: Path, source: str) -> Iterator[bool]:
                 is_locked = False
                 break
             if not told and time.monotonic() - started > 10:
-                log_rank_zero(get_logger(), f"Another process of this machine tokenizes {source}: waiting for it.")
+                log_rank_zero(get_logger(), f"Another process of this machine prepares {source}: waiting for it.")
                 told = True
         yield is_locked
+    finally:
+        os.close(file)

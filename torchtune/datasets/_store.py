@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.utils import sign_of_life
 
 _BUFFER = 1 << 18  # tokens that are kept before they are written
 _SECONDS = 5.0  # between two notes of a journal
@@ -78,6 +79,17 @@ def _is_there(folder: Path, name: str, size: Sequence[int]) -> bool:
     )
 
 
+def _fingerprint(paths: Mapping[str, tuple[Path, type]]) -> int:
+    """Checksum of the content of all files of a store; about a second per GB."""
+    crc = 0
+    for kind in ("boundaries", "tokens", "labels"):
+        with paths[kind][0].open("rb") as file:
+            while chunk := file.read(1 << 22):
+                crc = zlib.crc32(chunk, crc)
+                sign_of_life()
+    return crc
+
+
 class StoreWriter:
     """Writes the files of a :class:`TokenStore`, row after row; about 8 bytes a token.
 
@@ -139,12 +151,7 @@ class StoreWriter:
     def finish(self) -> dict[str, int]:
         """Write what is left; return what :func:`open_store` needs to know."""
         self._flush()
-        crc = 0
-        for kind in ("boundaries", "tokens", "labels"):
-            with self._paths[kind][0].open("rb") as file:
-                while chunk := file.read(1 << 22):
-                    crc = zlib.crc32(chunk, crc)
-        return {"rows": self.rows, "tokens": self._written, "fingerprint": crc}
+        return {"rows": self.rows, "tokens": self._written, "fingerprint": _fingerprint(self._paths)}
 
 
 def _checksum(text: bytes) -> bytes:
@@ -209,8 +216,8 @@ class Writers(dict[str, StoreWriter]):
             writer.close()
 
 
-def open_store(folder: Path, name: str, meta: Mapping[str, int]) -> TokenStore | None:
-    """Map the files of a store; None where they are not of the size that ``meta`` says."""
+def open_store(folder: Path, name: str, meta: Mapping[str, int], checks: bool = False) -> TokenStore | None:
+    """Map the files of a store; None where their sizes or, with ``checks``, their content are not those of ``meta``."""
     sizes = _lengths(meta["rows"], meta["tokens"])
     arrays = {}
     for kind, (path, dtype) in _paths(folder, name).items():
@@ -218,6 +225,8 @@ def open_store(folder: Path, name: str, meta: Mapping[str, int]) -> TokenStore |
             return None
         mapped = np.memmap(path, dtype=dtype, mode="r") if sizes[kind] else np.empty(0, dtype)
         arrays[kind] = np.asarray(mapped)  # slices of the subclass are slow
+    if checks and _fingerprint(_paths(folder, name)) != meta["fingerprint"]:
+        return None
     return TokenStore(arrays["tokens"], arrays["labels"], arrays["boundaries"], meta["fingerprint"])
 
 

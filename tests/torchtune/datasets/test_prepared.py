@@ -99,13 +99,38 @@ def test_what_changed_is_named(chats: Path, tokenizer: Any, tokenizer_folder: Pa
         text_completion_dataset(tokenizer, str(chats), column="messages", prepared=folder)
     (shard,) = folder.glob("*/rows.tokens")
     whole = shard.read_bytes()
-    shard.write_bytes(whole[:-4])
-    with pytest.raises(DataError, match="they were damaged"):
+    for damaged in (whole[:-4], bytes(len(whole))):
+        shard.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"The rows in .*prepared are damaged: prepare them again with tune data"):
+            read(tokenizer)
+    with preparing(folder):
         read(tokenizer)
-    shard.write_bytes(whole)
+    assert shard.read_bytes() == whole
+    (made_of,) = folder.glob("*/made_of.json")
+    before = made_of.read_text()
+    made_of.write_text("[" * 9999)
+    with pytest.raises(DataError, match=r"made_of.json is not valid JSON \(it is nested too deeply\)"):
+        read(tokenizer, masking_strategy="train_on_last")
+    made_of.write_text(before)
     chats.write_text(chats.read_text().replace("red", "cat", 1))
     with pytest.raises(DataError, match="made with other content of the data: "):
         read(tokenizer)
+
+
+def test_folders_of_the_output_that_are_no_rows_stay(chats: Path, tokenizer: Any, tmp_path: Path) -> None:
+    names = ["run-1", "run-lora", "own-data", ".notes.part", ".run-1.tmp"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").touch()
+        for path in (tmp_path / name / "a", tmp_path / name):
+            os.utime(path, (0, 0))
+    left = tmp_path / f".{'a' * 64}.part"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    with preparing(tmp_path):
+        chat_dataset(tokenizer, source=str(chats), **STYLE)
+    assert [name for name in names if not (tmp_path / name / "a").exists()] == []
+    assert not left.exists()
 
 
 def _template(tokenizer: Any) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.tiny import write_tokenizer
 from torchtune.data import DataError, Message
-from torchtune.datasets import SFTDataset, chat_dataset, preference_dataset, text_completion_dataset
+from torchtune.datasets import SFTDataset, _store, chat_dataset, preference_dataset, text_completion_dataset
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import preview
 from torchtune.modules.transforms.tokenizers import hf_tokenizer
@@ -219,12 +219,67 @@ def test_a_template_that_reads_the_clock(folder: Path, clock: str, is_exact: boo
     assert fingerprint.is_exact is is_exact
 
 
-def test_a_damaged_store_is_made_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["rows.tokens", "rows.labels", "rows.boundaries", "meta.json"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-4], lambda data: bytes(len(data)), lambda _: b"[" * 9999])
+def test_a_damaged_store_is_made_anew(folder: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Any) -> None:
     before = chat(folder)[0]
-    (path,) = (folder / "cache" / "rows").glob("*/rows.tokens")
-    path.write_bytes(path.read_bytes()[:-4])
+    (path,) = (folder / "cache" / "rows").glob(f"*/{name}")
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
     assert chat(folder)[0] == before
-    assert path.stat().st_size == 4 * len(before["tokens"])
+    assert path.read_bytes() == whole
+    assert "are damaged: they are prepared anew" in caplog.text
+
+
+def test_ranks_do_not_map_rows_that_one_of_them_finds_damaged(folder: Path, forker: Any) -> None:
+    rows = Rank(forker, folder, 0, "first version").rows()
+    (path,) = (folder / "cache" / "rows").glob("*/rows.tokens")
+    path.write_bytes(bytes(path.stat().st_size))
+    ranks = [Rank(forker, folder, rank, "first version", TORCHELASTIC_RUN_ID="two") for rank in (1, 0)]
+    assert [rank.rows() for rank in ranks] == [rows, rows]
+    assert len(calls(folder)) == 16, "prepared once more, by one of the two"
+
+
+def test_content_is_compared_once_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(_store, "_fingerprint", lambda paths, of=_store._fingerprint: compared.append(1) or of(paths))
+    run = {"TORCHELASTIC_RUN_ID": "one", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    for name, value in run.items():
+        monkeypatch.setenv(name, value)
+    for rank in ("0", "1", "0"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        chat(folder)
+    assert len(compared) == 1, "when they were written"
+    for restart in ("1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        for rank in ("0", "1"):
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            chat(folder)
+    assert len(compared) == 3
+
+
+def test_a_lock_that_is_a_link_or_a_folder_is_one_sentence(folder: Path) -> None:
+    chat(folder)
+    (rows,) = (path for path in (folder / "cache" / "rows").iterdir() if path.is_dir())
+    precious = folder / "precious"
+    precious.write_text("mine")
+    lock = rows.with_name(f"{rows.name}.lock")
+    for make in (lambda: lock.symlink_to(precious), lambda: lock.symlink_to(folder / "new"), lock.mkdir):
+        (rows / "checked.json").unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+        make()
+        with pytest.raises(DataError, match=r"The lock .*\.lock cannot be opened .*: remove it, or set"):
+            chat(folder)
+    assert precious.read_text() == "mine"
+    assert not (folder / "new").exists()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_cache_that_others_may_write_to_is_not_used(folder: Path, mode: int) -> None:
+    chat(folder)
+    (folder / "cache" / "rows").chmod(mode)
+    with pytest.raises(DataError, match=rf"may be written to by other users \(mode {mode:o}\): .*chmod go-w"):
+        chat(folder)
 
 
 def test_rows_lie_in_mapped_files_that_are_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
