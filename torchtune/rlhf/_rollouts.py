@@ -14,6 +14,8 @@ from torchtune.data._sharing import MIN_SHARED
 from torchtune.training import ParallelDims
 from torchtune.utils import UserError
 
+MOST_LOG_PROB = 1e-3  # 0, and what float32 rounds
+
 
 class RolloutError(UserError):
     """Answers cannot be sampled, scored or trained on."""
@@ -30,6 +32,10 @@ class Rollout:
             does not know them.
         finished: whether the answer has ended, rather than grown too long.
 
+    Raises:
+        RolloutError: tokens are not whole numbers from 0, or log-probs not as many finite numbers as the answer has
+            tokens, none above 0 by more than 0.001.
+
     Example:
         >>> rollout = torchtune.rlhf.Rollout(torch.tensor([5, 6, 7, 2]), prompt_len=2, log_probs=None, finished=True)
         >>> rollout.tokens[rollout.prompt_len :]
@@ -41,10 +47,33 @@ class Rollout:
     log_probs: Tensor | None
     finished: bool
 
+    def __post_init__(self) -> None:
+        tokens, log_probs = self.tokens, self.log_probs
+        if tokens.dim() != 1 or tokens.is_floating_point() or (tokens < 0).any():
+            raise RolloutError(
+                f"A sampler gave tokens that are no ids, {_few(tokens)}: they must be int64 [s], from 0."
+            )
+        if log_probs is None:
+            return
+        new = len(tokens) - self.prompt_len
+        if log_probs.shape != (new,):
+            raise RolloutError(f"A sampler gave an answer of {new} tokens log-probs of shape {list(log_probs.shape)}.")
+        wrong = log_probs[~(log_probs.isfinite() & (log_probs <= MOST_LOG_PROB))]
+        if len(wrong):
+            raise RolloutError(
+                f"A sampler gave the log-prob {wrong[0].item():g} to a token, and one is a finite number up to 0: the "
+                "weights that it samples from are not finite, or it gives something else."
+            )
+
     @property
     def answer(self) -> list[int]:
         """Tokens of the answer."""
         return self.tokens[self.prompt_len :].tolist()
+
+
+def _few(values: Tensor) -> str:
+    """A tensor for messages."""
+    return f"{values.flatten()[:4].tolist()} … of shape {list(values.shape)} and {values.dtype}"
 
 
 class Sampler(Protocol):

@@ -1,6 +1,7 @@
 """The servers that answer in the trainer's place: how each is asked, and how it gets new weights."""
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,13 @@ from torch import nn
 
 from torchtune.modules.peft import get_adapter_params
 from torchtune.rlhf._http import post_json
-from torchtune.rlhf._rollouts import Rollout, RolloutError
+from torchtune.rlhf._rollouts import MOST_LOG_PROB, Rollout, RolloutError
 from torchtune.utils import read_json, write_json
+
+# Most bytes of a reply: a token with its text and log-probs has about 300, a token of the prompt about 8.
+_REPLY_BYTES, _TOKEN_BYTES, _PROMPT_TOKEN_BYTES = 2**20, 1024, 16
+_LEAST_LOG_PROB = -9999.0  # vLLM writes it for minus infinity
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -74,18 +80,37 @@ class Server(ABC):
     def answers(self, prompt: Sequence[int], num_samples: int, seed: int | None) -> list[Rollout]:
         """Answer a prompt; without a seed the answers are the likeliest ones."""
 
-    def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _complete(self, body: dict[str, Any], prompt: Sequence[int], num_samples: int) -> dict[str, Any]:
+        """Send a request; return a reply of the right model with a choice, a mapping, for each answer."""
         url = f"{self.url}/completions"
-        reply = post_json(url, body, timeout=self.asked.timeout)
-        if not isinstance(reply, dict) or not isinstance(reply.get("choices"), list):
+        of_answer = _TOKEN_BYTES * self.asked.max_new_tokens + _PROMPT_TOKEN_BYTES * len(prompt)
+        most_bytes = _REPLY_BYTES + num_samples * of_answer
+        reply = post_json(url, body, timeout=self.asked.timeout, most_bytes=most_bytes)
+        choices = reply.get("choices") if isinstance(reply, dict) else None
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise RolloutError(f"{url} replies without choices: is it an OpenAI-compatible server?")
-        served = str(reply.get("model"))
-        if served.removesuffix("@main") != body["model"]:
+        served = reply.get("model")
+        if not isinstance(served, str) or served.removesuffix("@main") != body["model"]:
             raise RolloutError(
-                f"{url} answers with the model '{served}', not with '{body['model']}': start the server without a "
-                "fixed model, or correct the url."
+                f"{url} answers with the model {_shown(served)}, not with '{body['model']}': start the server without "
+                "a fixed model, or correct the url."
             )
+        if len(choices) != num_samples:
+            raise RolloutError(f"{url} gave {len(choices)} answers in the place of {num_samples} to a prompt.")
         return reply
+
+    def _check_count(self, count: int) -> None:
+        """Raise where an answer has more tokens than were asked for."""
+        if count > self.asked.max_new_tokens:
+            raise RolloutError(
+                f"{self.url} gave an answer of {count} tokens, and max_new_tokens is {self.asked.max_new_tokens}: it "
+                "does not read the limit of a request."
+            )
+
+
+def _shown(value: Any) -> str:
+    """A value of a reply for messages: short, on one line."""
+    return repr(value)[:100] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 class VLLMServer(Server):
@@ -112,10 +137,11 @@ class VLLMServer(Server):
         """See :class:`Server`."""
         reply = post_json(f"{self.url}/models", None, timeout=self.asked.timeout)
         entries = reply.get("data") if isinstance(reply, dict) else None
-        names = [str(entry.get("id")) for entry in entries or [] if isinstance(entry, dict)]
+        entries = entries if isinstance(entries, list) else []
+        names = [str(entry["id"]) for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
         if self.model_name not in names:
             raise RolloutError(
-                f"{self.url} serves {', '.join(names) or 'no model'}, not '{self.model_name}': correct "
+                f"{self.url} serves {', '.join(names)[:200] or 'no model'}, not '{self.model_name}': correct "
                 "sampler.model_name or the url."
             )
 
@@ -155,21 +181,34 @@ class VLLMServer(Server):
         }
         if seed is not None:
             body["seed"] = seed & (2**63 - 1)
-        choices = sorted(self._complete(body)["choices"], key=lambda choice: choice.get("index", 0))
-        if len(choices) != num_samples:
-            raise RolloutError(f"{self.url} gave {len(choices)} answers in the place of {num_samples} to a prompt.")
-        return [self._rollout(prompt, choice) for choice in choices]
+        choices = self._complete(body, prompt, num_samples)["choices"]
+        places = [choice.get("index", place) for place, choice in enumerate(choices)]
+        if any(type(place) is not int for place in places) or sorted(places) != list(range(num_samples)):
+            raise RolloutError(f"{self.url} does not number its answers from 0 to {num_samples - 1} (index).")
+        return [self._rollout(prompt, choices[places.index(place)]) for place in range(num_samples)]
 
     def _rollout(self, prompt: Sequence[int], choice: dict[str, Any]) -> Rollout:
-        tokens, log_probs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if not tokens or not log_probs or len(tokens) != len(log_probs) or None in log_probs:
+        tokens, log_probs = choice.get("token_ids"), choice.get("logprobs")
+        log_probs = log_probs.get("token_logprobs") if isinstance(log_probs, dict) else None
+        is_whole = isinstance(tokens, list) and isinstance(log_probs, list) and len(tokens) == len(log_probs) > 0
+        if not is_whole or None in log_probs:
             raise RolloutError(
                 f"{self.url} gave an answer without token ids and a log-prob for each: use a vLLM that knows "
                 "return_token_ids, or sampler.server: transformers."
             )
+        self._check_count(len(tokens))
         read = choice.get("prompt_token_ids")
-        if (read is not None and list(read) != list(prompt)) or max(tokens) >= self.asked.vocab_size:
-            raise RolloutError(f"{self.url} reads or writes other tokens than this model: it serves another one.")
+        size = self.asked.vocab_size
+        wrong = [token for token in tokens if type(token) is not int or not 0 <= token < size]
+        if wrong or (read is not None and read != list(prompt)):
+            what = f" ({_shown(wrong[0])} is no token id below {size})" if wrong else ""
+            raise RolloutError(f"{self.url} reads or writes other tokens than this model{what}: it serves another one.")
+        for value in log_probs:
+            if type(value) not in (int, float) or not _LEAST_LOG_PROB < value <= MOST_LOG_PROB:
+                raise RolloutError(
+                    f"{self.url} gave a token the log-prob {_shown(value)}, which is no number from "
+                    f"{_LEAST_LOG_PROB:g} to 0: look at the server's log, its weights or their dtype may be wrong."
+                )
         whole = torch.tensor([*prompt, *tokens], dtype=torch.int64)
         return Rollout(whole, len(prompt), torch.tensor(log_probs).float(), choice.get("finish_reason") == "stop")
 
@@ -240,20 +279,25 @@ class TransformersServer(Server):
         body = {"model": self.model_name, "prompt": text, "generation_config": json.dumps(how)}
         if seed is not None:
             body["seed"] = (seed + number) & (2**63 - 1)
-        reply = self._complete(body)
-        usage = reply.get("usage") or {}
+        reply = self._complete(body, prompt, 1)
+        usage = reply.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
         read, count = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if read is None or count is None or not reply["choices"]:
+        if type(read) is not int or type(count) is not int or count < 0:
             raise RolloutError(f"{self.url} does not say how many tokens it read and wrote (usage).")
         if read != len(prompt):
             raise RolloutError(
                 f"{self.url} reads {read} tokens in the place of the prompt's {len(prompt)}: its text does not become "
                 "the same tokens there; change the prompt, or use a server that takes token ids."
             )
+        self._check_count(count)
         return self._rollout(prompt, reply["choices"][0], count)
 
     def _rollout(self, prompt: Sequence[int], choice: dict[str, Any], count: int) -> Rollout:
-        text = str(choice.get("text", ""))
+        text = choice.get("text")
+        if not isinstance(text, str):
+            raise RolloutError(f"{self.url} gave an answer without a text, its text is {_shown(text)}.")
+        text = _SURROGATE.sub("\ufffd", text)  # no tokenizer takes half a character
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         finished = len(tokens) + 1 == count
         whole = len(tokens) == count and choice.get("finish_reason") == "length"

@@ -38,17 +38,28 @@ class FunctionReward(Reward):
     """A function of yours, ``(rows, texts) -> list[float | None]``.
 
     Args:
-        function: its dotted path, or its name where it stands in the recipe's file.
+        function: the function, its dotted path, or its name where it stands in the recipe's file.
         weight: see :class:`Reward`.
         name: by default that of the function.
+
+    Raises:
+        ValueError: it is no function.
+
+    Example:
+        >>> def is_short(rows, texts):
+        ...     return [float(len(text) < 10) for text in texts]
+        >>> torchtune.rlhf.reward_functions.FunctionReward(is_short, weight=2.0)([{}], ["yes"])
+        [1.0]
     """
 
-    def __init__(self, function: str, weight: float = 1.0, name: str | None = None) -> None:
-        super().__init__(weight, name or function.rpartition(".")[2])
-        self._function: RewardFunction = _locate.locate(function, _locate.names_of_recipe)
-        if not callable(self._function):
-            kind = type(self._function).__name__
-            raise ValueError(f"function: '{function}' is a {kind}: name a function, as in my_rewards.polite.")
+    def __init__(self, function: str | RewardFunction, weight: float = 1.0, name: str | None = None) -> None:
+        own = function.rpartition(".")[2] if isinstance(function, str) else getattr(function, "__name__", None)
+        super().__init__(weight, name or own or type(function).__name__)
+        found = _locate.locate(function, _locate.names_of_recipe) if isinstance(function, str) else function
+        if not callable(found):
+            kind = type(found).__name__
+            raise ValueError(f"function: {function!r:.80} is a {kind}: name a function, as in my_rewards.polite.")
+        self._function: RewardFunction = found
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
         """What the function returns."""
@@ -302,6 +313,8 @@ class JudgeReward(_RowReward):
             said = reply["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError) as error:
             raise RolloutError(f"{self.url} replies without choices[0].message.content") from error
+        if not isinstance(said, str):
+            raise RolloutError(f"{self.url} replies with no text but a {type(said).__name__}")
         found = self.pattern.search(said)
         return None if found is None else float(found[1]) / self.scale
 

@@ -3,6 +3,7 @@
 import math
 import statistics
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,11 @@ def test_rewards_that_cannot_teach_are_refused() -> None:
         RewardSum([rewards.ExactMatch(weight=0)])
     with pytest.raises(ValueError, match="'math' is a module: name a function"):
         rewards.FunctionReward("math")
+    with pytest.raises(ValueError, match="3 is a int: name a function"):
+        rewards.FunctionReward(3)
+    own = rewards.FunctionReward(one_more, weight=2.0)
+    assert (own.name, own.weight, own([{}], ["a"])) == ("one_more", 2.0, one_more([{}], ["a"]))
+    assert rewards.FunctionReward(partial(one_more), name="more")([{}], ["a"]) == one_more([{}], ["a"])
     with pytest.raises(RolloutError, match=r"returned tensor.* for row 0: it must return finite numbers"):
         RewardSum([lambda rows, texts: torch.ones(1, 2)])([{}], ["a"])
     assert RewardSum([lambda rows, texts: [1.0 / len(texts)]])([], []).total == [], "no answer, no call"

@@ -1,0 +1,217 @@
+"""Replies of servers that are wrong, endless or slow: each is one sentence, in the time that was given."""
+
+import http.client
+import json
+import math
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import write_tokenizer
+from torchtune.rlhf import RewardSum, Rollout, RolloutError
+from torchtune.rlhf._servers import Asked, TransformersServer, VLLMServer
+from torchtune.rlhf.reward_functions import JudgeReward
+
+ASKED = Asked(max_new_tokens=4, temperature=1.0, stop_tokens=[2], vocab_size=300, timeout=20.0, weights_timeout=20.0)
+OK = b"HTTP/1.1 200 OK\r\n"
+PROMPT = [1, 70]
+
+
+class Replies(socketserver.ThreadingTCPServer):
+    """Sends the bytes of ``pieces`` to whoever asks, ``pause`` seconds after each."""
+
+    daemon_threads, block_on_close = True, False
+    pieces: Any = ()
+    pause = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def say(self, content: Any) -> None:
+        """Reply with JSON, or with a text that may be none."""
+        body = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.pieces, self.pause = [OK + b"Content-Length: %d\r\n\r\n" % len(body) + body], 0.0
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        with suppress(OSError):  # the client has heard enough
+            with self.request.makefile("rb") as asked:  # all of it: what is not read resets the connection at its end
+                asked.readline()
+                headers = http.client.parse_headers(asked)
+                asked.read(int(headers.get("Content-Length", 0)))
+            for piece in self.server.pieces:
+                self.request.sendall(piece)
+                time.sleep(self.server.pause)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Replies]:
+    with Replies(("127.0.0.1", 0), _Handler) as found:
+        thread = threading.Thread(target=found.serve_forever, args=(0.02,))
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    log_probs = {"token_logprobs": changes.pop("log_probs", [-1.0, -0.5])}
+    right = {
+        "index": 0,
+        "token_ids": [5, 2],
+        "prompt_token_ids": PROMPT,
+        "logprobs": log_probs,
+        "finish_reason": "stop",
+    }
+    return {**right, **changes}
+
+
+def test_a_right_reply_is_an_answer(server: Replies) -> None:
+    server.say({"model": "m", "choices": [choice(index=1, token_ids=[6, 2]), choice(log_probs=[1e-5, 0])]})
+    first, second = VLLMServer(server.url, "m", ASKED).answers(PROMPT, 2, 3)
+    assert (first.answer, second.answer) == ([5, 2], [6, 2])
+    assert first.finished
+    torch.testing.assert_close(first.log_probs, torch.tensor([1e-5, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 100_000, "is no JSON"),
+        ('{"choices": [{"token_ids": ' + "[" * 50_000 + "]" * 50_000 + "}]}", "is no JSON"),
+        ('{"choices": [' + "9" * 5000 + "]}", "is no JSON"),
+        ("", "is no JSON"),
+        (None, "without choices"),
+        ("NaN", "without choices"),
+        ({"model": "m", "choices": None}, "without choices"),
+        ({"model": "m", "choices": [None]}, "without choices"),
+        ({"model": "m", "choices": "a"}, "without choices"),
+        ({"model": "m", "choices": []}, "gave 0 answers in the place of 1"),
+        ({"model": 7, "choices": [choice()]}, "answers with the model 7, not with 'm'"),
+        ({"model": ["m"], "choices": [choice()]}, "answers with the model a list"),
+        (choice(index="0"), "does not number its answers"),
+        (choice(index=1), "does not number its answers"),
+        (choice(token_ids="52"), "without token ids and a log-prob for each"),
+        (choice(token_ids=[5]), "without token ids and a log-prob for each"),
+        (choice(token_ids=[]), "without token ids and a log-prob for each"),
+        (choice(token_ids=["5", "2"]), "'5' is no token id below 300"),
+        (choice(token_ids=[4.5, 2]), "4.5 is no token id below 300"),
+        (choice(token_ids=[True, 2]), "True is no token id below 300"),
+        (choice(token_ids=[-100, 2]), "-100 is no token id below 300"),
+        (choice(token_ids=[10**30, 2]), "1000000000000000000000000000000 is no token id"),
+        (choice(token_ids=[[5], [2]]), "a list is no token id"),
+        (choice(token_ids=[5] * 5, log_probs=[-1.0] * 5), "an answer of 5 tokens, and max_new_tokens is 4"),
+        (choice(logprobs=[1, 2]), "without token ids and a log-prob for each"),
+        (choice(log_probs={"a": 1}), "without token ids and a log-prob for each"),
+        (choice(log_probs=[-1.0, None]), "without token ids and a log-prob for each"),
+        (choice(log_probs=["-1", -1.0]), "the log-prob '-1', which is no number"),
+        (choice(log_probs=[math.nan, -1.0]), "the log-prob nan, which is no number from -9999 to 0"),
+        (choice(log_probs=[-math.inf, -1.0]), "the log-prob -inf, which is no number"),
+        (choice(log_probs=[-9999.0, -1.0]), "the log-prob -9999.0, which is no number"),
+        (choice(log_probs=[-(10**400), -1.0]), "which is no number"),
+        (choice(log_probs=[0.7, -1.0]), "the log-prob 0.7, which is no number"),
+        (choice(prompt_token_ids=3), "other tokens than this model"),
+        (choice(prompt_token_ids=[9]), "other tokens than this model"),
+    ],
+)
+def test_a_wrong_reply_is_one_sentence(server: Replies, content: Any, said: str) -> None:
+    if isinstance(content, dict) and "choices" not in content:
+        content = {"model": "m", "choices": [content]}
+    server.say("null" if content is None else content)
+    with pytest.raises(RolloutError) as caught:
+        VLLMServer(server.url, "m", ASKED).answers(PROMPT, 1, 3)
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("data", [None, 3, "m", [None, {"id": ["m"]}]])
+def test_a_list_of_models_that_is_none(server: Replies, data: Any) -> None:
+    server.say({"data": data})
+    with pytest.raises(RolloutError, match="serves no model, not 'm'"):
+        VLLMServer(server.url, "m", ASKED).check()
+
+
+@pytest.mark.parametrize(
+    ("text", "usage", "said"),
+    [
+        ("a", None, "does not say how many tokens"),
+        ("a", [], "does not say how many tokens"),
+        ("a", ["2", 1], "does not say how many tokens"),
+        ("a", [2, 1.5], "does not say how many tokens"),
+        ("a", [2, -1], "does not say how many tokens"),
+        ("a", [2, 9], "an answer of 9 tokens, and max_new_tokens is 4"),
+        ("a", [3, 1], "reads 3 tokens in the place of the prompt's 2"),
+        (None, [2, 1], "without a text, its text is None"),
+        (["a"], [2, 1], "without a text, its text is a list"),
+    ],
+)
+def test_a_wrong_text_is_one_sentence(server: Replies, text: Any, usage: Any, said: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    asks = TransformersServer(server.url, "m", ASKED, tmp_path / "tokenizer.json", 2)
+    counts = dict(zip(("prompt_tokens", "completion_tokens"), usage, strict=False)) if usage else usage
+    server.say({"model": "m", "choices": [{"text": text, "finish_reason": "stop"}], "usage": counts})
+    with pytest.raises(RolloutError, match=said):
+        asks.answers(PROMPT, 1, 3)
+    server.say({"model": "m", "choices": [{"text": "\ud800"}], "usage": {"prompt_tokens": 2, "completion_tokens": 2}})
+    assert asks.answers(PROMPT, 1, 3)[0].answer == [], "half a character is dropped"
+
+
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ([OK + b"\r\n"] + [b" " * 2**20] * 64, "replies with more than"),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n" * 1000] * 1000, "replies with more than"),
+        ([CHUNKED + b"-1\r\n"] + [b" " * 2**20] * 64, "replies with more than"),
+        ([OK + b"Content-Length: 1000000000000\r\n\r\n{}"], "broke"),
+        ([OK + b"Content-Length: 99\r\n\r\n" + json.dumps({"model": "m"}).encode()], "broke"),
+        ([CHUNKED + b"zz\r\n"], "broke"),
+        ([b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\n\r\n"], "with 302 Found"),
+        ([b"HTTP/1.1 301 Found\r\nLocation: file:///etc/passwd\r\n\r\n"], "with 301 Found"),
+        ([b"HTTP/1.1 500 " + b"x" * 50_000 + b"\r\n\r\n"], "with 500 xxx"),
+        ([b""], "broke"),
+    ],
+)
+def test_memory_is_bounded(server: Replies, pieces: list[bytes], said: str) -> None:
+    server.pieces, server.pause = pieces, 0.0
+    with pytest.raises(RolloutError) as caught:
+        VLLMServer(server.url, "m", ASKED).answers(PROMPT, 1, 3)
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("begin", [b"", OK + b"X: ", OK + b"Content-Length: 9999\r\n\r\n", CHUNKED + b"fff\r\n"])
+def test_a_slow_drip_ends_with_the_timeout(server: Replies, begin: bytes) -> None:
+    server.pieces, server.pause = [begin, *[b"H"] * 600], 0.1
+    judge, started = JudgeReward(server.url, "m", "{text}", timeout=0.5), time.monotonic()
+    with pytest.raises(RolloutError, match=r"has not answered within 0.5 s"):
+        RewardSum([judge])([{}], ["yes"])
+    assert time.monotonic() - started < 30, "the drip goes on for a minute"
+
+
+def test_a_judge_that_says_no_text(server: Replies) -> None:
+    server.say({"choices": [{"message": {"content": 7}}]})
+    with pytest.raises(RolloutError, match="replies with no text but a int"):
+        RewardSum([JudgeReward(server.url, "m", "{text}")])([{}], ["yes"])
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
+def test_a_sampler_of_ones_own_gives_log_probs(value: float) -> None:
+    with pytest.raises(RolloutError, match="and one is a finite number up to 0"):
+        Rollout(torch.tensor([1, 5, 2]), 1, torch.tensor([value, -1.0]), True)
+    with pytest.raises(RolloutError, match=r"an answer of 2 tokens log-probs of shape \[1\]"):
+        Rollout(torch.tensor([1, 5, 2]), 1, torch.tensor([-1.0]), True)
+    for tokens in (torch.tensor([1, 4.5]), torch.tensor([1, -100]), torch.tensor([[1, 2]])):
+        with pytest.raises(RolloutError, match="tokens that are no ids"):
+            Rollout(tokens, 1, None, True)
