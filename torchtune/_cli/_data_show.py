@@ -57,7 +57,7 @@ def _images(dataset: Any, index: int) -> list[Any]:
     return dataset.images(index) if getattr(dataset, "on_reading", False) else []
 
 
-def _shown(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int] | None]) -> str:
+def _shown(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int]]) -> str:
     """The text of a row with what is trained on between marks, and the sizes of images in their places."""
     if not hasattr(tokenizer, "decode"):
         return f"{type(tokenizer).__name__} has no decode(), so that the text is not known"
@@ -72,7 +72,7 @@ def _shown(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequen
         pieces.append(f"{opening}{text}{closing}" if trained[start] else text)
     text = "".join(pieces)
     for size in sizes:
-        text = text.replace("<|image|>", "<image>" if size is None else "<image {}x{}>".format(*size), 1)
+        text = text.replace("<|image|>", "<image {}x{}>".format(*size), 1)
     return (
         text
         if len(text) <= _EXAMPLE

@@ -2,21 +2,21 @@
 
 import base64
 import binascii
-import http.client
 import io
+import stat
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import torch
 
 from torchtune.data._common import DataError
 from torchtune.utils._optional import require
 
-_BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, http.client.HTTPException)
+_BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
 def _pillow() -> Any:
@@ -36,17 +36,20 @@ def is_address(value: Any) -> bool:
     return str(value).startswith(("http://", "https://", "data:"))
 
 
-def _data(value: Any) -> bytes:
-    """The file of an image."""
-    if isinstance(value, Mapping):  # as the datasets package stores one
-        return value["bytes"] if value.get("bytes") is not None else Path(value["path"]).read_bytes()
-    text = str(value)
-    if text.startswith(("http://", "https://")):
-        with urlopen(text, timeout=60) as response:
-            return response.read()
-    if text.startswith("data:"):
-        return base64.b64decode(text.partition(",")[2], validate=True)
-    return Path(value).expanduser().read_bytes()
+@contextmanager
+def _opened(value: Any) -> Iterator[Any]:
+    """The Pillow image of a path, a ``data:`` address or bytes; one that is there already is not closed."""
+    if isinstance(value, _pillow().Image):
+        yield value
+        return
+    if isinstance(value, str) and value.startswith("data:"):
+        value = base64.b64decode(value.partition(",")[2], validate=True)
+    if isinstance(value, str | Path):
+        value = Path(value).expanduser()
+        if not stat.S_ISREG(value.stat().st_mode):  # a pipe would wait, and a device may have no end
+            raise ValueError("it is no regular file")
+    with _pillow().open(value if isinstance(value, Path) else io.BytesIO(value)) as image:
+        yield image
 
 
 def _reason(error: Exception) -> str:
@@ -63,35 +66,36 @@ def open_image(value: Any, decode: bool = True) -> Any:
     """Read an image, upright and without transparency (on white); of an animation the first picture.
 
     Args:
-        value: a path, an http(s) or ``data:`` address, the bytes of a file, a mapping with ``bytes`` or ``path``, or a
-            Pillow image.
-        decode: read the pixels; else the header only, of what is on this machine.
+        value: a path, a ``data:`` address, the bytes of a file, a mapping with ``bytes`` or ``path`` as the
+            ``datasets`` package stores one, or a Pillow image.
+        decode: read the pixels; else the header only.
 
     Returns:
-        a Pillow image, in RGB if it is decoded; ``None`` for a web address that is not decoded.
+        a Pillow image, in RGB if it is decoded.
 
     Raises:
-        DataError: it cannot be read, or is no image.
+        DataError: it cannot be read, is no image, or is of the web.
         UserError: Pillow is not installed.
     """
-    pillow = _pillow()
-    if isinstance(value, str) and not decode and value.startswith(("http://", "https://")):
-        return None
-    value = {"bytes": value} if isinstance(value, bytes) else value
-    if not isinstance(value, str | Path | Mapping | pillow.Image):
-        raise DataError(f"an image must be a path, an address, its bytes or a Pillow image, not {type(value).__name__}")
-    if isinstance(value, Mapping) and value.get("bytes") is None and value.get("path") is None:
-        raise DataError("an image has neither 'bytes' nor a 'path'")
+    pillow, name = _pillow(), _name(value)
+    if isinstance(value, Mapping):
+        data, path = value.get("bytes"), value.get("path")
+        if data is None and path is None:
+            raise DataError("an image has neither 'bytes' nor a 'path'")
+        if data is not None and not isinstance(data, bytes | bytearray | memoryview):
+            raise DataError(f"'bytes' of {name} must be the bytes of its file, not {type(data).__name__}")
+        value = path if data is None else bytes(data)
+    if not isinstance(value, str | Path | bytes | pillow.Image):
+        raise DataError(f"an image must be a path, its bytes or a Pillow image, not {type(value).__name__}")
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        raise DataError(f"{name} is of the web, where nothing is fetched from: download it and give its path")
     try:
-        if not decode and isinstance(value, str | Path) and not is_address(value):
-            with pillow.open(Path(value).expanduser()) as image:  # which reads the header alone
+        with _opened(value) as image:
+            if not decode:
                 return image
-        image = value if isinstance(value, pillow.Image) else pillow.open(io.BytesIO(_data(value)))
-        if not decode:
-            return image
-        return _in_rgb(require("PIL.ImageOps", extra="vision", purpose="Reading an image").exif_transpose(image))
+            return _in_rgb(require("PIL.ImageOps", extra="vision", purpose="Reading an image").exif_transpose(image))
     except (*_BROKEN, pillow.DecompressionBombError) as error:
-        raise DataError(f"{_name(value)} cannot be read ({_reason(error)})") from error
+        raise DataError(f"{name} cannot be read ({_reason(error)})") from error
 
 
 def _in_rgb(image: Any) -> Any:
@@ -126,10 +130,10 @@ def as_pixels(value: Any) -> torch.Tensor:
 
 
 def load_image(image_loc: Path | str) -> torch.Tensor:
-    """Read an image from a file or an http(s) address.
+    """Read an image from a file.
 
     Args:
-        image_loc: path or address.
+        image_loc: path, or a ``data:`` address.
 
     Returns:
         uint8 ``[3, height, width]``, red, green and blue; transparency is put on white.

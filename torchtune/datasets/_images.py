@@ -48,12 +48,11 @@ def images_of(sample: Mapping[str, Any]) -> list[Any]:
     return [image for message in messages if isinstance(message, Message) for image in message.get_media()]
 
 
-def size_of(image: Any) -> tuple[int, int] | None:
-    """(width, height) of an image, in pixels; ``None`` of one of the web. Raises :class:`DataError`."""
+def size_of(image: Any) -> tuple[int, int]:
+    """(width, height) of an image, in pixels. Raises :class:`DataError`."""
     if isinstance(image, torch.Tensor):
         return image.shape[-1], image.shape[-2]
-    opened = open_image(image, decode=False)
-    return None if opened is None else opened.size
+    return open_image(image, decode=False).size
 
 
 def content_of(image: Any) -> Any:
@@ -87,7 +86,7 @@ def summary(notes: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def with_images(sample: dict[str, Any]) -> dict[str, Any]:
-    """Put Pillow images in the place of paths and addresses, for the model transform. Raises :class:`DataError`."""
+    """Put Pillow images in the place of paths, for the model transform. Raises :class:`DataError`."""
     for message in sample.get("messages") or ():
         if isinstance(message, Message) and message.contains_media:
             message.content = [

@@ -44,7 +44,7 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
     """Read a JSONL file of prompts: each line is a text, a list of messages, or an object with either.
 
     An object has the text or the messages under ``prompt`` or ``messages``, and maybe images under ``image`` or
-    ``images``: a path, an address, or a list of them. They take the places of ``<image>`` in the text, or come before
+    ``images``: a path, or a list of them. They take the places of ``<image>`` in the text, or come before
     it; in messages, those of parts ``{"type": "image"}``. Other keys are not read. Empty lines are skipped.
 
     Args:

@@ -24,7 +24,7 @@ def multimodal_chat_dataset(
 ) -> SFTDataset:
     """Rows with a conversation in ShareGPT's style and its image or images; the assistant's turns are trained on.
 
-    An image is a path, an http(s) or ``data:`` address, a Pillow image, or the bytes of a file; several are a list. A
+    An image is a path, a ``data:`` address, a Pillow image, or the bytes of a file; several are a list. A
     row whose image is null is text.
 
     Args:

@@ -2,7 +2,9 @@
 
 import base64
 import io
+import os
 import random
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from torchtune.data import DataError, load_image
-from torchtune.data._images import as_pixels
+from torchtune.data._images import as_pixels, open_image
 from torchtune.models.clip import CLIPImageTransform
 from torchtune.models.clip._model_builders import clip_vit_224_transform
 from torchtune.models.clip._transform import CLIP_MEAN, CLIP_STD
@@ -170,8 +172,21 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             load_image(tmp_path / name)
     with pytest.raises(DataError, match=r"the image cannot be read .its base64 is broken"):
         load_image("data:image/png;base64,***")
-    with pytest.raises(DataError, match=r"the image http://127.0.0.1:1/a.png cannot be read"):
-        load_image("http://127.0.0.1:1/a.png")
+    for address in ("http://127.0.0.1:1/a.png", "https://127.0.0.1:1/a.png"):
+        for value, decode in product((address, {"path": address}), (False, True)):
+            with pytest.raises(DataError, match=f"the image {address} is of the web, .*: download it"):
+                open_image(value, decode)
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "link.png").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe.png", tmp_path / "link.png", "/dev/zero", tmp_path):
+        for value, decode in product((path, str(path), {"path": str(path)}), (False, True)):
+            with pytest.raises(DataError, match=f"the image {path} cannot be read .it is no regular file"):
+                open_image(value, decode)
+    for value in ({"bytes": "zzz"}, {"bytes": [1, 2]}, {"bytes": 3, "path": "a.png"}):
+        with pytest.raises(DataError, match=r"must be the bytes of its file, not (str|list|int)"):
+            open_image(value)
+    with pytest.raises(DataError, match="an image must be a path, its bytes or a Pillow image, not int"):
+        open_image({"path": 3})
     with pytest.raises(DataError, match=r"numbers from 0.5 to 0.5: save it with 8 or 16 bits"):
         as_pixels(Image.new("F", (2, 2), 0.5))
     with pytest.raises(DataError, match="must be from 0 to 1, not 0 to 255"):
