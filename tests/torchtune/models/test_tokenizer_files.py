@@ -102,3 +102,12 @@ def test_a_folder_without_tokenizer_json(folder: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     with pytest.raises(DataError, match=r"tokenizer.json, but tekken.json, tokenizer.model: read that with the fam"):
         hf_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.__name__)
+@pytest.mark.parametrize("text", [["red", "blue"], b"red", 5, None], ids=str)
+def test_encode_takes_one_text(builder: Callable[..., Any], folder: Path, text: Any) -> None:
+    reads, call = BUILDERS[builder]
+    for kind in reads:
+        with pytest.raises(DataError, match=f"encode takes one text, not {type(text).__name__}: call it once for each"):
+            call(builder, folder, str(folder / KINDS[kind])).encode(text)

@@ -9,6 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from torchtune.data import DataError
 from torchtune.modules.transforms.tokenizers._files import broken_file, read_json, read_text
+from torchtune.modules.transforms.tokenizers._protocols import check_text
 from torchtune.modules.transforms.tokenizers._words import WordEncoder
 
 
@@ -84,6 +85,7 @@ class ByteLevelBPE:
 
         ``change`` is applied to the parts between special tokens, once these have been found.
         """
+        check_text(text)
         pieces = self._special.split(text) if parse_special and self._special is not None else [text]
         ids: list[int] = []
         for i, piece in enumerate(pieces):

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 from torchtune.data import DataError
 from torchtune.modules.transforms.tokenizers._files import broken_file, read_json, read_text
 from torchtune.modules.transforms.tokenizers._guard import GuardedEncoder, TextGuard
-from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
+from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer, check_text
 
 # Names under which tokenizer_config.json gives special tokens.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -148,11 +148,16 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
             text: what is encoded.
             add_bos: put the token of the beginning first, where texts of this tokenizer begin with it.
             add_eos: put the token of the end last, where there is one.
+
+        Raises:
+            DataError: it is no text.
         """
+        check_text(text)
         return self._framed(self.tokenizer.encode(text, add_special_tokens=False).ids, add_bos, add_eos)
 
     def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """The same for a text of training data: special tokens in it are plain text."""
+        check_text(text)
         return self._framed(self.encoder.encode_masked(self.guard.hide(text), [])[0].tolist(), add_bos, add_eos)
 
     def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:

@@ -31,6 +31,12 @@ class ModelTokenizer(Protocol):
         ...
 
 
+def check_text(text: Any) -> None:
+    """Raise :class:`DataError` where what is to be encoded is no text, such as a list of texts."""
+    if not isinstance(text, str):
+        raise DataError(f"encode takes one text, not {type(text).__name__}: call it once for each text")
+
+
 def row_of(sample: Any) -> dict[str, Any]:
     """A copy of a sample. Raises :class:`DataError` where it is none."""
     if isinstance(sample, str):

@@ -3,7 +3,7 @@
 from sentencepiece import SentencePieceProcessor
 
 from torchtune.modules.transforms.tokenizers._files import broken_file, existing_file
-from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
+from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer, check_text
 
 WHITESPACE_CHARS = [" ", "\n", "\t", "\r", "\v"]
 
@@ -54,6 +54,7 @@ class SentencePieceBaseTokenizer(BaseTokenizer):
                 with it, and its ids are removed.
             prefix: see above; a newline by default.
         """
+        check_text(text)
         if trim_leading_whitespace and self.encodes_whitespace:
             prefix = "\n" if prefix is None else prefix
             skipped = len(self.spm_model.encode(prefix, add_bos=add_bos, add_eos=False))

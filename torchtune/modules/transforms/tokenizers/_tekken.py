@@ -7,7 +7,7 @@ from typing import Any
 from tiktoken import Encoding
 
 from torchtune.modules.transforms.tokenizers._files import broken_file, read_json
-from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
+from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer, check_text
 from torchtune.modules.transforms.tokenizers._tiktoken import chunks
 
 # Files of the first releases name no control tokens; these are what they have in common.
@@ -56,6 +56,7 @@ class TekkenTokenizer(BaseTokenizer):
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Token ids of ``text``; control tokens in it are encoded as plain text."""
+        check_text(text)
         ids = [self.bos_id] if add_bos else []
         for chunk in chunks(text):
             ids += [self.num_control + i for i in self._encoding.encode_ordinary(chunk)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from tiktoken import Encoding
 
 from torchtune.modules.transforms.tokenizers._files import broken_file, existing_file
-from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer
+from torchtune.modules.transforms.tokenizers._protocols import BaseTokenizer, check_text
 
 # The package's matching takes quadratic time or overflows its stack beyond these.
 MAX_ENCODE_CHARS = 400_000
@@ -91,6 +91,7 @@ class TikTokenBaseTokenizer(BaseTokenizer):
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Token ids of ``text``; nothing for an empty text, whatever is to be added."""
+        check_text(text)
         if not text:
             return []
         ids = [self.bos_id] if add_bos else []
