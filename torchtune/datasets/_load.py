@@ -8,6 +8,7 @@ import threading
 import urllib.request
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -104,10 +105,12 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
     data_files = kwargs.get("data_files")
     names = [] if data_files is None else _files(data_files)
     loaders = set(LOADERS.values())
+    if source in loaders and not names and kwargs.get("data_dir") is not None:
+        source = _folder_of(source, str(kwargs.pop("data_dir")))
     is_folder = Path(source).is_dir()
     if source in loaders:
         if not names:
-            raise DataError(f"source='{source}' needs data_files: the file or files to read.")
+            raise DataError(f"source='{source}' needs data_files, the files to read, or data_dir, their folder.")
         _check_files(names)
     elif _suffix(source) in LOADERS and not is_folder:
         _check_files([source])
@@ -129,6 +132,22 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
         if all(_suffix(name) == ".tsv" for name in _files(kwargs["data_files"])):
             kwargs.setdefault("sep", "\t")
     return source, kwargs
+
+
+def _folder_of(loader: str, data_dir: str) -> str:
+    """A folder for the datasets package, which reads the files of the kind that most of them are of."""
+    folder = Path(data_dir).expanduser()
+    if not folder.is_dir():
+        raise _not_here("folder", data_dir)
+    kinds = Counter(LOADERS.get(_suffix(path.name)) for path in folder.rglob("*") if path.is_file())
+    del kinds[None]
+    if not kinds or max(kinds.values()) > kinds[loader] or list(kinds.values()).count(kinds[loader]) > 1:
+        found = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items())) or "none that are read"
+        raise DataError(
+            f"data_dir={data_dir} is to be read as {loader}, and its files are {found}: name those that are meant with "
+            "data_files."
+        )
+    return str(folder)
 
 
 def _is_path(name: str) -> bool:

@@ -96,6 +96,23 @@ def test_a_missing_or_empty_file(tmp_path: Path) -> None:
     assert "needs data_files" in refused(tmp_path, source="json")
 
 
+def test_a_loader_reads_a_folder(tmp_path: Path) -> None:
+    import datasets
+
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    assert "its files are none that are read" in refused(tmp_path, source="parquet", data_dir=str(folder))
+    for name, rows in (("train", ROWS), ("test", ROWS[:2])):
+        datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
+    for split, rows in (("train", ROWS), ("test", ROWS[:2])):
+        assert list(load_rows("parquet", data_dir=str(folder), split=split)) == rows
+    assert "its files are 2 of parquet: name those" in refused(tmp_path, source="json", data_dir=str(folder))
+    for name in ("a.json", "b.json"):
+        write(folder / name)
+    assert "2 of json, 2 of parquet" in refused(tmp_path, source="parquet", data_dir=str(folder))
+    assert "There is no folder" in refused(tmp_path, source="parquet", data_dir=str(tmp_path / "none"))
+
+
 def test_a_line_that_the_datasets_package_refuses_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"input": "a", "output": "b"}\n{"input": "a", "output": \n')
