@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
 from torchtune.data._documents import Documents
 
 _FIELDS = ("tokens", "labels", "input_pos", "documents")
@@ -93,7 +93,8 @@ class Batch(MutableMapping[str, Any]):
         their places. Any other tensor ``[b, s, ...]`` becomes an entry of ``per_token``.
 
         Raises:
-            DataError: an entry has neither a known name nor the shape of the tokens.
+            DataError: an entry has neither a known name nor the shape of the tokens, or labels are the tokens at their
+                own position.
         """
         if isinstance(batch, Batch):
             return batch
@@ -111,7 +112,10 @@ class Batch(MutableMapping[str, Any]):
                     f"collate_fn: '{name}' ({kind}) is not per token, the tokens are {tuple(known['tokens'].shape)}: "
                     "return a torchtune.data.Batch with it in per_document or inputs."
                 )
-        return cls(**known, per_token=rest, inputs=inputs)
+        out = cls(**known, per_token=rest, inputs=inputs)
+        if out.labels is not None:
+            check_shifted(out.tokens, out.labels, None if out.documents is None else out.documents.lengths)
+        return out
 
     @property
     def num_tokens(self) -> int:

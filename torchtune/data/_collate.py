@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune.data._batch import Batch
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber, check_shifted
 from torchtune.data._documents import Documents
 
 Document = Mapping[str, Any]
@@ -45,7 +45,8 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
         tokens. ``input_pos`` restarts at 0 in every document. Of a mixture it has :attr:`Batch.sources`.
 
     Raises:
-        DataError: an example has more than tokens and labels (images), or the two differ in length.
+        DataError: an example has more than tokens and labels (images), the two differ in length, or labels are the
+            tokens at their own position.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3, 4, 5], "labels": [4, 5, -100]}]
@@ -65,6 +66,7 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
             raise DataError(f"An example has {len(row)} tokens but {len(label)} labels.")
     boundaries = Documents.from_lengths([len(row) for row in tokens])
     out = Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
+    check_shifted(out.tokens, out.labels, boundaries.lengths)
     sources = [document.get("source") for document in documents]
     if not all(isinstance(source, SourceNumber) for source in sources):
         return out
@@ -89,10 +91,11 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
         the index of the example. ``terms`` is the number of examples with labels.
 
     Raises:
-        DataError: an example lacks one of the keys, or tokens and labels differ in length.
+        DataError: an example lacks one of the keys, tokens and labels differ in length, or labels are the tokens at
+            their own position.
 
     Example:
-        >>> side = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+        >>> side = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
         >>> row = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in side.items()}
         >>> torchtune.data.collate_preference([row]).documents.lengths
         (3, 3)
@@ -226,7 +229,7 @@ def padded_collate_sft(
     """Pad examples on the right to the longest one.
 
     Args:
-        batch: examples with ``tokens``, ``labels`` and, for multimodal models, ``encoder_input``.
+        batch: examples with ``tokens``, pre-shifted ``labels`` and, for multimodal models, ``encoder_input``.
         padding_idx: padding value of the tokens.
         ignore_idx: padding value of the labels.
         pad_to_multiple_of: round the length up to a multiple of it.
@@ -237,6 +240,9 @@ def padded_collate_sft(
     Returns:
         ``tokens`` and ``labels``, int64 ``[b, s]``; ``input_pos``, int64 ``[1, s]``, and ``encoder_input`` where they
         apply. :func:`padded_collate_packed` batches packs.
+
+    Raises:
+        DataError: labels are the tokens at their own position, or an example is not as described.
 
     Example:
         >>> rows = [{"tokens": [1, 2], "labels": [2, 3]}, {"tokens": [4], "labels": [5]}]
@@ -263,6 +269,7 @@ def padded_collate_sft(
         "tokens": torch.stack([F.pad(row, (0, length - len(row)), value=padding_idx) for row in tokens]),
         "labels": torch.stack([F.pad(row, (0, length - len(row)), value=ignore_idx) for row in labels]),
     }
+    check_shifted(out["tokens"], out["labels"])
     if cp_degree > 1:
         out["input_pos"] = torch.arange(length)[None]
     if "encoder_input" in batch[0]:
@@ -311,6 +318,9 @@ def padded_collate_packed(
     Returns:
         ``tokens``, ``labels`` and ``input_pos``, int64 ``[b, s]``; ``documents``, :class:`~torchtune.data.Documents`.
 
+    Raises:
+        DataError: labels are the tokens at their own position, or an example is not as described.
+
     Example:
         >>> pack = [{"tokens": [1, 2], "labels": [2, 3]}, {"tokens": [4], "labels": [5]}]
         >>> torchtune.data.padded_collate_packed([pack])["tokens"]
@@ -328,6 +338,7 @@ def padded_collate_packed(
         tokens.append(F.pad(row, (0, missing), value=padding_idx))
         labels.append(F.pad(label, (0, missing), value=ignore_idx))
     boundaries = Documents.from_lengths(lengths)
+    check_shifted(torch.stack(tokens), torch.stack(labels), lengths)
     return {
         "tokens": torch.stack(tokens),
         "labels": torch.stack(labels),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torchtune.data._collate import documents_of
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
 
 
 def padded_collate_tiled_images_and_mask(
@@ -40,7 +40,8 @@ def padded_collate_tiled_images_and_mask(
 
     Raises:
         DataError: an example lacks one of these, its images, masks and aspect ratios differ in number or size, there
-            are more images or tiles than to pad to, or ``pad_direction`` is unknown.
+            are more images or tiles than to pad to, labels are the tokens at their own position, or ``pad_direction``
+            is unknown.
 
     Example:
         >>> image = {"images": [torch.ones(2, 3, 4, 4)], "aspect_ratio": [torch.tensor([1, 2])]}
@@ -69,6 +70,8 @@ def padded_collate_tiled_images_and_mask(
         out[name] = torch.full((len(batch), length), fill)
         for row, place, example in zip(out[name], places, batch, strict=True):
             row[place] = torch.as_tensor(example[name], dtype=torch.int64)
+    if with_labels:
+        check_shifted(out["tokens"], out["labels"])
     images = [image for example in batch for image in example["encoder_input"]["images"]]
     if not images:
         return out

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
 
 Collated = Any  # what collate_fn returns
 _AHEAD = 64  # examples that a stream is told of before they are needed
@@ -230,7 +230,12 @@ class BatchLoader:
     def _collate(self, part: tuple[np.ndarray, bool]) -> Collated:
         indices, blank = part
         examples = [self.dataset[int(index)] for index in indices]
-        return self.collate_fn([_without_labels(example) for example in examples] if blank else examples)
+        batch = self.collate_fn([_without_labels(example) for example in examples] if blank else examples)
+        if type(batch) is dict and isinstance(batch.get("tokens"), torch.Tensor):
+            labels = batch.get("labels")
+            if isinstance(labels, torch.Tensor) and labels.shape == batch["tokens"].shape:
+                check_shifted(batch["tokens"], labels)
+        return batch
 
     def _fingerprint(self) -> dict[str, Any]:
         fingerprint = {

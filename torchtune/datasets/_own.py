@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._common import check_shifted
 from torchtune.datasets._store import check_row
 
 # Examples that are looked at for a label.
@@ -80,20 +81,23 @@ class CheckedDataset(Dataset):
 
     def _check_labels(self) -> None:
         """Raise if nothing is labelled in the first examples, or every label is the token at its own position."""
-        labelled = 0
+        rows: dict[str, list[torch.Tensor]] = {"tokens": [], "labels": []}
         for index in range(min(self._length, _LOOKED_AT)):
             example = self[index]
             for document in example if isinstance(example, list) else [example]:
-                tokens, labels = (np.asarray(document[key]) for key in ("tokens", "labels"))
-                there = labels != CROSS_ENTROPY_IGNORE_IDX
-                labelled += int(there.sum())
+                for key, found in rows.items():
+                    found.append(torch.as_tensor(document[key], dtype=torch.int64))
+                differs = rows["labels"][-1] != rows["tokens"][-1]
                 # Prompts of the rollout recipes have a number, and their labels are placeholders.
-                if "number" in document or (labels != tokens)[there].any() or len(set(tokens[there].tolist())) == 1:
+                if "number" in document or differs[rows["labels"][-1] != CROSS_ENTROPY_IGNORE_IDX].any():
                     return
-        rule = f"labels[i] is the token to predict at position i, and {CROSS_ENTROPY_IGNORE_IDX} where none is"
-        if not labelled:
-            raise DataError(f"dataset: {self.name} has no label in its first {index + 1:,} examples: {rule}.")
-        raise DataError(f"dataset: the labels of {self.name} are the tokens at their own position: {rule}: shift them.")
+        tokens, labels = (torch.cat(found) for found in rows.values())
+        if (labels == CROSS_ENTROPY_IGNORE_IDX).all():
+            raise DataError(
+                f"dataset: {self.name} has no label in its first {index + 1:,} examples: labels[i] is the token to "
+                f"predict at position i, and {CROSS_ENTROPY_IGNORE_IDX} where none is."
+            )
+        check_shifted(tokens, labels, [len(row) for row in rows["tokens"]], self.name)
 
     def _check(self, document: Any) -> None:
         if not isinstance(document, Mapping):

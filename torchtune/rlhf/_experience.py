@@ -74,7 +74,9 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
             raise DataError(
                 f"dataset: an example has no '{min(missing)}', it is no prompt: use torchtune.datasets.prompt_dataset."
             )
-    out = collate_documents([{name: example[name] for name in ("tokens", "labels")} for example in batch])
+    ignored = [[CROSS_ENTROPY_IGNORE_IDX] * len(example["tokens"]) for example in batch]
+    out = collate_documents([{"tokens": one["tokens"], "labels": row} for one, row in zip(batch, ignored, strict=True)])
+    labels = torch.cat([torch.as_tensor(example["labels"]) for example in batch])[None]  # the prompts' own tokens
     prompts = [
         Prompt(
             list(example["tokens"]),
@@ -84,7 +86,7 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
         )
         for example in batch
     ]
-    return PromptBatch(out.tokens, out.labels, out.input_pos, out.documents, prompts=prompts)
+    return PromptBatch(out.tokens, labels, out.input_pos, out.documents, prompts=prompts)
 
 
 def setup_policy_loss(loss: Any, model: nn.Module, sampler: Any) -> GRPOLoss:

@@ -1,16 +1,23 @@
 """Batches."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from torchtune.data import (
+    Batch,
+    BatchLoader,
     DataError,
     collate_documents,
+    collate_preference,
     left_pad_sequence,
     padded_collate,
     padded_collate_dpo,
     padded_collate_packed,
     padded_collate_sft,
+    padded_collate_tiled_images_and_mask,
     truncate,
 )
 
@@ -121,3 +128,51 @@ def test_truncation() -> None:
     assert truncate([True, False], 1, eos_id=False) == [False]
     with pytest.raises(DataError, match="truncation_type"):
         truncate([1], 1, truncation_type="up")
+
+
+NO_IMAGE = {"encoder_input": {"images": [], "aspect_ratio": []}, "encoder_mask": []}
+COLLATES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "documents": collate_documents,
+    "packs": lambda rows: collate_documents([rows]),
+    "padded": padded_collate_sft,
+    "padded packs": lambda rows: padded_collate_packed([rows, rows[:1]]),
+    "images": lambda rows: padded_collate_tiled_images_and_mask([{**row, **NO_IMAGE} for row in rows]),
+    "images, left": lambda rows: padded_collate_tiled_images_and_mask(
+        [{**row, **NO_IMAGE} for row in rows], pad_direction="left"
+    ),
+    "own": lambda rows: Batch.from_dict({name: torch.tensor([row[name] for row in rows]) for name in rows[0]}),
+    "pairs": lambda rows: collate_preference(
+        [{f"{side}_{key}": row[name] for side in ("chosen", "rejected") for key, name in KEYS.items()} for row in rows]
+    ),
+    "loader": lambda rows: next(iter(loader_of(rows))),
+}
+KEYS = {"input_ids": "tokens", "labels": "labels"}
+
+
+def loader_of(rows: list[dict[str, Any]]) -> BatchLoader:
+    def own(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor([row[name] for row in examples]) for name in ("tokens", "labels")}
+
+    return BatchLoader(rows, batch_size=len(rows), collate_fn=own, shuffle=False, seed=0)
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_labels_at_their_own_position_are_refused_where_rows_enter(name: str) -> None:
+    """The convention of transformers, which shifts labels in the model."""
+    prompt, ids = [4, 5, 6], [[4, 5, 6, 7, 8, 2], [4, 5, 6, 9, 9, 2]]
+    for masked in (0, 3):
+        unshifted = [{"tokens": row, "labels": [-100] * masked + row[masked:]} for row in ids]
+        with pytest.raises(DataError, match=r"tokens at their own position, as transformers takes them: .* shift them"):
+            COLLATES[name](unshifted)
+        with pytest.raises(DataError, match="tokens at their own position"):
+            COLLATES[name](unshifted[:1])
+        shifted = [{"tokens": row["tokens"], "labels": [*row["labels"][1:], -100]} for row in unshifted]
+        COLLATES[name](shifted)
+        COLLATES[name](shifted[:1])
+    last = [{"tokens": [*prompt, token], "labels": [-100] * 3 + [token]} for token in (7, 8)]
+    same = [{"tokens": [n] * 4, "labels": [n] * 4} for n in (7, 8)]
+    runs = [{"tokens": [7, 7, 8, 8], "labels": [7, -100, 8, -100]}] * 2
+    none = [{"tokens": [4, 5, 6, 7], "labels": [-100] * 4}] * 2
+    one = [{"tokens": [*prompt, 7], "labels": [-100, 5, -100, -100]}] * 2  # as a label that is no next token may be
+    for rows in (last, same, runs, none, one):
+        COLLATES[name](rows)

@@ -260,7 +260,7 @@ def test_an_own_dataset_that_trains_nothing_or_the_wrong_token(tokenizer: Any) -
     with pytest.raises(DataError, match="Own has no label in its first 32 examples: labels"):
         made(tokenizer, [masked] * 40)
     same = {"tokens": [1, 2, 3], "labels": [-100, 2, 3]}
-    with pytest.raises(DataError, match=r"the labels of Own are the tokens at their own position: .* shift them"):
+    with pytest.raises(DataError, match=r"The labels of Own are the tokens at their own position, .* shift them"):
         made(tokenizer, [masked, same])
     for rows in ([masked, GOOD], [same, GOOD], [{**same, "number": 0}], [{"tokens": [5, 5], "labels": [5, -100]}]):
         assert len(made(tokenizer, rows)) == len(rows)

@@ -108,7 +108,7 @@ def document_log_probs(hidden: Tensor, batch: Batch, projection: Projection, tem
         this rank's summand.
 
     Example:
-        >>> side = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+        >>> side = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
         >>> row = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in side.items()}
         >>> batch = torchtune.data.collate_preference([row])
         >>> torchtune.rlhf.document_log_probs(model(batch.tokens, output="hidden"), batch, model.output).shape

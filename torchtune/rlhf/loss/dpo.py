@@ -158,7 +158,7 @@ class DPOLoss(_Margin):
         label_smoothing: ε, the fraction of pairs with swapped labels.
 
     Example:
-        >>> side = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+        >>> side = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
         >>> row = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in side.items()}
         >>> batch, zeros = torchtune.data.collate_preference([row]), torch.zeros(2)
         >>> total, metrics = torchtune.rlhf.loss.DPOLoss(beta=0.1).sum_and_metrics(batch, zeros, reference=zeros)
