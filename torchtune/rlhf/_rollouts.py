@@ -14,7 +14,7 @@ from torchtune.data._sharing import MIN_SHARED
 from torchtune.training import ParallelDims
 from torchtune.utils import UserError
 
-MOST_LOG_PROB = 1e-3  # 0, and what float32 rounds
+MOST_LOG_PROB = 1e-3  # 0, with a tolerance for rounding in float32
 
 
 class RolloutError(UserError):
