@@ -269,7 +269,7 @@ def padded_collate_sft(
         "tokens": torch.stack([F.pad(row, (0, length - len(row)), value=padding_idx) for row in tokens]),
         "labels": torch.stack([F.pad(row, (0, length - len(row)), value=ignore_idx) for row in labels]),
     }
-    check_shifted(out["tokens"], out["labels"])
+    check_shifted(out["tokens"], out["labels"], [part for row in tokens for part in (len(row), length - len(row))])
     if cp_degree > 1:
         out["input_pos"] = torch.arange(length)[None]
     if "encoder_input" in batch[0]:

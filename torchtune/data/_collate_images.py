@@ -71,7 +71,10 @@ def padded_collate_tiled_images_and_mask(
         for row, place, example in zip(out[name], places, batch, strict=True):
             row[place] = torch.as_tensor(example[name], dtype=torch.int64)
     if with_labels:
-        check_shifted(out["tokens"], out["labels"])
+        spans = [(place.start or 0, place.stop) for place in places]
+        check_shifted(
+            out["tokens"], out["labels"], [n for start, end in spans for n in (start, end - start, length - end)]
+        )
     images = [image for example in batch for image in example["encoder_input"]["images"]]
     if not images:
         return out

@@ -50,7 +50,8 @@ def check_shifted(
     Args:
         tokens: int64 ``[b, s]`` or ``[s]``; on an accelerator they are not read.
         labels: of the same shape.
-        lengths: of the documents that follow each other in the flattened positions; by default each row is one.
+        lengths: of the documents, and of the padding between them, in the flattened positions; by default each row is
+            one document.
         name: of the rows, for the message.
 
     Raises:
