@@ -16,6 +16,8 @@ import torch
 from torchtune.data._common import DataError
 from torchtune.utils._optional import require
 
+# Pillow reads some other formats with programs of the system: EPS, a program itself, with Ghostscript.
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
@@ -48,7 +50,10 @@ def _opened(value: Any) -> Iterator[Any]:
         value = Path(value).expanduser()
         if not stat.S_ISREG(value.stat().st_mode):  # a pipe would wait, and a device may have no end
             raise ValueError("it is no regular file")
-    with _pillow().open(value if isinstance(value, Path) else io.BytesIO(value)) as image:
+    pillow = _pillow()
+    pillow.init()
+    known = [name for name in _FORMATS if name in pillow.OPEN]
+    with pillow.open(value if isinstance(value, Path) else io.BytesIO(value), formats=known) as image:
         yield image
 
 
@@ -58,7 +63,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, binascii.Error):
         return "its base64 is broken"
     if type(error).__name__ == "UnidentifiedImageError":
-        return "it is of no kind that Pillow reads"
+        return "it is of no kind that is read: save it as PNG or JPEG"
     return str(getattr(error, "strerror", None) or error).rstrip(".")
 
 

@@ -184,7 +184,7 @@ def test_questions_and_several_images(transform: Llama3VisionTransform, pictures
         (llava(None, "<image> What?", "red"), "a turn has 1 '<image>' but 0 images"),
         (llava(["0.png", "1.png"], "<image> What?", "red"), "1 images have no place"),
         (llava("none.png", "<image>", "red"), "none.png cannot be read (there is no such file)"),
-        (llava("text.png", "<image>", "red"), "text.png cannot be read (it is of no kind that Pillow reads)"),
+        (llava("text.png", "<image>", "red"), "text.png cannot be read (it is of no kind that is read"),
         (llava("0.png", "cat " * 60 + "<image>", "red"), "max_seq_len=60 cuts off 1 of the row's 1 images"),
         (llava("0.png", "<image>" + "cat " * 60, "red"), "no label is left within max_seq_len=60"),
     ],

@@ -166,7 +166,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "half.png").write_bytes(file.getvalue()[:2000])
     (tmp_path / "text.png").write_text("no image")
     for name, reason in {
-        "half.png": "truncated", "text.png": "of no kind that Pillow reads", "none.png": "there is no such file",
+        "half.png": "truncated", "text.png": "of no kind that is read", "none.png": "there is no such file",
     }.items():  # fmt: skip
         with pytest.raises(DataError, match=f"the image .*{name} cannot be read .*{reason}"):
             load_image(tmp_path / name)
@@ -193,3 +193,14 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         CLIPImageTransform()({"image": torch.tensor([0.0, 255.0]).expand(3, 1, 2)})
     with pytest.raises(DataError, match="not int"):
         CLIPImageTransform()({"image": 3})
+
+
+def test_a_format_that_another_program_reads_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EPS is a program, which Pillow gives to Ghostscript."""
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.eps")
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(DataError, match="of no kind that is read"):
+        open_image(tmp_path / "a.eps", decode=True)
+    assert not (tmp_path / "ran").exists()
