@@ -49,8 +49,9 @@ _NUMBERS = frozenset(
 )
 _FLAGS = frozenset(
     """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias use_bias
-    attention_k_eq_v enable_moe_block use_double_wide_mlp use_expert_bias conv_bias tie_embedding
-    mamba_conv_bias mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias""".split()
+    attention_k_eq_v enable_moe_block use_double_wide_mlp use_expert_bias conv_bias tie_embedding rope_interleave
+    mamba_conv_bias mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias use_conv_bias
+    block_auto_adjust_ff_dim""".split()
 )
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 
@@ -98,7 +99,7 @@ class Fields:
         self._seen = {*_HARMLESS, *ignored}
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a field's value, or the default if it is absent or ``null``.
+        """Return a field's value, or the default if it is absent or ``null``; of a flag, ``null`` is false.
 
         Raises:
             ModelError: the field is absent and has no default, or has the wrong type.
@@ -106,6 +107,8 @@ class Fields:
         self._seen.add(name)
         value = self._config.get(name)
         if value is None:
+            if name in _FLAGS and name in self._config:  # as the models of transformers test it
+                return False
             if default is self._REQUIRED:
                 raise ModelError(f"config.json of {self._architecture} lacks the field '{name}'.")
             return default

@@ -35,6 +35,11 @@ FUSED_DELTA_NET: Names = (
 )
 
 
+def require_silu(fields: Fields, name: str = "hidden_act") -> None:
+    """Raise unless an activation field says SiLU: ``transformers`` uses the field in a mixer's convolution as well."""
+    fields.choice(name, {"silu": None, "swish": None}, "silu")
+
+
 def linear_layers(num_layers: int, interval: int = 4) -> tuple[int, ...]:
     """All layers but every ``interval``-th."""
     return tuple(i for i in range(num_layers) if (i + 1) % interval)
@@ -56,6 +61,8 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
         fields.take(name, None)  # of weights that are not trained, and of caches
     if not fields.take("attn_output_gate", True):
         raise fields.refusal("attn_output_gate", False)
+    if layers:
+        require_silu(fields)
     numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _NUMBERS}
     return {"mixer": DeltaNetMixer(**numbers, fused=fused) if layers else None, "mixer_layers": layers}
 
@@ -77,6 +84,7 @@ def read_mamba(fields: Fields, inner: int, **more: Any) -> Mamba2Mixer:
     """
     numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _MAMBA}
     fields.take("mamba_chunk_size", None)  # of their arithmetic
+    require_silu(fields)
     for name, expected in (("mamba_conv_bias", True), ("mamba_proj_bias", False)):
         if bool(fields.take(name, expected)) != expected:
             raise fields.refusal(name, not expected)

@@ -67,6 +67,8 @@ def _read_full_heads(fields: Fields, windowed: tuple[int, ...]) -> dict[str, Any
                 "config.json: per_layer_config must give one head_dim and num_key_value_heads for exactly the layers "
                 f"that are 'full_attention' in layer_types, got {shown(by_layer)}."
             )
+    elif fields.has("per_layer_config"):
+        full = {}  # all layers are alike
     found = full.get("head_dim", width), full.get("num_key_value_heads", heads)
     if not all(isinstance(value, int) and 0 < value < 2**16 for value in found):
         raise fields.refusal("per_layer_config", by_layer)

@@ -7,6 +7,7 @@ from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_mixers import require_silu
 from torchtune.models._mixers import ShortConvMixer
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_names import HF_HALF, mixers, renamed
@@ -32,6 +33,7 @@ def read_layers(fields: Fields) -> dict[str, Any]:
         convolved = tuple(i for i, kind in enumerate(kinds[:layers]) if kind == "conv")
     else:
         convolved = tuple(i for i in range(layers) if attended is not None and i not in attended)
+    require_silu(fields)  # a field that transformers does not read
     taps = fields.take("conv_L_cache", 3)
     if fields.take("conv_bias", False):
         raise fields.refusal("conv_bias", True)

@@ -8,6 +8,7 @@ from torchtune.models._builders import model_builders
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, shown
+from torchtune.models._hf_mixers import require_silu
 from torchtune.models._mixers import Mamba2Mixer
 from torchtune.models._spec import ModelSpec
 from torchtune.models._weight_map import Row
@@ -73,7 +74,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     for name, expected in (("use_conv_bias", True), ("use_bias", False), ("mlp_bias", False)):
         if bool(fields.take(name, expected)) != expected:
             raise fields.refusal(name, not expected)
-    fields.choice("mamba_hidden_act", {"silu": "silu"}, "silu")
+    require_silu(fields, "mamba_hidden_act")
     numbers = {ours: type(default)(fields.take(theirs, default)) for theirs, ours, default in _NUMBERS}
     return {
         **_layers(kinds),
