@@ -1,12 +1,16 @@
 """Every named size, on the meta device: names, shapes and counts of transformers and of the published tables."""
 
+import copy
 import importlib
+import re
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from tests.torchtune.models.conftest import on_disk
+from tests.torchtune.models.published import PUBLISHED, STATED
 from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
@@ -175,6 +179,34 @@ def test_named_size(family: str, name: str, parameters: int, adapter: int | None
     assert {key: value.shape for key, value in ours} == expected
     assert model.spec.from_hf_config(config) == model.description
     assert model.spec.from_hf_config(theirs.config.to_dict()) == model.description
+
+
+@pytest.mark.parametrize(("family", "name"), [row[:2] for row in SIZES])
+def test_every_number_is_the_published_one(family: str, name: str) -> None:
+    module = _module(family)._model_builders
+    description, spec = {**module.SIZES, **getattr(module, "REWARD_SIZES", {})}[name], module.SPEC
+    assert (name in PUBLISHED) != (name in STATED)
+    if name in STATED:
+        assert {field: getattr(description, field) for field in STATED[name]} == STATED[name]
+        rest = spec.from_hf_config(_filled({"architectures": [*spec.architectures]}))
+        shared = ("vocab_size", "head_dim", "full_head_dim", "norm_eps", "tie_word_embeddings", "activation")
+        shared += ("rope_base", "rope_scaling", "rope_window_base", "attn_scale", "layer_scale", "v_norm")
+        assert {field: getattr(description, field) for field in shared} == {f: getattr(rest, f) for f in shared}
+        return
+    assert spec.from_hf_config(_filled(PUBLISHED[name])) == description
+    if "num_hidden_layers" in PUBLISHED[name]:
+        assert spec.from_hf_config(PUBLISHED[name]) == description
+
+
+def _filled(config: dict[str, Any]) -> dict[str, Any]:
+    """A file with the defaults of transformers' config class."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    (architecture,) = config["architectures"]
+    stem = re.sub("For(CausalLM|SequenceClassification)$", "", architecture)
+    kind = getattr(transformers, f"{stem}{'Text' if stem in OF_TEXT else ''}Config")
+    return {**kind.from_dict(copy.deepcopy(config)).to_dict(), "architectures": [architecture]}
 
 
 @pytest.mark.parametrize(("family", "name", "parameters", "adapter"), SIZES)

@@ -1,0 +1,380 @@
+"""The ``config.json`` of published models, in their own words: the numbers that the builders have to repeat.
+
+They are written down from the files on the Hugging Face Hub, not from the builders. Fields that equal the default of
+``transformers``' config class may be missing.
+"""
+
+from typing import Any
+
+Config = dict[str, Any]
+
+
+def _sizes(
+    vocab: int, width: int, ffn: int, layers: int, heads: int, kv_heads: int, length: int, eps: float, theta: float
+) -> Config:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": length,
+        "rms_norm_eps": eps,
+        "rope_theta": theta,
+    }
+
+
+# Architectures with another name for the eps of norms.
+_EPS = {"NemotronH": "layer_norm_epsilon", "Lfm2": "norm_eps", "Lfm2Moe": "norm_eps"}
+
+
+def _of(architecture: str, sizes: Config, tied: bool = False, **more: Any) -> Config:
+    sizes = {_EPS.get(architecture, key) if key == "rms_norm_eps" else key: value for key, value in sizes.items()}
+    return {"architectures": [f"{architecture}ForCausalLM"], "tie_word_embeddings": tied, **sizes, **more}
+
+
+def _kinds(layers: int, full: int, first: str = "sliding_attention") -> list[str]:
+    """``layer_types`` with full attention in every ``full``-th layer."""
+    return ["full_attention" if (i + 1) % full == 0 else first for i in range(layers)]
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA3_2_ROPE = {**_LLAMA3_ROPE, "factor": 32.0}
+_GEMMA = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tied": True}
+_GEMMA2 = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256,
+    "tied": True,
+}
+_GEMMA3 = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_local_base_freq": 10_000.0,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "tied": True,
+}
+_LINEAR_8 = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+_GPT_OSS = {
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "router_aux_loss_coef": 0.9,
+    "attention_bias": True,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+_GRANITE = {"tied": True, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+_GRANITE_H = {
+    **_GRANITE,
+    "position_embedding_type": "nope",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_expand": 2,
+    "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+}
+_MINISTRAL3 = {
+    "head_dim": 128,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+_OLMO3 = {
+    "sliding_window": 4096,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2079441541679836,
+    },
+}
+_QWEN3 = {"head_dim": 128, "attention_bias": False}
+_QWEN3_MOE = {**_QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_QWEN3_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
+_GLM4_MOE = {
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
+_LLAMA4 = {
+    "head_dim": 128,
+    "intermediate_size_mlp": 16_384,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "router_aux_loss_coef": 0.001,
+    "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(48)],
+}
+_DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+_LFM2 = {"tied": True, "conv_L_cache": 3}
+_LFM2_AT = {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "block_multiple_of": 256, "block_auto_adjust_ff_dim": True}
+_QWEN2_LAYERS = {"use_sliding_window": False}
+
+_LLAMA2_7B = _sizes(32_000, 4096, 11_008, 32, 32, 32, 4096, 1e-5, 10_000.0)
+_LLAMA3_8B = _sizes(128_256, 4096, 14_336, 32, 32, 8, 8192, 1e-5, 500_000.0)
+_LLAMA3_70B = _sizes(128_256, 8192, 28_672, 80, 64, 8, 8192, 1e-5, 500_000.0)
+_MISTRAL_7B = _sizes(32_000, 4096, 14_336, 32, 32, 8, 32_768, 1e-5, 10_000.0)
+_LONG = {"max_position_embeddings": 131_072}
+
+
+def _longer(sizes: Config) -> Config:
+    return {**sizes, **_LONG}
+
+
+def _qwen2(width: int, ffn: int, layers: int, heads: int, kv: int, *, long: bool = False, eps: float = 1e-6) -> Config:
+    tied, vocab = width <= 2048, 151_936 if width <= 2048 else 152_064
+    length = 131_072 if long else 32_768
+    return _of("Qwen2", _sizes(vocab, width, ffn, layers, heads, kv, length, eps, 1e6), tied, **_QWEN2_LAYERS)
+
+
+def _qwen3(width: int, ffn: int, layers: int, heads: int, *, base: bool = False) -> Config:
+    sizes = _sizes(151_936, width, ffn, layers, heads, 8, 32_768 if base else 40_960, 1e-6, 1e6)
+    return _of("Qwen3", sizes, width <= 2560, **_QWEN3)
+
+
+def _qwen3_moe(width: int, ffn: int, expert: int, layers: int, heads: int, *, base: bool = False) -> Config:
+    sizes = _sizes(151_936, width, ffn, layers, heads, 4, 32_768 if base else 40_960, 1e-6, 1e6)
+    return _of("Qwen3Moe", sizes, **_QWEN3_MOE, moe_intermediate_size=expert)
+
+
+# builder -> its config.json
+PUBLISHED: dict[str, Config] = {
+    "gemma_2b": _of("Gemma", _sizes(256_000, 2048, 16_384, 18, 8, 1, 8192, 1e-6, 1e4), **_GEMMA),
+    "gemma_7b": _of("Gemma", _sizes(256_000, 3072, 24_576, 28, 16, 16, 8192, 1e-6, 1e4), **_GEMMA),
+    "gemma2_2b": _of("Gemma2", _sizes(256_000, 2304, 9216, 26, 8, 4, 8192, 1e-6, 1e4), **_GEMMA2),
+    "gemma2_9b": _of("Gemma2", _sizes(256_000, 3584, 14_336, 42, 16, 8, 8192, 1e-6, 1e4), **_GEMMA2),
+    "gemma2_27b": _of("Gemma2", _sizes(256_000, 4608, 36_864, 46, 32, 16, 8192, 1e-6, 1e4), **_GEMMA2)
+    | {"head_dim": 128, "query_pre_attn_scalar": 144},
+    "gemma3_1b": _of("Gemma3", _sizes(262_144, 1152, 6912, 26, 4, 1, 32_768, 1e-6, 1e6), **_GEMMA3)
+    | {"sliding_window": 512},
+    "gemma3_4b": _of("Gemma3", _sizes(262_208, 2560, 10_240, 34, 8, 4, 131_072, 1e-6, 1e6), **_GEMMA3) | _LINEAR_8,
+    "gemma3_12b": _of("Gemma3", _sizes(262_208, 3840, 15_360, 48, 16, 8, 131_072, 1e-6, 1e6), **_GEMMA3) | _LINEAR_8,
+    "gemma3_27b": _of("Gemma3", _sizes(262_208, 5376, 21_504, 62, 32, 16, 131_072, 1e-6, 1e6), **_GEMMA3)
+    | {**_LINEAR_8, "head_dim": 128, "query_pre_attn_scalar": 168},
+    "phi3_mini": _of("Phi3", _sizes(32_064, 3072, 8192, 32, 32, 32, 4096, 1e-5, 1e4), sliding_window=2047),
+    "phi4_14b": _of("Phi3", _sizes(100_352, 5120, 17_920, 40, 40, 10, 16_384, 1e-5, 250_000.0)),
+    "olmo2_1b": _of("Olmo2", _sizes(100_352, 2048, 8192, 16, 16, 16, 4096, 1e-6, 5e5)),
+    "olmo2_7b": _of("Olmo2", _sizes(100_352, 4096, 11_008, 32, 32, 32, 4096, 1e-6, 5e5)),
+    "olmo2_13b": _of("Olmo2", _sizes(100_352, 5120, 13_824, 40, 40, 40, 4096, 1e-6, 5e5)),
+    "olmo2_32b": _of("Olmo2", _sizes(100_352, 5120, 27_648, 64, 40, 8, 4096, 1e-6, 5e5)),
+    "olmo3_7b": _of("Olmo3", _sizes(100_278, 4096, 11_008, 32, 32, 32, 65_536, 1e-6, 5e5), **_OLMO3)
+    | {"layer_types": _kinds(32, 4)},
+    "olmo3_32b": _of("Olmo3", _sizes(100_278, 5120, 27_648, 64, 40, 8, 65_536, 1e-6, 5e5), **_OLMO3)
+    | {"layer_types": _kinds(64, 4)},
+    "smollm3_3b": _of("SmolLM3", _sizes(128_256, 2048, 11_008, 36, 16, 4, 65_536, 1e-6, 5e6), True)
+    | {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(36)], "use_sliding_window": False},
+    "gpt_oss_20b": _of("GptOss", _sizes(201_088, 2880, 2880, 24, 64, 8, 131_072, 1e-5, 150_000.0), **_GPT_OSS)
+    | {"num_local_experts": 32},
+    "gpt_oss_120b": _of("GptOss", _sizes(201_088, 2880, 2880, 36, 64, 8, 131_072, 1e-5, 150_000.0), **_GPT_OSS)
+    | {"num_local_experts": 128},
+    "granite3_1_2b": _of("Granite", _sizes(49_155, 2048, 8192, 40, 32, 8, 131_072, 1e-5, 5e6), **_GRANITE)
+    | {"logits_scaling": 8.0, "attention_multiplier": 0.015625},
+    "granite3_1_8b": _of("Granite", _sizes(49_155, 4096, 12_800, 40, 32, 8, 131_072, 1e-5, 1e7), **_GRANITE)
+    | {"logits_scaling": 16.0, "attention_multiplier": 0.0078125},
+    "granite4_micro": _of("GraniteMoeHybrid", _sizes(100_352, 2560, 8192, 40, 40, 8, 131_072, 1e-5, 1e7), **_GRANITE)
+    | {"logits_scaling": 10.0, "attention_multiplier": 0.015625, "shared_intermediate_size": 8192}
+    | {"num_local_experts": 0, "position_embedding_type": "rope", "layer_types": ["attention"] * 40},
+    "granite4_h_micro": _of(
+        "GraniteMoeHybrid", _sizes(100_352, 2048, 8192, 40, 32, 8, 131_072, 1e-5, 1e4), **_GRANITE_H
+    )
+    | {"mamba_n_heads": 64, "shared_intermediate_size": 8192, "num_local_experts": 0}
+    | {"logits_scaling": 8.0, "attention_multiplier": 0.015625},
+    "granite4_h_tiny": _of("GraniteMoeHybrid", _sizes(100_352, 1536, 512, 40, 12, 4, 131_072, 1e-5, 1e4), **_GRANITE_H)
+    | {"mamba_n_heads": 48, "shared_intermediate_size": 1024, "num_local_experts": 64}
+    | {"logits_scaling": 6.0, "attention_multiplier": 0.0078125, "num_experts_per_tok": 6},
+    "granite4_h_small": _of("GraniteMoeHybrid", _sizes(100_352, 4096, 768, 40, 32, 8, 131_072, 1e-5, 1e4), **_GRANITE_H)
+    | {"mamba_n_heads": 128, "shared_intermediate_size": 1536, "num_local_experts": 72}
+    | {"logits_scaling": 16.0, "attention_multiplier": 0.0078125, "num_experts_per_tok": 10},
+    "nemotron3_nano_30b_a3b": _of("NemotronH", _sizes(131_072, 2688, 1856, 52, 32, 2, 262_144, 1e-5, 1e4))
+    | {"head_dim": 128, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+    | {"mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+    | {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "mlp_hidden_act": "relu2"}
+    | {"moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+    | {"n_group": 1, "topk_group": 1, "time_step_min": 0.001, "moe_latent_size": None},
+    "ernie4_5_0_3b": _of("Ernie4_5", _sizes(103_424, 1024, 3072, 18, 16, 2, 131_072, 1e-5, 5e5), True, head_dim=128),
+    "ministral3_3b": _of("Ministral3", _sizes(131_072, 3072, 9216, 26, 32, 8, 262_144, 1e-5, 1e6), True, **_MINISTRAL3),
+    "ministral3_8b": _of("Ministral3", _sizes(131_072, 4096, 14_336, 34, 32, 8, 262_144, 1e-5, 1e6), **_MINISTRAL3),
+    "exaone4_1_2b": _of("Exaone4", _sizes(102_400, 2048, 4096, 30, 32, 8, 65_536, 1e-5, 1e6), True, head_dim=64)
+    | {"sliding_window": None, "layer_types": ["full_attention"] * 30}
+    | {"rope_scaling": {**_LLAMA3_ROPE, "factor": 16.0}},
+    "exaone4_32b": _of("Exaone4", _sizes(102_400, 5120, 27_392, 64, 40, 8, 131_072, 1e-5, 1e6), head_dim=128)
+    | {"sliding_window": 4096, "layer_types": _kinds(64, 4), "rope_scaling": {**_LLAMA3_ROPE, "factor": 16.0}},
+    "minimax_m2": _of("MiniMaxM2", _sizes(200_064, 3072, 1536, 62, 48, 8, 196_608, 1e-6, 5e6), head_dim=128)
+    | {"rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001},
+    "olmoe_1b_7b": _of("Olmoe", _sizes(50_304, 2048, 1024, 16, 16, 16, 4096, 1e-5, 1e4), num_experts=64)
+    | {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+    "glm4_9b_0414": _of("Glm4", _sizes(151_552, 4096, 13_696, 40, 32, 2, 32_768, 1e-5, 1e4), head_dim=128)
+    | {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm4_32b_0414": _of("Glm4", _sizes(151_552, 6144, 23_040, 61, 48, 8, 32_768, 1e-5, 1e4), head_dim=128)
+    | {"partial_rotary_factor": 0.5, "attention_bias": False},
+    "llama2_7b": _of("Llama", _LLAMA2_7B),
+    "llama2_13b": _of("Llama", _sizes(32_000, 5120, 13_824, 40, 40, 40, 4096, 1e-5, 1e4)),
+    "llama2_70b": _of("Llama", _sizes(32_000, 8192, 28_672, 80, 64, 8, 4096, 1e-5, 1e4)),
+    "llama2_reward_7b": _of("Llama", _LLAMA2_7B)
+    | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1},
+    "mistral_reward_7b": _of("Mistral", _MISTRAL_7B, sliding_window=None)
+    | {"architectures": ["MistralForSequenceClassification"], "num_labels": 1},
+    "llama3_8b": _of("Llama", _LLAMA3_8B),
+    "llama3_70b": _of("Llama", _LLAMA3_70B),
+    "llama3_1_8b": _of("Llama", _longer(_LLAMA3_8B), rope_scaling=_LLAMA3_ROPE),
+    "llama3_1_70b": _of("Llama", _longer(_LLAMA3_70B), rope_scaling=_LLAMA3_ROPE),
+    "llama3_1_405b": _of("Llama", _sizes(128_256, 16_384, 53_248, 126, 128, 8, 131_072, 1e-5, 5e5))
+    | {"rope_scaling": _LLAMA3_ROPE},
+    "llama3_2_1b": _of("Llama", _sizes(128_256, 2048, 8192, 16, 32, 8, 131_072, 1e-5, 5e5), True, head_dim=64)
+    | {"rope_scaling": _LLAMA3_2_ROPE},
+    "llama3_2_3b": _of("Llama", _sizes(128_256, 3072, 8192, 28, 24, 8, 131_072, 1e-5, 5e5), True, head_dim=128)
+    | {"rope_scaling": _LLAMA3_2_ROPE},
+    "mistral_7b": _of("Mistral", _MISTRAL_7B, sliding_window=None),
+    "mistral_7b_v0_3": _of("Mistral", _sizes(32_768, 4096, 14_336, 32, 32, 8, 32_768, 1e-5, 1e6), sliding_window=None),
+    "mistral_nemo_12b": _of("Mistral", _sizes(131_072, 5120, 14_336, 40, 32, 8, 131_072, 1e-5, 1e6), head_dim=128)
+    | {"sliding_window": None},
+    "mistral_small_22b": _of("Mistral", _sizes(32_768, 6144, 16_384, 56, 48, 8, 32_768, 1e-5, 1e6), head_dim=128)
+    | {"sliding_window": None},
+    "mistral_small_24b": _of("Mistral", _sizes(131_072, 5120, 32_768, 40, 32, 8, 32_768, 1e-5, 1e8), head_dim=128)
+    | {"sliding_window": None},
+    "mistral_small_3_1_24b": _of("Mistral", _sizes(131_072, 5120, 32_768, 40, 32, 8, 131_072, 1e-5, 1e9), head_dim=128)
+    | {"sliding_window": None},
+    "ministral_8b": _of("Mistral", _sizes(131_072, 4096, 12_288, 36, 32, 8, 32_768, 1e-5, 1e8), head_dim=128)
+    | {"sliding_window": None},  # in the file 32,768, the whole length
+    "code_llama2_7b": _of("Llama", _sizes(32_016, 4096, 11_008, 32, 32, 32, 16_384, 1e-5, 1e6)),
+    "code_llama2_13b": _of("Llama", _sizes(32_016, 5120, 13_824, 40, 40, 40, 16_384, 1e-5, 1e6)),
+    "code_llama2_34b": _of("Llama", _sizes(32_000, 8192, 22_016, 48, 64, 8, 16_384, 1e-5, 1e6)),
+    "seed_oss_36b": _of("SeedOss", _sizes(155_136, 5120, 27_648, 64, 80, 8, 524_288, 1e-6, 1e7), head_dim=128)
+    | {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "attention_dropout": 0.1},
+    "qwen2_7b": _qwen2(3584, 18_944, 28, 28, 4),
+    "qwen2_0_5b": _qwen2(896, 4864, 24, 14, 2),
+    "qwen2_1_5b": _qwen2(1536, 8960, 28, 12, 2),
+    "qwen2_5_0_5b": _qwen2(896, 4864, 24, 14, 2),
+    "qwen2_5_1_5b_base": _qwen2(1536, 8960, 28, 12, 2, long=True),
+    "qwen2_5_1_5b_instruct": _qwen2(1536, 8960, 28, 12, 2),
+    "qwen2_5_3b": _qwen2(2048, 11_008, 36, 16, 2),
+    "qwen2_5_7b_base": _qwen2(3584, 18_944, 28, 28, 4, long=True),
+    "qwen2_5_7b_instruct": _qwen2(3584, 18_944, 28, 28, 4),
+    "qwen2_5_14b_base": _qwen2(5120, 13_824, 48, 40, 8, long=True, eps=1e-5),
+    "qwen2_5_14b_instruct": _qwen2(5120, 13_824, 48, 40, 8),
+    "qwen2_5_32b_base": _qwen2(5120, 27_648, 64, 40, 8, long=True, eps=1e-5),
+    "qwen2_5_32b_instruct": _qwen2(5120, 27_648, 64, 40, 8),
+    "qwen2_5_72b_base": _qwen2(8192, 29_568, 80, 64, 8, long=True, eps=1e-5),
+    "qwen2_5_72b_instruct": _qwen2(8192, 29_568, 80, 64, 8),
+    "qwen3_0_6b_base": _qwen3(1024, 3072, 28, 16, base=True),
+    "qwen3_0_6b_instruct": _qwen3(1024, 3072, 28, 16),
+    "qwen3_1_7b_base": _qwen3(2048, 6144, 28, 16, base=True),
+    "qwen3_1_7b_instruct": _qwen3(2048, 6144, 28, 16),
+    "qwen3_4b_base": _qwen3(2560, 9728, 36, 32, base=True),
+    "qwen3_4b_instruct": _qwen3(2560, 9728, 36, 32),
+    "qwen3_8b_base": _qwen3(4096, 12_288, 36, 32, base=True),
+    "qwen3_8b_instruct": _qwen3(4096, 12_288, 36, 32),
+    "qwen3_14b_base": _qwen3(5120, 17_408, 40, 40, base=True),
+    "qwen3_14b_instruct": _qwen3(5120, 17_408, 40, 40),
+    "qwen3_32b": _qwen3(5120, 25_600, 64, 64),
+    "mixtral_8x7b": _of("Mixtral", _sizes(32_000, 4096, 14_336, 32, 32, 8, 32_768, 1e-5, 1e6), num_local_experts=8)
+    | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "sliding_window": None},
+    "mixtral_8x22b": _of("Mixtral", _sizes(32_000, 6144, 16_384, 56, 48, 8, 65_536, 1e-5, 1e6), num_local_experts=8)
+    | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "sliding_window": None},
+    "mixtral_8x22b_instruct": _of("Mixtral", _sizes(32_768, 6144, 16_384, 56, 48, 8, 65_536, 1e-5, 1e6))
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "sliding_window": None},
+    "qwen3_30b_a3b_base": _qwen3_moe(2048, 6144, 768, 48, 32, base=True),
+    "qwen3_30b_a3b_instruct": _qwen3_moe(2048, 6144, 768, 48, 32),
+    "qwen3_235b_a22b": _qwen3_moe(4096, 12_288, 1536, 94, 64),
+    "qwen3_next_80b_a3b": _of("Qwen3Next", _sizes(151_936, 2048, 5120, 48, 16, 2, 262_144, 1e-6, 1e7), head_dim=256)
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+    | {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}
+    | {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    | {"shared_expert_intermediate_size": 512, "partial_rotary_factor": 0.25, "router_aux_loss_coef": 0.001},
+    "glm4_5_air": _of("Glm4Moe", _sizes(151_552, 4096, 10_944, 46, 96, 8, 131_072, 1e-5, 1e6), **_GLM4_MOE)
+    | {"n_routed_experts": 128, "moe_intermediate_size": 1408, "routed_scaling_factor": 1.0}
+    | {"first_k_dense_replace": 1, "use_qk_norm": False},
+    "glm4_5": _of("Glm4Moe", _sizes(151_552, 5120, 12_288, 92, 96, 8, 131_072, 1e-5, 1e6), **_GLM4_MOE)
+    | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "routed_scaling_factor": 2.5}
+    | {"first_k_dense_replace": 3, "use_qk_norm": True},
+    "llama4_scout_17b_16e": _of("Llama4", _sizes(202_048, 5120, 8192, 48, 40, 8, 10_485_760, 1e-5, 5e5), **_LLAMA4)
+    | {"num_local_experts": 16, "interleave_moe_layer_step": 1, "use_qk_norm": True}
+    | {"rope_scaling": {**_LLAMA3_ROPE, "factor": 16.0, "high_freq_factor": 1.0}},
+    "llama4_maverick_17b_128e": _of("Llama4", _sizes(202_048, 5120, 8192, 48, 40, 8, 1_048_576, 1e-5, 5e5), **_LLAMA4)
+    | {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None},
+    "deepseek_v3": _of("DeepseekV3", _sizes(129_280, 7168, 18_432, 61, 128, 128, 163_840, 1e-6, 1e4), **_DEEPSEEK)
+    | {"q_lora_rank": 1536, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+    | {"n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3}
+    | {
+        "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+        | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    },
+    "moonlight_16b_a3b": _of("DeepseekV3", _sizes(163_840, 2048, 11_264, 27, 16, 16, 8192, 1e-5, 5e4), **_DEEPSEEK)
+    | {"q_lora_rank": None, "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+    | {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.446}
+    | {"first_k_dense_replace": 1},
+    "lfm2_350m": _of("Lfm2", _sizes(65_536, 1024, 6656, 16, 16, 8, 128_000, 1e-5, 1e6), **_LFM2, **_LFM2_AT),
+    "lfm2_700m": _of("Lfm2", _sizes(65_536, 1536, 10_240, 16, 24, 8, 128_000, 1e-5, 1e6), **_LFM2, **_LFM2_AT),
+    "lfm2_1_2b": _of("Lfm2", _sizes(65_536, 2048, 12_288, 16, 32, 8, 128_000, 1e-5, 1e6), **_LFM2, **_LFM2_AT),
+    "lfm2_8b_a1b": _of("Lfm2Moe", _sizes(65_536, 2048, 7168, 24, 32, 8, 128_000, 1e-5, 1e6), **_LFM2)
+    | {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]}
+    | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
+    | {"norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
+    # The rest of these equals the defaults of transformers' config class.
+    "qwen3_5_9b": _of("Qwen3_5", {}, max_position_embeddings=262_144, rope_theta=1e7),
+    "qwen3_5_27b": _of("Qwen3_5", _sizes(248_320, 5120, 17_408, 64, 24, 4, 262_144, 1e-6, 1e7))
+    | {"linear_num_value_heads": 48},
+    "qwen3_5_35b_a3b": _of("Qwen3_5Moe", {}, max_position_embeddings=262_144, rope_theta=1e7),
+    "glm4_7_flash": _of("Glm4MoeLite", {}, rope_theta=1e6),
+    "mistral4_119b": _of("Mistral4", {}),
+    "smollm2_135m": _of("Llama", _sizes(49_152, 576, 1536, 30, 9, 3, 8192, 1e-5, 1e5), True),
+    "smollm2_360m": _of("Llama", _sizes(49_152, 960, 2560, 32, 15, 5, 8192, 1e-5, 1e5), True),
+    "smollm2_1_7b": _of("Llama", _sizes(49_152, 2048, 8192, 24, 32, 32, 8192, 1e-5, 130_000.0), True),
+}
+
+# Fields of descriptions that model cards state, of models for which there is no other source here.
+STATED: dict[str, dict[str, Any]] = {
+    "gemma4_e2b": {"num_layers": 35, "window": 512, "max_seq_len": 131_072},
+    "gemma4_e4b": {"num_layers": 42, "window": 512, "max_seq_len": 131_072},
+    "gemma4_26b_a4b": {"num_layers": 30, "window": 1024, "max_seq_len": 262_144}
+    | {"num_experts": 128, "experts_per_token": 8},
+    "gemma4_31b": {"num_layers": 60, "window": 1024, "max_seq_len": 262_144},
+}
