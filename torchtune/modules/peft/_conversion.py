@@ -14,6 +14,7 @@ from torchtune.modules.conversion import (
     nearest_module_names,
 )
 from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.peft._functional import lora_scaling
 from torchtune.modules.peft._utils import (
     LORA_ATTN_MODULES,
     MIXER_INPUTS,
@@ -218,8 +219,7 @@ class LoRA(Conversion):
             new = make(layer, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
             if self.init is not None:
                 new.start = self.init
-            if self.use_rslora:
-                new.scaling = self.alpha / self.rank**0.5
+            new.scaling = lora_scaling(self.rank, self.alpha, use_rslora=self.use_rslora)
             setattr(model.get_submodule(parent), name, new)
         adapter = get_adapter_params(model)
         frozen = {name for name in adapter if name.startswith(tuple(f"{path}." for path in beside))}
@@ -227,6 +227,8 @@ class LoRA(Conversion):
         note = f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen"
         if self.dropout and self._saved_dropout(model) != self.dropout:
             note += "; files say lora_dropout 0, because peft has none for experts"
+        if self.use_rslora and not (scale := self._saved_scale(model))["use_rslora"]:
+            note += f"; files say LoRA of alpha {scale['lora_alpha']:g}, because peft has no rsLoRA for experts"
         if without:
             note += f"; none for {without[0]} and its like ({len(without)}), which peft refuses"
         if beside:
@@ -277,6 +279,17 @@ class LoRA(Conversion):
         """``lora_dropout`` in ``adapter_config.json``: 0 with adapters of experts, which ``peft`` requires."""
         return 0.0 if any(isinstance(module, LoRAGroupedExperts) for module in model.modules()) else self.dropout
 
+    def _saved_scale(self, model: nn.Module) -> dict[str, Any]:
+        """``lora_alpha`` and ``use_rslora`` in ``adapter_config.json``: of experts those of the same LoRA.
+
+        ``peft`` doubles alpha for the gate and up projections of experts, which it holds in one tensor of twice the
+        rank; that preserves ``alpha / rank`` only.
+        """
+        has_experts = any(isinstance(module, LoRAGroupedExperts) for module in model.modules())
+        if not (self.use_rslora and has_experts):
+            return {"lora_alpha": self.alpha, "use_rslora": self.use_rslora}
+        return {"lora_alpha": self.rank * lora_scaling(self.rank, self.alpha, use_rslora=True), "use_rslora": False}
+
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
         """Merge the adapter into the weight ``name``; other tensors are returned unchanged.
 
@@ -306,10 +319,9 @@ class LoRA(Conversion):
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": self.rank,
-            "lora_alpha": self.alpha,
+            **self._saved_scale(model),
             "lora_dropout": self._saved_dropout(model),
             "use_dora": self.use_dora,
-            "use_rslora": self.use_rslora,
             "bias": "none",
             "target_modules": adapted if plain & set(leaves) else list(leaves),
         }

@@ -15,6 +15,11 @@ from torchtune.modules.stored_linear import Stored
 from torchtune.utils import computes_on_cpu
 
 
+def lora_scaling(rank: int, alpha: float, *, use_rslora: bool = False) -> float:
+    """Return the factor of the update ``B A``: ``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA."""
+    return alpha / (rank**0.5 if use_rslora else rank)
+
+
 def draw_mask(like: Tensor, dropout: float) -> tuple[Tensor, float]:
     """Sample a dropout mask.
 

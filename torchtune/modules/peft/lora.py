@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchtune.modules._recast import recast
 from torchtune.modules.conversion import ConversionError
-from torchtune.modules.peft._functional import lora_projection, merged_weight
+from torchtune.modules.peft._functional import lora_projection, lora_scaling, merged_weight
 from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 
 
@@ -130,7 +130,7 @@ class LoRALinear(nn.Module):
         self.out_dim = out_dim
         self.rank = rank
         self.alpha = alpha
-        self.scaling = alpha / rank
+        self.scaling = lora_scaling(rank, alpha)
         self.use_bias = self.bias is not None
         self.disabled = False
         self.start: AdapterStart | None = None  # what A and B are made of when the base is read

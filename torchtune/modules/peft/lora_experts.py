@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torchtune.modules._recast import recast
 from torchtune.modules.moe._grouped import grouped_mm
 from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.peft._functional import lora_scaling
 from torchtune.modules.peft.lora import check_adapter_numbers
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -62,7 +63,7 @@ class LoRAGroupedExperts(GroupedExperts):
         self.requires_grad_(False)
         self.rank = rank
         self.alpha = alpha
-        self.scaling = alpha / rank
+        self.scaling = lora_scaling(rank, alpha)
         self.disabled = False
         self.dropout = nn.Dropout(p=dropout)
         kind = {"dtype": dtype, "device": self.gate_proj.device}

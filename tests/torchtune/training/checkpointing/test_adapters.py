@@ -27,6 +27,7 @@ from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.checkpointing import CheckpointError
+from torchtune.training.checkpointing._adapter import adapter_conversion
 
 pytestmark = [
     # peft asks transformers under an older name, and saves the base's output layer too where that has an adapter.
@@ -50,13 +51,16 @@ def adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in get_adapter_params(model).items()}
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+KINDS = pytest.mark.parametrize("option", ["", "use_dora", "use_rslora"], ids=["lora", "dora", "rslora"])
+
+
+@KINDS
 @pytest.mark.parametrize("targets", [*TARGETS, "output"])
 @pytest.mark.parametrize("shape", ["llama", "qwen2", "qwen3"])
-def test_with_peft_both_ways(shape: str, targets: str, dora: bool, tmp_path: Path) -> None:
+def test_with_peft_both_ways(shape: str, targets: str, option: str, tmp_path: Path) -> None:
     ours, theirs = {**TARGETS, "output": WITH_OUTPUT}[targets]
-    source = write_folder(tmp_path / "in", shape)
-    conversion = LoRA(rank=4, alpha=6, use_dora=dora, **ours)
+    source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
+    conversion = LoRA(rank=4, alpha=6, **kind, **ours)
     checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
     model = build(source, conversion)
     checkpointer.load_model(model)
@@ -70,24 +74,31 @@ def test_with_peft_both_ways(shape: str, targets: str, dora: bool, tmp_path: Pat
     assert not list(saved.glob("model*"))
     settings = read(saved / "adapter_config.json")
     assert sorted(settings["target_modules"]) == sorted(theirs)
-    assert (settings["r"], settings["lora_alpha"], settings["use_dora"]) == (4, 6, dora)
+    assert (settings["r"], settings["lora_alpha"]) == (4, 6)
+    assert {name for name in ("use_dora", "use_rslora") if settings[name]} == kind.keys()
     assert settings["base_model_name_or_path"] == str(source)
     in_peft = PeftModel.from_pretrained(hf_model(shape), saved)
     torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
 
     in_peft.save_pretrained(tmp_path / "peft")
     shutil.copytree(tmp_path / "peft", source, dirs_exist_ok=True)
-    again = load(source, LoRA(rank=4, alpha=6, use_dora=dora, **ours))
+    again = load(source, LoRA(rank=4, alpha=6, **kind, **ours))
     assert same_bits(adapters(again), adapters(model))
     assert torch.equal(logits(again), expected)
+    assert torch.equal(logits(load(source, adapter_conversion(build(source), source))), expected)
+    folder = checkpointer.save("epoch_1", model, contents=("adapter", "merged"))
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
 
 
 # peft itself writes these patterns for parameters of experts, applies them, and looks for them among modules only.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dropout", "use_rslora"), [(0.0, False), (0.1, False), (0.0, True)])
+def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, use_rslora: bool, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", "qwen3_moe")
-    conversion = LoRA(rank=4, alpha=6, dropout=dropout, attn_modules=["q_proj"], apply_to_mlp=True)
+    conversion = LoRA(
+        rank=4, alpha=6, dropout=dropout, use_rslora=use_rslora, attn_modules=["q_proj"], apply_to_mlp=True
+    )
     checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
     model = build(source, conversion)
     checkpointer.load_model(model)
@@ -101,6 +112,7 @@ def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, tmp_path: Pa
     settings = read(saved / "adapter_config.json")
     assert sorted(settings["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
     assert settings["lora_dropout"] == 0  # peft refuses to load any other
+    assert (settings["lora_alpha"], settings["use_rslora"]) == (12 if use_rslora else 6, False)  # 12 / 4 = 6 / sqrt(4)
     in_peft = PeftModel.from_pretrained(hf_model("qwen3_moe"), saved)
     torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
 
@@ -111,6 +123,7 @@ def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, tmp_path: Pa
     assert same_bits(adapters(again), adapters(model))
     (report,) = apply_conversions(build(source), [conversion])
     assert ("files say lora_dropout 0" in str(report)) == (dropout > 0)
+    assert ("files say LoRA of alpha 12," in str(report)) == use_rslora
     plain = build(source, LoRA(2, 4, dropout=dropout)).conversions[0]
     assert plain.peft_config(build(source))["lora_dropout"] == dropout
 
@@ -123,11 +136,11 @@ def test_experts_as_they_were_before_lora(tmp_path: Path) -> None:
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@KINDS
 @pytest.mark.parametrize("shape", ["phi3", "glm4"])
-def test_fused_projections_with_peft_both_ways(shape: str, dora: bool, tmp_path: Path) -> None:
+def test_fused_projections_with_peft_both_ways(shape: str, option: str, tmp_path: Path) -> None:
     """One projection there is several here: theirs of rank 4 is each of ours of rank 4; ours are theirs of rank 4 n."""
-    source = write_folder(tmp_path / "in", shape)
+    source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
     fused = ["qkv_proj"] if shape == "phi3" else ["q_proj", "k_proj", "v_proj"]
     torch.manual_seed(5)
     wanted = LoraConfig(
@@ -135,11 +148,11 @@ def test_fused_projections_with_peft_both_ways(shape: str, dora: bool, tmp_path:
         lora_alpha=6,
         target_modules=[*fused, "gate_up_proj", "down_proj"],
         init_lora_weights=False,
-        use_dora=dora,
+        **kind,
     )
     theirs = get_peft_model(hf_model(shape), wanted).eval()
     theirs.save_pretrained(tmp_path / "peft")
-    conversion = LoRA(4, 6, attn_modules=["q_proj", "k_proj", "v_proj"], apply_to_mlp=True, use_dora=dora)
+    conversion = LoRA(4, 6, attn_modules=["q_proj", "k_proj", "v_proj"], apply_to_mlp=True, **kind)
     shutil.copytree(tmp_path / "peft", source, dirs_exist_ok=True)
     torch.testing.assert_close(logits(load(source, conversion)), logits(theirs), atol=1e-4, rtol=1e-4)
 
