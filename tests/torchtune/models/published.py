@@ -370,11 +370,16 @@ PUBLISHED: dict[str, Config] = {
     "smollm2_1_7b": _of("Llama", _sizes(49_152, 2048, 8192, 24, 32, 32, 8192, 1e-5, 130_000.0), True),
 }
 
-# Fields of descriptions that model cards state, of models for which there is no other source here.
+# Fields of descriptions that model cards state, of models for which there is no other source here. Their fields outside
+# OF_SIZES equal the defaults of transformers' config class.
 STATED: dict[str, dict[str, Any]] = {
-    "gemma4_e2b": {"num_layers": 35, "window": 512, "max_seq_len": 131_072},
-    "gemma4_e4b": {"num_layers": 42, "window": 512, "max_seq_len": 131_072},
+    "gemma4_e2b": {"num_layers": 35, "window": 512, "max_seq_len": 131_072, "num_experts": 0},
+    "gemma4_e4b": {"num_layers": 42, "window": 512, "max_seq_len": 131_072, "num_experts": 0},
     "gemma4_26b_a4b": {"num_layers": 30, "window": 1024, "max_seq_len": 262_144}
     | {"num_experts": 128, "experts_per_token": 8},
-    "gemma4_31b": {"num_layers": 60, "window": 1024, "max_seq_len": 262_144},
+    "gemma4_31b": {"num_layers": 60, "window": 1024, "max_seq_len": 262_144, "num_experts": 0},
 }
+OF_SIZES = """num_layers embed_dim intermediate_dim max_seq_len num_heads num_kv_heads window window_layers embed_scale
+    full_num_kv_heads full_keys_as_values shared_kv_layers shared_kv_intermediate_dim layer_embed_dim layer_embed_vocab
+    num_experts experts_per_token expert_dim router_normalize shared_expert_dim expert_norms router_norm
+    logit_softcap""".split()

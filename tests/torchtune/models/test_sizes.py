@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.torchtune.models.conftest import on_disk
-from tests.torchtune.models.published import PUBLISHED, STATED
+from tests.torchtune.models.published import OF_SIZES, PUBLISHED, STATED
 from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
@@ -188,10 +188,10 @@ def test_every_number_is_the_published_one(family: str, name: str) -> None:
     assert (name in PUBLISHED) != (name in STATED)
     if name in STATED:
         assert {field: getattr(description, field) for field in STATED[name]} == STATED[name]
-        rest = spec.from_hf_config(_filled({"architectures": [*spec.architectures]}))
-        shared = ("vocab_size", "head_dim", "full_head_dim", "norm_eps", "tie_word_embeddings", "activation")
-        shared += ("rope_base", "rope_scaling", "rope_window_base", "attn_scale", "layer_scale", "v_norm")
-        assert {field: getattr(description, field) for field in shared} == {f: getattr(rest, f) for f in shared}
+        defaults = spec.from_hf_config(_filled({"architectures": [*spec.architectures]}))
+        rest = [field for field in vars(description) if field not in OF_SIZES]
+        assert {field: getattr(description, field) for field in rest} == {f: getattr(defaults, f) for f in rest}
+        assert description.embed_scale == description.embed_dim**0.5
         return
     assert spec.from_hf_config(_filled(PUBLISHED[name])) == description
     if "num_hidden_layers" in PUBLISHED[name]:
