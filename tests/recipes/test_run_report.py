@@ -14,7 +14,7 @@ from tests.recipes.runs import after_each_step, load_recipe, read_log, write_con
 from torchtune._cli import tune
 from torchtune.config import load_and_check
 from torchtune.training import RecipeSettings, RecipeSettingsError
-from torchtune.training.supervise._run_report import _fingerprint, never_validated
+from torchtune.training.supervise._run_report import _fingerprint, never_validated, short_epoch
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 
@@ -100,6 +100,32 @@ def test_a_run_that_trains_nothing_is_warned_of(name: str, tmp_path: Path, caplo
     assert caplog.messages[-1].startswith("NOTHING WAS TRAINED: no trained parameter differs")
     assert caplog.records[-1].levelname == "WARNING"
     assert "dataset_val: it is never measured: run_val_every_n_steps is 3 and the run has 2 steps" in caplog.text
+
+
+def test_a_batch_larger_than_the_data_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, said, _ = run(LORA, tmp_path, caplog, batch_size=40, gradient_accumulation_steps=2)
+    short = "an epoch has only 24 rows or packs, one incomplete step: set batch_size to at most 12"
+    assert f"batch       80 rows a step = 40 (batch_size) x 2 (accumulation); {short}\n" in said
+    (warned,) = [record for record in caplog.records if record.getMessage() == f"The batch has 80 rows, but {short}."]
+    assert warned.levelname == "WARNING"
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "ranks", "examples", "advice"),
+    [
+        (1, 1, 400, None),  # fills a step exactly
+        (1, 1, None, None),  # a stream
+        (1, 1, 399, "batch_size to at most 399"),
+        (4, 2, 1599, "batch_size to at most 199"),
+        (4, 2, 7, "batch_size and gradient_accumulation_steps lower"),
+    ],
+)
+def test_an_epoch_of_an_incomplete_step_has_advice(
+    accumulation: int, ranks: int, examples: int | None, advice: str | None
+) -> None:
+    cfg = RecipeSettings(batch_size=400, gradient_accumulation_steps=accumulation)
+    found = short_epoch(cfg, ranks, examples)
+    assert found is None if advice is None else str(found).endswith(f"one incomplete step: set {advice}")
 
 
 def test_a_best_validation_without_a_validation_is_refused() -> None:

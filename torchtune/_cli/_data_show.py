@@ -197,5 +197,5 @@ def show_config(settings: Any, examples: int, everything: bool, sample: int) -> 
     mixed, exact = is_mixture(cfg.dataset), train["exact"]
     examples = measure(cfg.dataset, tokenizer, sys.maxsize if exact else sample)[0] if mixed else train["examples"]
     per_epoch = _steps_per_epoch(cfg, examples, 1)
-    print(f"\nbatch       {global_batch(cfg, 1)}")
+    print(f"\nbatch       {global_batch(cfg, 1, examples)}")
     print(f"steps       {'' if train['exact'] else 'about '}{count_steps(cfg, per_epoch)}, on one device")

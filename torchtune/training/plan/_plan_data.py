@@ -56,8 +56,10 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
         held_out = []
     examples, shown = measure(cfg.dataset, tokenizer, sample)
     dims = arrange(cfg, processes)
-    lines = [("data", shown), *held_out, ("batch", global_batch(cfg, dims.data_size))]
-    if any(node.get("streaming") for node in nodes_of(cfg.dataset)):
+    streams = any(node.get("streaming") for node in nodes_of(cfg.dataset))
+    per_step = global_batch(cfg, dims.data_size, None if streams else examples)
+    lines = [("data", shown), *held_out, ("batch", per_step)]
+    if streams:
         if cfg.max_steps_per_epoch is None:
             raise DataError("dataset: streaming=True has no end: set max_steps_per_epoch.")
         per_epoch = cfg.max_steps_per_epoch

@@ -54,12 +54,32 @@ def never_validated(cfg: RecipeSettings, steps: int) -> str | None:
     return f"it is never measured: {reason}"
 
 
-def global_batch(cfg: RecipeSettings, data_size: int) -> str:
-    """The global batch: rows of an optimizer step."""
+def _rows_per_step(cfg: RecipeSettings, data_size: int) -> int:
+    return cfg.batch_size * cfg.gradient_accumulation_steps * data_size
+
+
+def global_batch(cfg: RecipeSettings, data_size: int, examples: int | None = None) -> str:
+    """The global batch: rows of an optimizer step.
+
+    Args:
+        cfg: settings of a training recipe.
+        data_size: data-parallel ranks.
+        examples: rows or packs of an epoch, if known; too few for a step are mentioned.
+    """
     parts = [f"{cfg.batch_size} (batch_size)", f"{cfg.gradient_accumulation_steps} (accumulation)"]
     parts += [f"{data_size} (data-parallel ranks)"] if data_size > 1 else []
-    total = cfg.batch_size * cfg.gradient_accumulation_steps * data_size
-    return f"{total} rows a step = {' x '.join(parts)}"
+    text = f"{_rows_per_step(cfg, data_size):,} rows a step = {' x '.join(parts)}"
+    short = short_epoch(cfg, data_size, examples)
+    return text if short is None else f"{text}; {short}"
+
+
+def short_epoch(cfg: RecipeSettings, data_size: int, examples: int | None) -> str | None:
+    """Return a sentence if an epoch has too few examples for one step, else None; see :func:`global_batch`."""
+    if examples is None or examples >= _rows_per_step(cfg, data_size):
+        return None
+    most = examples // (cfg.gradient_accumulation_steps * data_size)
+    advice = f"batch_size to at most {most:,}" if most else "batch_size and gradient_accumulation_steps lower"
+    return f"an epoch has only {examples:,} rows or packs, one incomplete step: set {advice}"
 
 
 def component_name(node: Any) -> str:
@@ -154,6 +174,10 @@ class RunReport:
         log_rank_zero(get_logger(), f"This run:\n{aligned(list(self._rows()))}")
         if unused is not None:
             log_rank_zero(get_logger(), f"dataset_val: {unused}.", logging.WARNING)
+        short = short_epoch(self._cfg, recipe.dims.data_size, recipe.loader.examples_per_epoch)
+        if short is not None:
+            rows = _rows_per_step(self._cfg, recipe.dims.data_size)
+            log_rank_zero(get_logger(), f"The batch has {rows:,} rows, but {short}.", logging.WARNING)
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         recipe, cfg, dims = self._recipe, self._cfg, self._recipe.dims
@@ -167,7 +191,7 @@ class RunReport:
         size = "read while the run trains" if getattr(dataset, "is_stream", False) else f"{len(dataset):,} {kind}"
         held_out = "" if recipe.loader_val is None else f"; {len(recipe.loader_val.dataset):,} for validation"
         yield "data", f"{size}{'' if tokens is None else f', {tokens:,} tokens'}{held_out}"
-        yield "batch", global_batch(cfg, dims.data_size)
+        yield "batch", global_batch(cfg, dims.data_size, recipe.loader.examples_per_epoch)
         from_step = f", from step {recipe.global_step}" if recipe.global_step else ""
         yield "steps", count_steps(cfg, len(recipe.loader)) + from_step
         rate = cfg.optimizer.get("lr")
