@@ -283,7 +283,13 @@ class HFFormat:
 
 
 # Of other fields, null is a value.
-_NEVER_NULL = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "rope_parameters")
+_NEVER_NULL = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+    "rope_parameters",
+    "hidden_size_per_layer_input",
+)
 _CLASSIFIER = "ForSequenceClassification"
 _LATE = 28  # default of max_window_layers
 

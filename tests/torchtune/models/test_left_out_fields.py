@@ -1,8 +1,8 @@
 """Every field of every ``config.json`` left out, or ``null``: what is read then is what ``transformers`` reads.
 
 ``transformers`` fills the rest in; our description of the shorter file has to be that of the file so filled, or the
-file is refused with a field's name. Where the model is small and differs from that of the whole file, logits are
-compared.
+file is refused with a field's name. Logits are compared where the model is small and differs from that of the whole
+file, and where ``transformers`` keeps the ``null`` and its model runs with it.
 """
 
 import copy
@@ -16,6 +16,7 @@ import torch
 from tests.torchtune.models.conftest import on_disk
 from tests.torchtune.training.checkpointing.small import OF_TEXT
 from torchtune.models import Description, ModelError, build
+from torchtune.models._hf_fields import _HARMLESS, Fields
 from torchtune.models._spec import spec_for_architecture
 
 _SIZES = {
@@ -266,7 +267,7 @@ def _without(file: dict[str, Any], path: tuple[str, ...], null: bool) -> dict[st
     owner = file
     for key in path[:-1]:
         owner = owner[key]
-    del owner[path[-1]]
+    owner.pop(path[-1], None)
     if null:
         owner[path[-1]] = None
     return file
@@ -286,23 +287,50 @@ def _read(architecture: str, file: dict[str, Any]) -> Description:
     return spec.from_hf_config({**file, "architectures": [f"{architecture}ForCausalLM"]})
 
 
-def _logits_differ_by(architecture: str, config: Any, description: Description) -> float:
-    """Largest difference to a random model of transformers, relative to the largest logit."""
+_TOKENS = torch.tensor([[31, 4, 59, 26, 5, 35, 8, 9, 7, 32, 23, 8, 46, 26, 43, 38, 32, 7, 9, 50, 2, 8, 41, 9]])
+
+
+def _reference(architecture: str, config: Any, spread: float) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A random model of transformers, and its logits."""
     import transformers
 
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    config.initializer_range = 0.1 if description.mixer else 0.3  # a recurrence magnifies rounding
+    config.initializer_range = spread
     theirs = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        return theirs, theirs(_TOKENS, use_cache=False).logits
+
+
+def _logits_differ_by(architecture: str, config: Any, description: Description) -> float:
+    """Largest difference to a random model of transformers, relative to the largest logit."""
+    # A recurrence magnifies rounding.
+    theirs, wanted = _reference(architecture, config, 0.1 if description.mixer else 0.3)
     ours = build(description, spec_for_architecture(f"{architecture}ForCausalLM")).eval()
     weights = on_disk(theirs.state_dict().items(), architecture)
     if description.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     ours.load_state_dict(dict(ours.spec.weight_map("hf").to_tune(weights.items(), description)))
-    tokens = torch.randint(1, 61, (1, 24))
     with torch.no_grad():
-        wanted, found = theirs(tokens, use_cache=False).logits, ours(tokens)
+        found = ours(_TOKENS)
     return float((wanted - found).abs().max() / wanted.abs().max())
+
+
+def _keeps_null(config: Any, path: tuple[str, ...]) -> bool:
+    """Whether the field is still null in transformers' config."""
+    value = config.to_dict()
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else value
+    return value is None and path[-1] not in _HARMLESS
+
+
+def _computes(architecture: str, config: Any) -> bool:
+    """Whether a model of transformers runs, which takes a while to find out."""
+    try:
+        _reference(architecture, copy.deepcopy(config), 0.1)
+    except (TypeError, KeyError, ValueError):  # it computes with the number that is missing
+        return False
+    return True
 
 
 def _runs(config: Any) -> bool:
@@ -337,18 +365,23 @@ def _small(description: Description) -> bool:
 
 
 @pytest.mark.parametrize("name", _FILES)
-def test_a_field_left_out_has_the_value_that_transformers_gives_it(name: str) -> None:
+def test_a_field_left_out_has_the_value_that_transformers_gives_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     architecture, more = _FILES[name]
     newer = {**_filled(architecture, {**_SIZES, **more}).to_dict(), **{k: v for k, v in more.items() if v is None}}
+    asked, take = set(), Fields.take
+    monkeypatch.setattr(Fields, "take", lambda fields, key, *default: asked.add(key) or take(fields, key, *default))
     compared = {_read(architecture, newer)}
+    monkeypatch.undo()
+    unsaid = [(key,) for key in sorted(asked - newer.keys() - _HARMLESS)]
     assert _logits_differ_by(architecture, _filled(architecture, newer), next(iter(compared))) < 1e-4
     wrong = []
     for file in (newer,) if architecture.startswith("Gemma4") else (newer, _older(newer)):  # it has no older words
-        for path, null in itertools.product(_paths(file), (False, True)):
+        changes = [*itertools.product(_paths(file), (False, True)), *((path, True) for path in unsaid)]
+        for path, null in changes:
             short = _without(file, path, null)
             try:
                 config = _filled(architecture, short)
@@ -363,14 +396,37 @@ def test_a_field_left_out_has_the_value_that_transformers_gives_it(name: str) ->
                 if path[-1] not in str(error):
                     wrong.append(f"{label}: {error}")
                 continue
-            wanted = _read(architecture, config.to_dict())
+            # Which drops a null that its model has no other field for.
+            wanted = _read(architecture, {**({path[0]: None} if null else {}), **config.to_dict()})
             if found != wanted:
-                wrong.append(f"{label}: {_difference(found, wanted)}")
-            elif found not in compared and _small(found):
+                if not null or _computes(architecture, config):
+                    wrong.append(f"{label}: {_difference(found, wanted)}")
+            elif _small(found) and (
+                found not in compared
+                or (null and file is newer and _keeps_null(config, path) and _computes(architecture, config))
+            ):
                 compared.add(found)
                 if (difference := _logits_differ_by(architecture, config, found)) > 1e-4:
                     wrong.append(f"{label}: logits differ by {difference:.1e}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", {architecture: name for name, (architecture, _) in _FILES.items()}.values())
+def test_another_activation_is_computed_or_refused_by_name(name: str) -> None:
+    """In a mixer, too, and where ``transformers`` does not read the field."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    architecture, more = _FILES[name]
+    for field in ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act"):
+        file = {**_SIZES, **more, field: "gelu"}
+        try:
+            found = _read(architecture, file)
+        except ModelError as error:
+            if f"has {field} = 'gelu'" not in str(error):
+                raise
+            continue
+        assert _logits_differ_by(architecture, _filled(architecture, file), found) < 1e-4, field
 
 
 def _difference(found: Description, wanted: Description) -> str:
