@@ -9,7 +9,7 @@ INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-versio
 # Threads that spin while they wait slow down everything else on a shared machine.
 ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help quickstart dpo grpo test lint format docs bench cuda configs sync clean
+.PHONY: help quickstart dpo grpo test lint format docs bench cuda gpu configs sync clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,10 @@ bench: $(BIN)/.bench  ## Compare speed and memory with TRL on this machine
 
 cuda: $(BIN)/.test  ## Check which kernels attend on CUDA, without a GPU: make cuda TORCH=2.14.1 where that is a CUDA build
 	$(BIN)/python tools/check_cuda.py
+
+# No environment of its own: torch stays as the machine has it. WHEELS: folder of wheels, where there is no network.
+gpu:  ## Test and measure on a CUDA GPU, nine minutes a call: make gpu WHEELS=folder AGAIN=1 TOTAL=1500
+	$(PYTHON) benchmarks/run_gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(AGAIN),--again) $(if $(TOTAL),--total $(TOTAL))
 
 configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table of models, and what they need
 	$(BIN)/python tools/make_configs.py

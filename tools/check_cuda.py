@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune import training
 from torchtune.data import Documents
 from torchtune.modules import attention_utils
+from torchtune.modules.transformer import text_decoder
 
 MODELS = Path(__file__).parent / "configs" / "models.yaml"
 DEVICE = torch.device("cuda:0")
@@ -105,7 +106,7 @@ def families() -> dict[str, str]:
 def build(family: str, builder: str, layers: int = 6) -> nn.Module:
     """The model on the meta device in bfloat16, with its first layers alone."""
     with training.set_default_dtype(torch.bfloat16), torch.device("meta"):
-        model = getattr(importlib.import_module(f"torchtune.models.{family}"), builder)()
+        model = text_decoder(getattr(importlib.import_module(f"torchtune.models.{family}"), builder)())
     del model.layers[layers:]
     return model
 

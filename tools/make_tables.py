@@ -1,4 +1,4 @@
-"""Write docs/tables: what each large config needs per GPU, and what composes.
+"""Write docs/tables: what each large config needs per GPU, what composes, and what was measured on GPUs.
 
 ``--simulate`` simulates configs whose file has changed since the last time (a minute each), ``--anew`` all of them.
 ``--check`` writes and simulates nothing, and fails if a file differs from what would be written.
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import composition_table
+import gpu_table
 import memory_table
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +26,11 @@ def main() -> int:
     check = args.check
     if args.simulate or args.anew:
         memory_table.update(anew=args.anew)
-    texts = {"memory_per_gpu.rst": memory_table.table(), "compositions.rst": composition_table.table()}
+    texts = {
+        "memory_per_gpu.rst": memory_table.table(),
+        "compositions.rst": composition_table.table(),
+        "gpu.rst": gpu_table.page(),
+    }
     differ = {TABLES / name: text for name, text in texts.items() if not _is_current(TABLES / name, text)}
     for path, text in differ.items():
         print(f"{path.relative_to(ROOT)} {'is not current' if check else 'was written'}")

@@ -1,16 +1,73 @@
-"""The benchmark that needs a GPU is tried where there is none."""
+"""The benchmark that needs a GPU is tried where there is none, with tiny shapes."""
 
-import subprocess
+import argparse
+import importlib
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_gpu.py"
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_tiny_shapes_are_measured_on_both_sides() -> None:
-    arguments = ["--tiny", "--only", "llama-8b-lora", "--steps", "1", "--warmup", "1"]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    cells = [line.split() for line in done.stdout.splitlines()[2:]]
-    assert [(cell[0], cell[1]) for cell in cells] == [("llama-8b-lora", "ours"), ("llama-8b-lora", "transformers")]
-    assert all(float(cell[2]) > 0 and float(cell[4]) > 0 for cell in cells)
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("bench_gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what transformers and the profiler say of themselves
+@pytest.mark.parametrize(
+    ("case", "side", "kinds"),
+    [
+        ("qwen3-30b-a3b-lora", "ours", {"MultiHeadAttention", "MoE"}),
+        ("qwen3.5-9b-8-layers-full", "ours", {"GatedDeltaNet", "MultiHeadAttention", "FeedForward"}),
+        ("qwen3-4b-grpo-lora", "ours", {"MultiHeadAttention", "FeedForward"}),
+        ("qwen3-30b-a3b-lora", "transformers", set()),
+        ("qwen3-4b-grpo-lora", "transformers", set()),
+    ],
+)
+def test_stages_of_a_case(bench: Any, case: str, side: str, kinds: set[str], capsys: Any) -> None:
+    arguments = {"case": case, "side": side, "tiny": True, "compile": None, "steps": 1, "warmup": 1}
+    bench.measure(argparse.Namespace(**arguments, precision="stochastic_rounding", peak_tflops=None))
+    found: dict[str, Any] = {}
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("RESULT "):
+            found |= json.loads(line.removeprefix("RESULT "))
+    eager = found["eager"]
+    assert min(eager["tokens_per_second"], eager["peak_gib"], eager["train_seconds"], found["trained"]) > 0
+    assert ("generate_seconds" in eager) == ("grpo" in case)
+    if side == "ours":
+        times = found["kernels_ms"]
+        known = kinds | {"optimizer", "Embedding", "RMSNorm", "loss and others"}
+        assert set(times) == known
+        # The backward pass belongs to layers too.
+        assert sum(times[kind] for kind in kinds) > times["loss and others"]
+
+
+def test_operations_of_a_llama(bench: Any) -> None:
+    """Against the sum by hand: 7 products a layer, attention in each document, and the output."""
+    import torch
+    from gpu_cases import RANK, draw_step, needed_flops
+    from gpu_sides import build_ours
+
+    case = bench.CASES["llama-8b-lora"].shrunk()
+    model = build_ours(case, True, torch.device("meta"))
+    batch = draw_step(case, 512, 0)
+    d, ffn, q, kv, layers = 64, 128, 64, 32, 4
+    shapes = [(d, q), (d, kv), (d, kv), (q, d), (d, ffn), (d, ffn), (ffn, d)]
+    tokens, labels = 256, 256 - len(batch.documents.lengths)
+    weights, adapters = (sum(f(a, b) for a, b in shapes) for f in (lambda a, b: a * b, lambda a, b: RANK * (a + b)))
+    products = 4 * (layers * weights * tokens + 512 * d * labels) + 6 * layers * adapters * tokens
+    pairs = sum(n * (n + 1) // 2 for n in batch.documents.lengths)
+    assert needed_flops(model.description, model, True, batch) == products + 12 * layers * q * pairs
+
+
+def test_no_gpu_is_said(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "llama-8b-lora", "ours"])
+    with pytest.raises(SystemExit, match="There is no CUDA device"):
+        bench.main()

@@ -44,6 +44,8 @@ NOT_RUN = {
     "tune eval /tmp/run": "needs a run; tests/recipes/test_best_validation.py has one",
     'tune run generate --config llama3_2_vision/11B_generation_v2 prompt.image=cat.png prompt.user="Who is it?"': "",
     "make test": "runs this test",
+    "make gpu": "needs a GPU; tests/benchmarks tries it on a CPU",
+    "python benchmarks/bench_gpu.py llama-8b-lora ours --steps 20": "the same",
     "tune estimate --config llama3_1/8B_full --simulate 8xH100 --fit 24GiB": "simulates for minutes",
     "python benchmarks/bf16_that_learns.py --checkpoint /tmp/SmolLM2-135M-Instruct": "takes minutes",
 }

@@ -1,0 +1,150 @@
+"""`make gpu` on a CPU: slices that go on, tasks that fail, wheels, and packages that are missing."""
+
+import importlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CASE = "qwen3-0.6b-full"
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("run_gpu")
+
+
+# The driver with tasks that measure nothing; the first one takes its time where a file says so.
+CHEAP = """if True:
+    import json, sys
+    sys.path.insert(0, {folder!r})
+    import run_gpu
+    said = 'RESULT ' + json.dumps(dict(eager=dict(tokens_per_second=5.0, peak_gib=1.0)))
+    wait = 'import os, time; time.sleep(600 * os.path.exists(' + repr({slow!r}) + ')); '
+    make = lambda name, code: run_gpu.Task(name, ['-c', code + f'print({{said!r}})'], 60)
+    run_gpu.tasks = lambda *_: [make('a', wait), make('b', ''), make('c', ''), make('d', 'raise ValueError(7); ')]
+    run_gpu.probe = lambda *_: ('Some-GPU-torch2.11.0', dict())
+    run_gpu.main()
+"""
+
+
+def test_slices_go_on_where_they_stopped(tmp_path: Path) -> None:
+    results, state, slow = tmp_path / "results", tmp_path / "state", tmp_path / "slow"
+    code = CHEAP.format(folder=str(ROOT / "benchmarks"), slow=str(slow))
+    command = [sys.executable, "-c", code, "--results", str(results), "--state", str(state)]
+
+    def call(*options: str) -> str:
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    slow.touch()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as killed:
+        while not (state / "logs" / "a.out").exists():
+            assert killed.poll() is None
+            time.sleep(0.05)
+        killed.send_signal(signal.SIGTERM)
+        assert killed.wait(60) == 143
+    assert not list(results.rglob("*.json"))
+    slow.unlink()
+    assert "Left: b, c, d; call make gpu again." in call("--slice", "1")
+    assert "Left: c, d; call make gpu again." in call("--slice", "1")
+    folder = results / "Some-GPU-torch2.11.0"
+    first = (folder / "a.json").read_text()
+    assert json.loads(first)["eager"] == {"tokens_per_second": 5.0, "peak_gib": 1.0}
+    shutil.rmtree(results)  # as where the checkout is sent anew
+    said = call("--total", "60")
+    assert "2 of 4 done before this call" in said
+    assert "Left: c, d; all calls together took" in said
+    said = call()
+    assert "Done: 4 of 4, 1 with an error" in said
+    assert "ERROR: ValueError: 7" in said
+    assert (folder / "a.json").read_text() == first
+    assert "3 of 4 done before this call" in call("--again")
+
+
+@pytest.mark.slow
+def test_results_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, name = tmp_path / "results", f"{CASE}.ours"
+    options = ["--tiny", "--results", str(results), "--state", str(tmp_path / "state"), "--only", CASE, "--slice", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "run_gpu.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, f"Left: {CASE}.transformers" in done.stdout) == (0, True), done.stderr
+    (path,) = results.glob(f"*/{name}.json")
+    found = json.loads(path.read_text())
+    assert {"eager", "host_syncs", "kernels_ms", "seconds"} <= found.keys()
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    page = importlib.import_module("gpu_table").page(results)
+    speed, kernels = page.split("   * - Qwen3 0.6B, all weights\n")[1:]
+    assert speed.splitlines()[0].strip() == f"- {found['eager']['tokens_per_second']:,.0f}"
+    assert f"     - {found['kernels_ms']['FeedForward']:,.1f}\n" in kernels
+
+
+def test_a_task_that_fails_is_a_result(driver: Any, tmp_path: Path) -> None:
+    said = 'print("RESULT " + \'{"eager": {"peak_gib": 1.0}}\', flush=True); '
+    broken = driver.measure(driver.Task("a", ["-c", said + "raise ValueError('no such kernel')"], 60), tmp_path)
+    assert broken["error"] == "ValueError: no such kernel"
+    assert broken["eager"] == {"peak_gib": 1.0}
+    endless = driver.measure(driver.Task("b", ["-c", "import time; time.sleep(600)"], 1), tmp_path)
+    assert endless["error"] == "it took more than 1 s"
+    results = driver.Results(tmp_path / "results", tmp_path / "copies")
+    for name, result in {"a": broken, "c": {"seconds": 1.0}}.items():
+        results.keep(name, result)
+    results.forget_failed()
+    assert set(driver.Results(tmp_path / "results", tmp_path / "copies").read()) == {"c"}
+
+
+def test_results_of_tests(driver: Any, tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import pytest\ndef test_a(): pass\n@pytest.mark.parametrize('n', ['x y'])\ndef test_b(n): assert 0\n"
+    )
+    options = ["-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "--color=no", f"--rootdir={tmp_path}"]
+    result = driver.measure(driver.Task("tests.some", options, 120), tmp_path)
+    assert (result["passed"], list(result["failed"])) == (1, ["test_b[x y]"])
+    assert result["error"] == "test_b[x y] failed"
+    file.write_text("import no_such_module\n")
+    result = driver.measure(driver.Task("tests.some", options, 120), tmp_path)
+    assert list(result["failed"]) == [str(file)] or "test_some.py" in result["error"]
+
+
+def test_there_are_gpu_tests(driver: Any) -> None:
+    names = {task.name for task in driver.test_tasks()}
+    assert {"tests.on_cuda", "tests.models_on_cuda", "tests.memory"} <= names
+    assert len(names) == len(list(driver.test_tasks()))
+
+
+def test_wheels_and_missing_packages(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    wheels, state = tmp_path / "wheels", tmp_path / "state"
+    wheels.mkdir()
+    with pytest.raises(SystemExit, match=r"there is no wheel \(\*.whl\)"):
+        driver.install(wheels, state)
+    info = "carried_thing-1.0.dist-info"
+    with zipfile.ZipFile(wheels / "carried_thing-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried_thing.py", "VALUE = 7\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: carried-thing\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    (wheels / "torch-2.0.0-cp311-cp311-linux_x86_64.whl").write_bytes(b"hides the torch of the machine")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(driver, "NEEDED", {"carried_thing": "carried-thing"})
+    with pytest.raises(SystemExit, match=r"make gpu needs carried-thing, which .* bring a wheel of each"):
+        driver.check_packages(state)
+    driver.install(wheels, state)
+    assert "Left alone: torch-2.0.0" in capsys.readouterr().out
+    assert driver.python(state, "-c", "import carried_thing; print(carried_thing.VALUE)") == "7\n"
+    assert not list((state / "site").glob("torch*"))
+    monkeypatch.setattr(driver, "OPTIONAL", {"no_such_module": ("no-such", "nothing is compared")})
+    assert driver.check_packages(state) == {"no_such_module"}
+    assert "Without no-such, nothing is compared (bring its wheel" in capsys.readouterr().out
+    driver.install(wheels, state)
+    assert "Unpacked" not in capsys.readouterr().out

@@ -1,0 +1,164 @@
+"""Tiny models of every kind of layer on a CUDA GPU, against float64 on the CPU: losses, gradients, answers.
+
+Errors of gradients are norms of differences relative to the norm of the reference: 5e-3 in float32, where products of
+convolutions may be in TF32, and 8e-2 in bfloat16, whose rounding adds up over layers.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchtune import training
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, collate_documents
+from torchtune.generation import generate_tokens
+from torchtune.models import Description, build
+from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer
+from torchtune.models.llama3_2 import SPEC
+from torchtune.modules.loss import LinearCrossEntropyLoss
+
+DEVICE = "cuda"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+PLAIN = Description(
+    vocab_size=128,
+    num_layers=2,
+    embed_dim=64,
+    intermediate_dim=96,
+    max_seq_len=2048,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_layout="half",
+)
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 32}
+LATENT = {"num_kv_heads": 4, "head_dim": 24, "rope_dim": 8, "kv_latent_dim": 16, "q_latent_dim": 16, "value_dim": 16}
+DELTA = DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16)
+MAMBA = Mamba2Mixer(num_heads=4, head_dim=16, num_groups=2, state_dim=16)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm of heads and gate": {"qk_norm": "before_rope", "attn_gate": True},
+    "window": {"window": 64, "window_layers": (0,)},
+    "soft cap": {"attn_softcap": 30.0},
+    "sinks": {"attn_sinks": True, "window": 64, "window_layers": (0,)},
+    "latent attention": LATENT,
+    "gated delta rule": {"mixer": DELTA, "mixer_layers": (0,)},
+    "state space": {"mixer": MAMBA, "mixer_layers": (0,)},
+    "experts": EXPERTS,
+    "shared expert": {**EXPERTS, "shared_expert_dim": 32},
+    "clamped experts": {**EXPERTS, "expert_limit": 7.0, "router_bias": True},
+}
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative error, in the norm."""
+    return ((found.detach().double().cpu() - expected).norm() / expected.norm()).item()
+
+
+def make_model(**changes: Any) -> nn.Module:
+    """A tiny model with random float64 weights, on the CPU."""
+    torch.manual_seed(0)
+    with training.set_default_dtype(torch.float64):
+        model = build(Description(**{**vars(PLAIN), **changes}), SPEC)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.1)
+            else:
+                parameter.uniform_(0.5, 1.0)
+    return model.train()
+
+
+def make_batch(lengths: tuple[int, ...] = (200, 1, 130, 53)) -> Batch:
+    """Documents of random tokens, labelled but for every fifth position."""
+    generator = torch.Generator().manual_seed(1)
+    documents = []
+    for length in lengths:
+        tokens = torch.randint(PLAIN.vocab_size, (length,), generator=generator)
+        labels = tokens.roll(-1)
+        labels[::5] = CROSS_ENTROPY_IGNORE_IDX
+        documents.append({"tokens": tokens, "labels": labels})
+    return collate_documents(documents)
+
+
+def loss_of(model: nn.Module, batch: Batch, loss_fn: nn.Module | None = None) -> Tensor:
+    """Mean loss, as recipes compute it."""
+    hidden = model(**batch.model_inputs(), output="hidden")
+    total, count = (loss_fn or LinearCrossEntropyLoss()).sum_and_count(hidden, batch.labels, model.output)
+    return total / count
+
+
+def compare_gradients(found: nn.Module, expected: nn.Module, tolerance: float) -> None:
+    """Compare all gradients at once, and see that each is there."""
+    sides = [[p.grad for p in model.parameters() if p.grad is not None] for model in (found, expected)]
+    assert [grad.shape for grad in sides[0]] == [grad.shape for grad in sides[1]]
+    ours, theirs = (torch.cat([grad.double().cpu().flatten() for grad in side]) for side in sides)
+    assert distance(ours, theirs) < tolerance
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_in_float32(kind: str) -> None:
+    expected, batch = make_model(**KINDS[kind]), make_batch()
+    found = copy.deepcopy(expected).to(DEVICE, torch.float32)
+    losses = loss_of(found, batch.to(DEVICE)), loss_of(expected, batch)
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-3)
+    compare_gradients(found, expected, 5e-3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "expert" not in kind])  # rounding may change a choice
+def test_a_model_in_bfloat16(kind: str) -> None:
+    expected, batch = make_model(**KINDS[kind]), make_batch()
+    found = copy.deepcopy(expected).to(DEVICE, torch.bfloat16)
+    losses = loss_of(found, batch.to(DEVICE)), loss_of(expected, batch)
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=2e-2)
+    compare_gradients(found, expected, 8e-2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "experts", "gated delta rule"])
+def test_compiled_layers_are_the_layers(kind: str) -> None:
+    eager = make_model(**KINDS[kind]).to(DEVICE, torch.float32)
+    compiled, loss_fn = copy.deepcopy(eager), LinearCrossEntropyLoss()
+    training.compile_model(compiled, verbose=False)
+    training.compile_loss(loss_fn, verbose=False)
+    for lengths in ((200, 1, 130, 53), (90, 90, 17), (300,)):  # the second length makes the code for all
+        batch = make_batch(lengths).to(DEVICE)
+        losses = loss_of(compiled, batch, loss_fn), loss_of(eager, batch)
+        for loss in losses:
+            loss.backward()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-3)
+    eager = copy.deepcopy(eager).cpu()
+    compare_gradients(compiled, eager, 5e-3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "sinks", "latent attention"])
+def test_the_host_does_not_wait_in_a_step(kind: str) -> None:
+    model, batch = make_model(**KINDS[kind]).to(DEVICE, torch.bfloat16), make_batch().to(DEVICE)
+    for _ in range(2):  # the first one may look things up
+        loss_of(model, batch).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_of(model, batch).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "soft cap", "gated delta rule", "experts"])
+def test_the_likeliest_answers(kind: str) -> None:
+    expected = make_model(**KINDS[kind]).eval()
+    found = copy.deepcopy(expected).to(DEVICE, torch.float32)
+    prompts = [list(range(3, 40)), [5, 6], list(range(60, 100))]
+    answers = [
+        generate_tokens(model, prompts, max_new_tokens=24, temperature=0.0, num_samples=1)
+        for model in (found, expected)
+    ]
+    for ours, theirs, a, b in zip(
+        answers[0].tokens, answers[1].tokens, answers[0].log_probs, answers[1].log_probs, strict=True
+    ):
+        assert ours.tolist() == theirs.tolist()
+        torch.testing.assert_close(a.cpu().double(), b.double(), atol=2e-3, rtol=0)

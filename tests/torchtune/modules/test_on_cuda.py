@@ -1,0 +1,101 @@
+"""Attention, grouped products, quantised layers and optimizers on a CUDA GPU, against float64 on the CPU.
+
+Errors are norms of differences relative to the norm of the reference: 1e-2 for outputs in bfloat16 (which keeps 8
+bits), 3e-2 for its gradients, 2e-3 in float32, which may be TF32.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchtune import training
+from torchtune.data import Documents
+from torchtune.modules import attention
+from torchtune.modules.low_precision import FrozenFloat8Linear, FrozenInt8Linear, FrozenNF4Linear
+from torchtune.modules.moe._grouped import grouped_mm
+
+DEVICE = "cuda"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+PREFIXES = (-1, 0, 0, -1)
+CASES = [
+    *((torch.bfloat16, size, prefixes) for size in (64, 256) for prefixes in ((), PREFIXES)),
+    (torch.float32, 64, ()),  # compiled for each case: few of them
+]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative error, in the norm."""
+    return ((found.detach().double().cpu() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "prefixes"), CASES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 70}, {"softcap": 5.0}, {"sinks": True}, {"sinks": True, "window": 70}],
+    ids=str,
+)
+def test_attention_within_documents(
+    options: dict[str, Any], dtype: torch.dtype, head_dim: int, prefixes: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    lengths = [200, 1, 150, 33]
+    inputs = [torch.randn(1, sum(lengths), heads, head_dim).to(dtype) for heads in (4, 2, 2)]
+    grad = torch.randn(1, sum(lengths), 4, head_dim).to(dtype)
+    sinks = torch.linspace(-1.0, 2.0, 4)
+    results = []
+    for device, wide in (("cpu", torch.float64), (DEVICE, dtype)):
+        leaves = [t.to(device, wide).requires_grad_() for t in inputs]
+        scores = sinks.to(device, torch.float64 if device == "cpu" else dtype).requires_grad_()
+        given = {**options, "sinks": scores} if "sinks" in options else options
+        documents = Documents.from_lengths(lengths, device, prefixes)
+        out = attention(*leaves, documents=documents, **given)
+        out.backward(grad.to(device, wide))
+        results.append([out, *(leaf.grad for leaf in leaves), *([scores.grad] if "sinks" in options else [])])
+    errors = [distance(found, expected.detach()) for expected, found in zip(*results, strict=True)]
+    most = (1e-2, 3e-2) if dtype == torch.bfloat16 else (2e-3, 2e-3)
+    assert errors[0] < most[0]
+    assert max(errors[1:]) < most[1]
+
+
+@pytest.mark.parametrize("counts", [(64, 0, 130, 6), (0, 0, 0, 200), (50, 50, 50, 50)])
+def test_products_of_groups(counts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(sum(counts), 64).bfloat16()
+    weight, grad = torch.randn(len(counts), 64, 96).bfloat16(), torch.randn(sum(counts), 96).bfloat16()
+    results = []
+    for device, dtype in (("cpu", torch.float64), (DEVICE, torch.bfloat16)):
+        leaves = [t.to(device, dtype).requires_grad_() for t in (x, weight)]
+        out = grouped_mm(*leaves, torch.tensor(counts, device=device))
+        out.backward(grad.to(device, dtype))
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    assert max(distance(found, expected.detach()) for expected, found in zip(*results, strict=True)) < 1e-2
+
+
+@pytest.mark.parametrize("kind", [FrozenNF4Linear, FrozenInt8Linear, FrozenFloat8Linear])
+def test_quantised_layers(kind: type[Any]) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16), torch.randn(40, 256).bfloat16()
+    layer = kind.from_linear(linear)
+    weight = layer.full_weight()
+    layer, x = layer.to(DEVICE), x.to(DEVICE).requires_grad_()
+    assert torch.equal(layer.full_weight().cpu(), weight)
+    out = layer(x)
+    out.sum().backward()
+    assert distance(out, x.detach().cpu().double() @ weight.double().T) < 1e-2
+    assert distance(x.grad, weight.double().sum(0).expand(40, -1)) < 1e-2
+
+
+@pytest.mark.parametrize("precision", ["stochastic_rounding", "fp32_master"])
+def test_small_steps_of_bfloat16_weights_arrive(precision: str) -> None:
+    model = nn.Linear(256, 256, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    torch.manual_seed(0)
+    optimizer = training.setup_optimizer(partial(torch.optim.SGD, lr=1e-4), model, precision=precision)
+    for _ in range(50):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    # 50 steps of 1e-4, of which bfloat16 alone would round each away; 65,536 elements round at random
+    assert model.weight.float().mean().item() == pytest.approx(1.0 - 50e-4, abs=4e-3 if precision[0] == "f" else 3e-4)
