@@ -114,7 +114,7 @@ def notes(found: Results) -> Iterator[str]:
         yield f"- GPU tests: {sum(result['passed'] for result in tests)} passed, {failed} failed."
     for name, result in found.items():
         if "error" in result:
-            yield f"- ``{name}``: {' '.join(result['error'].split())}".replace("`` ", "`` ")
+            yield f"- {name}: ``{' '.join(result['error'].replace('`', ' ').split())}``"
     yield ""
 
 

@@ -89,6 +89,33 @@ def test_results_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"     - {found['kernels_ms']['FeedForward']:,.1f}\n" in kernels
 
 
+def test_errors_and_sampling_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    table = importlib.import_module("gpu_table")
+    assert table.page(tmp_path).startswith("Nothing was measured yet")
+    eager = {"tokens_per_second": 8.0, "peak_gib": 1.0, "generate_seconds": 3.0, "generated_per_second": 4000.0}
+    results = {
+        "qwen3-4b-grpo-lora.ours": {"seconds": 1.0, "eager": {**eager, "train_seconds": 1.5}},
+        "llama-8b-lora.transformers": {"seconds": 1.0, "error": "RuntimeError: no `kernel` for x_\n in bf16"},
+        "tests.on_cuda": {
+            "seconds": 1.0,
+            "passed": 5,
+            "skipped": 0,
+            "failed": {"test_b": "x"},
+            "error": "test_b failed",
+        },
+    }
+    folder = tmp_path / "NVIDIA-H200-torch2.11.0"
+    folder.mkdir()
+    for name, result in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(result))
+    page = table.page(tmp_path)
+    assert "NVIDIA H200, PyTorch 2.11.0\n---------------------------\n" in page
+    assert "- Qwen3 4B, GRPO step, LoRA, ours: 3.00 s of sampling (4,000 tokens/s) and 1.50 s of training." in page
+    assert "- GPU tests: 5 passed, 1 failed." in page
+    assert "- llama-8b-lora.transformers: ``RuntimeError: no kernel for x_ in bf16``" in page
+
+
 def test_a_task_that_fails_is_a_result(driver: Any, tmp_path: Path) -> None:
     said = 'print("RESULT " + \'{"eager": {"peak_gib": 1.0}}\', flush=True); '
     broken = driver.measure(driver.Task("a", ["-c", said + "raise ValueError('no such kernel')"], 60), tmp_path)
