@@ -283,21 +283,28 @@ def padded_collate_dpo(
     ignore_idx: int = CROSS_ENTROPY_IGNORE_IDX,
     pad_to_multiple_of: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad pairs of answers: first all chosen rows, then all rejected rows.
+    """Pad pairs of answers: first all chosen rows, then all rejected rows. For recipes copied from earlier releases.
 
-    :func:`collate_preference` does the same without padding.
+    Labels come back at the position of their token, not shifted: :func:`torchtune.rlhf.get_batch_log_probs` shifts
+    them. :func:`collate_preference`, which recipes use, neither pads nor moves labels.
 
     Args:
-        batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``.
+        batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``; labels
+            are pre-shifted as of :class:`torchtune.datasets.PreferenceDataset`, or at the position of their token as
+            of a dataset copied from earlier releases.
         padding_idx: padding value of the tokens.
         ignore_idx: padding value of the labels.
         pad_to_multiple_of: round the length up to a multiple of it.
 
     Returns:
         tokens and labels, int64 ``[2 * b, s]``.
+
+    Raises:
+        DataError: the last token of a row has a pre-shifted label.
     """
     tokens = [_row(example[f"{side}_input_ids"]) for side in _SIDES for example in batch]
     labels = [_row(example[f"{side}_labels"]) for side in _SIDES for example in batch]
+    labels = list(map(_unshifted, tokens, labels))
     padded = (
         pad_sequence(tokens, batch_first=True, padding_value=padding_idx),
         pad_sequence(labels, batch_first=True, padding_value=ignore_idx),
@@ -306,6 +313,15 @@ def padded_collate_dpo(
         _pad_to_multiple(padded[0], pad_to_multiple_of, padding_idx),
         _pad_to_multiple(padded[1], pad_to_multiple_of, ignore_idx),
     )
+
+
+def _unshifted(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Labels ``[s]`` at the position of their token."""
+    if ((labels == tokens) | (labels == CROSS_ENTROPY_IGNORE_IDX)).all():
+        return labels
+    if labels[-1] != CROSS_ENTROPY_IGNORE_IDX:
+        raise DataError("The last label of an answer is that of a token which is not in the row: set it to -100.")
+    return torch.cat([torch.full_like(labels[:1], CROSS_ENTROPY_IGNORE_IDX), labels[:-1]])
 
 
 def padded_collate_packed(

@@ -14,7 +14,6 @@ from torchtune.data import (
     Documents,
     collate_documents,
     collate_preference,
-    padded_collate_dpo,
     padded_collate_packed,
     padded_collate_sft,
 )
@@ -222,8 +221,13 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tenso
 
 
 def test_preference_loss_equals_that_of_padded_pairs(model: torch.nn.Module) -> None:
-    tokens, labels = padded_collate_dpo(PAIRS)
-    preference_loss(*log_probs(model, {"tokens": tokens}, labels).sum(1).chunk(2)).backward()
+    rows = [
+        {"tokens": pair[f"{side}_input_ids"], "labels": pair[f"{side}_labels"]}
+        for side in ("chosen", "rejected")
+        for pair in PAIRS
+    ]
+    padded = padded_collate_sft(rows)
+    preference_loss(*log_probs(model, {"tokens": padded["tokens"]}, padded["labels"]).sum(1).chunk(2)).backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     batch = collate_preference(PAIRS).pad_to_multiple(8)

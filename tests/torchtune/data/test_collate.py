@@ -95,7 +95,13 @@ def test_pairs() -> None:
     }
     tokens, labels = padded_collate_dpo([pair, pair], padding_idx=0)
     assert tokens.tolist() == [[1, 2, 3], [1, 2, 3], [4, 5, 0], [4, 5, 0]]
-    assert labels.tolist() == [[2, 3, -100]] * 2 + [[5, -100, -100]] * 2
+    assert (
+        labels.tolist() == [[-100, 2, 3]] * 2 + [[-100, 5, -100]] * 2
+    )  # not shifted, as get_batch_log_probs takes them
+    unshifted = {**pair, "chosen_labels": [-100, 2, 3], "rejected_labels": [-100, 5]}
+    assert padded_collate_dpo([unshifted, unshifted])[1].tolist() == labels.tolist()
+    with pytest.raises(DataError, match="a token which is not in the row"):
+        padded_collate_dpo([{**pair, "rejected_labels": [5, 7]}])
 
 
 def test_padding_on_the_left() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchtune import rlhf
-from torchtune.data import collate_preference
+from torchtune.data import collate_preference, padded_collate_dpo
 from torchtune.modules import TiedLinear
 from torchtune.modules.loss import token_log_probs
 from torchtune.modules.peft import LoRALinear
@@ -67,6 +67,7 @@ def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs
     ours = rlhf.document_log_probs(hidden, batch, head)
     logits = head(hidden).view(2, 7, VOCAB)
     torch.testing.assert_close(ours, rlhf.get_batch_log_probs(logits, unshifted))
+    assert torch.equal(padded_collate_dpo([example])[1], unshifted)  # as recipes of earlier releases hand them over
     averaged = rlhf.get_batch_log_probs(logits, unshifted, return_average_logprobs=True)
     torch.testing.assert_close(ours / torch.tensor([5, 3]), averaged)
     for row, (first, last) in enumerate(((2, 7), (4, 7))):  # the end of the answer is among the labels
