@@ -289,9 +289,9 @@ def padded_collate_dpo(
     them. :func:`collate_preference`, which recipes use, neither pads nor moves labels.
 
     Args:
-        batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``; labels
-            are pre-shifted as of :class:`torchtune.datasets.PreferenceDataset`, or at the position of their token as
-            of a dataset copied from earlier releases.
+        batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``;
+            labels are pre-shifted as in :class:`torchtune.datasets.PreferenceDataset`, or at the position of their
+            token as in a dataset copied from earlier releases.
         padding_idx: padding value of the tokens.
         ignore_idx: padding value of the labels.
         pad_to_multiple_of: round the length up to a multiple of it.

@@ -15,6 +15,7 @@ from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, 
 from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
+from torchtune.utils import deprecated
 
 
 class TransformerSelfAttentionLayer(nn.Module):
@@ -159,6 +160,7 @@ class TransformerDecoder(nn.Module):
 
     Attributes:
         skip_output_layer: whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only.
+        num_output_chunks: see :meth:`set_num_output_chunks`. For older recipes only.
         description: the description of the model, set by :func:`torchtune.models.build`.
         spec: the model family, set by :func:`torchtune.models.build`.
 
@@ -208,6 +210,7 @@ class TransformerDecoder(nn.Module):
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.skip_output_layer = False
+        self.num_output_chunks = 0
         self.encoder_max_cache_seq_len: int | None = None
         self.decoder_max_cache_seq_len: int | None = None
         self.description = None
@@ -276,6 +279,16 @@ class TransformerDecoder(nn.Module):
         for layer in self.layers:
             layer.reset_cache()
 
+    @deprecated("Recipes call forward with output='hidden' and a loss that reads hidden states.")
+    def set_num_output_chunks(self, num_output_chunks: int) -> None:
+        """Let :meth:`forward` without ``output=`` return logits as a list of chunks along the sequence; 0 undoes it."""
+        self.num_output_chunks = num_output_chunks
+
+    @deprecated("Recipes call forward with output='hidden' and a loss that reads hidden states.")
+    def chunked_output(self, last_hidden_state: Tensor) -> list[Tensor]:
+        """Compute logits of hidden states ``[b, s, d]``: ``num_output_chunks`` tensors ``[b, s / chunks, v]``."""
+        return self._chunked_logits(last_hidden_state)
+
     def forward(
         self,
         tokens: Tensor | None,
@@ -301,11 +314,11 @@ class TransformerDecoder(nn.Module):
             encoder_input: output of an encoder ``[b, t, d]``, passed to the layers for cross-attention.
             encoder_mask: passed to the layers, for cross-attention.
             output: ``"logits"``, or ``"hidden"`` for the input of the output projection. By default ``"logits"``,
-                unless ``skip_output_layer`` is True.
+                unless ``skip_output_layer`` or ``num_output_chunks`` is set.
 
         Returns:
-            Logits, float32 ``[b, s, v]``, or hidden states ``[b, s, d]``. With ``output_hidden_states``, a list of
-            those hidden states and then this tensor.
+            Logits, float32 ``[b, s, v]`` or a list of chunks of them, or hidden states ``[b, s, d]``. With
+            ``output_hidden_states``, a list of those hidden states and then this.
 
         Raises:
             ValueError: a sequence exceeds ``max_seq_len``, documents share a prefix and cannot
@@ -357,15 +370,21 @@ class TransformerDecoder(nn.Module):
         last = self.unembed(h, output)
         return [*hidden, last] if hidden else last
 
-    def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor:
+    def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor | list[Tensor]:
         """Turn the last layer's output ``[b, s, d]`` into what :meth:`forward` returns."""
         h = self.norm(h)
         if self.hidden_scale != 1.0:
             h = h * self.hidden_scale
+        if output is None and self.num_output_chunks:
+            return self._chunked_logits(h)
         if output == "hidden" or (output is None and self.skip_output_layer):
             return h
         with fast_products(h):
             return self.output(h).float()
+
+    def _chunked_logits(self, h: Tensor) -> list[Tensor]:
+        with fast_products(h):
+            return [self.output(chunk).float() for chunk in h.tensor_split(self.num_output_chunks, dim=1)]
 
     def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
         """Make the boundaries for the attention kernels, once for all layers; log the kernels at the first call."""

@@ -72,8 +72,8 @@ def get_batch_log_probs(
 ) -> torch.Tensor:
     """Log-probs of every row's labels, summed or averaged over its labelled positions.
 
-    It shifts the labels itself: give those of :func:`torchtune.data.padded_collate_dpo`. Labels that come from a dataset
-    directly are shifted already; for them there is :func:`torchtune.rlhf.document_log_probs`.
+    It shifts the labels itself: give those of :func:`torchtune.data.padded_collate_dpo`. Labels of this library's
+    datasets are shifted already; for them there is :func:`torchtune.rlhf.document_log_probs`.
 
     Args:
         logits: ``[b, s, v]``.

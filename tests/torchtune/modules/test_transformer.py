@@ -44,6 +44,20 @@ def test_logits_are_float32_and_hidden_states_are_not(model: TransformerDecoder)
     assert torch.equal(model.output(hidden).float(), logits)
 
 
+@pytest.mark.filterwarnings("ignore:(set_num_output_chunks|chunked_output) is deprecated:FutureWarning")
+def test_chunks_of_logits_for_older_recipes(model: TransformerDecoder) -> None:
+    tokens = _tokens(2, 5)
+    logits, hidden = model(tokens), model(tokens, output="hidden")
+    model.skip_output_layer = True  # as a chunked loss sets it; chunks are asked for by the recipe itself
+    model.set_num_output_chunks(3)
+    for chunks in (model(tokens), model.chunked_output(hidden)):
+        assert [chunk.shape for chunk in chunks] == [(2, 2, 19), (2, 2, 19), (2, 1, 19)]
+        assert torch.allclose(torch.cat(chunks, dim=1), logits, atol=1e-6)
+    assert torch.equal(model(tokens, output="hidden"), hidden)
+    model.set_num_output_chunks(0)
+    assert torch.equal(model(tokens), hidden)
+
+
 def test_right_padding_is_harmless(model: TransformerDecoder) -> None:
     tokens = _tokens(2, 6)
     padded = torch.cat([tokens, torch.zeros(2, 3, dtype=torch.int64)], dim=1)

@@ -97,6 +97,10 @@ class DeepFusionModel(nn.Module):
     def skip_output_layer(self, skip: bool) -> None:
         self.decoder.skip_output_layer = skip
 
+    def set_num_output_chunks(self, num_output_chunks: int) -> None:
+        """See :meth:`torchtune.modules.TransformerDecoder.set_num_output_chunks`."""
+        self.decoder.set_num_output_chunks(num_output_chunks)
+
     def setup_caches(
         self,
         batch_size: int,
