@@ -76,12 +76,12 @@ def load_and_check(
     _locate.names_of_recipe = main.__globals__ if main else {}
     if not dataclasses.is_dataclass(cls):
         return _check_untyped(document, main)
-    return _check_typed(document, cls, main.__globals__ if main else vars(sys.modules[cls.__module__]))
+    return _check_typed(document, cls, main)
 
 
-def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
-    fields = settings_fields(cls)
-    interpolate(document, {name: item.default for name, item in fields.items() if not item.required})
+def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | None) -> Any:
+    fields, scope = settings_fields(cls), recipe.__globals__ if recipe else vars(sys.modules[cls.__module__])
+    references = interpolate(document, {name: item.default for name, item in fields.items() if not item.required})
     for key, replacement in getattr(cls, "retired", {}).items():
         if key in document.data and key not in fields:
             message = f"{document.place((key,)).text}: '{key}' has no effect any more: {replacement}."
@@ -100,6 +100,9 @@ def _check_typed(document: Document, cls: type, scope: dict[str, Any]) -> Any:
         if is_other_method(given, scope):
             raise ConfigError([Mistake(document.place(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
+    if recipe is not None:
+        _unread.check(document, recipe, references, is_typed=True)
+        document.check()
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # kept for save_config: the saved file still says which recipe it is for
@@ -126,7 +129,7 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
     anything((), document.data, checker)
     _refuse_foreign(document)
     if recipe is not None:
-        _unread.check(document, recipe, references)
+        _unread.check(document, recipe, references, is_typed=False)
     checker.finish()
     document.data = escape(document.data)
     for path, (text, _) in document.environment.items():

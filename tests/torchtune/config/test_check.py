@@ -9,6 +9,7 @@ import pytest
 
 from tests.torchtune.config.assets import typed_recipe, untyped_recipe
 from torchtune import config
+from torchtune._cli._target import RecipeTarget
 from torchtune.config import Component, ConfigError, HandedOver, Range
 from torchtune.config._errors import nearest
 
@@ -192,6 +193,58 @@ def test_an_untyped_recipe(tmp_path: Path) -> None:
         "command line: epcohs: is never read by untyped_recipe.py; did you mean 'epochs'?",
         f"command line: model.wdith: {PARTS}.Model takes no argument 'wdith'; did you mean 'width'?",
     ]
+
+
+def _main_of(folder: Path, text: str) -> Callable[..., object]:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return RecipeTarget("mine", path).load_main()
+
+
+@pytest.mark.parametrize(
+    ("line", "warns"),
+    [
+        ("loss = cfg.batch_size; print({'loss': loss})", True),
+        ("loss = config.instantiate(cfg.loss)", False),
+        ("loss = getattr(cfg, 'loss')", False),
+        ("print('loss', vars(cfg))", False),  # reads any key
+        ("from collections import Counter; loss = Counter; loss.loss = cfg.epochs", True),
+    ],
+)
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_key_without_effect(
+    is_typed: bool, line: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copied recipe with a loss of its own says that the one of the config is not used."""
+    module, name = (typed_recipe, "typed") if is_typed else (untyped_recipe, "untyped")
+    text = Path(module.__file__).read_text().replace("vars(cfg)['batch_size']", "cfg.batch_size")
+    text = text.replace("    print(f", f"    {line}\n    print(f")
+    config_path = tmp_path / "mine.yaml"
+    given = (Path(module.__file__).parent / f"{name}.yaml").read_text()
+    config_path.write_text(given if is_typed else f"{given}loss: 3\n")
+    config.load_and_check(config_path, [], _main_of(tmp_path, text))
+    number = config_path.read_text().splitlines().index("loss:" if is_typed else "loss: 3") + 1
+    said = [record.getMessage() for record in caplog.records if "never reads" in record.getMessage()]
+    assert (f"loss ({config_path}:{number})" in "".join(said)) is warns
+    assert len(said) <= 1
+
+
+def test_a_recipe_that_shifts_labels_again(tmp_path: Path) -> None:
+    line = "labels = torch.hstack((labels[..., 1:], self.ignore_labels_cache[: labels.shape[0]]))"
+    text = (
+        Path(untyped_recipe.__file__)
+        .read_text()
+        .replace("        self._cfg = cfg", f"        self._cfg, self.data = cfg, cfg.dataset\n        # {line}")
+    )
+    config_path = tmp_path / "mine.yaml"
+    dataset = "dataset:\n  _component_: torchtune.datasets.alpaca_dataset\n"
+    config_path.write_text((Path(untyped_recipe.__file__).parent / "untyped.yaml").read_text() + dataset)
+    config.load_and_check(config_path, [], _main_of(tmp_path, text))
+    shifted = text.replace(f"# {line}", line)
+    number = shifted.splitlines().index(f"        {line}") + 1
+    with pytest.raises(ConfigError, match=f"line {number} of mine.py shifts them again: remove it"):
+        config.load_and_check(config_path, [], _main_of(tmp_path, shifted))
+    config.load_and_check(config_path, [f"dataset._component_={PARTS}.Model"], _main_of(tmp_path, shifted))
 
 
 def test_components_alone(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Settings:
 @config.parse
 def recipe_main(cfg: Settings) -> Any:
     """Print what arrived."""
-    print(f"batch_size={cfg.batch_size} lr={cfg.optimizer.lr}")
+    print(f"batch_size={vars(cfg)['batch_size']} lr={cfg.optimizer.lr}")  # vars: any setting may be read
     return 3 if cfg.epochs == 33 else None
 
 
