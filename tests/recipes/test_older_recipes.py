@@ -1,6 +1,7 @@
 """Recipes written against earlier releases train, save and resume unchanged, and others load what they save."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from safetensors.torch import load_file
 
 from tests.recipes.killing import Forker, said
 from tests.recipes.runs import read_log
-from tests.tiny import write_checkpoint, write_conversations
+from tests.tiny import write_checkpoint, write_conversations, write_pairs
 
-SINGLE, DISTRIBUTED = "../tests/recipes/older/single_device", "../tests/recipes/older/distributed"
+OLDER = "../tests/recipes/older"
+SINGLE, DISTRIBUTED = f"{OLDER}/single_device", f"{OLDER}/distributed"
 LLAMA = {
     "vocab_size": 320,
     "num_layers": 2,
@@ -113,8 +115,8 @@ def write_yaml(folder: Path, output_dir: Path, *, lora: bool, **settings: Any) -
     return path
 
 
-def run(forker: Forker, name: str, path: Path, *overrides: str) -> None:
-    ranks = 2 if name == DISTRIBUTED else 1
+def run(forker: Forker, name: str, path: Path, *overrides: str, ranks: int | None = None) -> None:
+    ranks = ranks or (2 if name == DISTRIBUTED else 1)
     forker.start(name, path, *overrides, ranks=ranks)
     codes = forker.wait()
     assert codes == [0] * ranks, said(path)
@@ -219,3 +221,83 @@ def test_two_ranks_train_as_one_process(split: str, alone: Path, forker: Forker,
     )
     for key in ("loss", "grad_norm"):
         assert records(output_dir, key) == pytest.approx(records(alone, key), rel=1e-4)
+
+
+def teacher(folder: Path) -> dict[str, Any]:
+    """Settings of a distillation from a wider model."""
+    checkpoint = folder / "teacher"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint, seed=1, width=48, tied=False)
+    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    model = {**LLAMA, "vocab_size": vocab_size, "embed_dim": 48}
+    return {
+        "teacher_model": {"_component_": "torchtune.models.llama3.llama3", **model},
+        "teacher_checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(checkpoint),
+            "checkpoint_files": ["model.safetensors"],
+            "output_dir": "${output_dir}",
+            "model_type": "LLAMA3",
+        },
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
+        "kd_ratio": 0.5,
+    }
+
+
+def test_older_distillation_trains_alone_and_on_two_ranks(alone: Path, forker: Forker, folder: Path) -> None:
+    first = []
+    for ranks, batch_size in ((1, 4), (2, 2)):
+        output_dir = folder / f"distilled_{ranks}"
+        settings = {**teacher(folder), "batch_size": batch_size, "epochs": 4, "max_steps_per_epoch": None}
+        run(forker, f"{OLDER}/distillation", write_yaml(folder, output_dir, lora=True, **settings), ranks=ranks)
+        figures = {key: list(records(output_dir, key).values()) for key in ("loss", "class_loss", "kd_loss")}
+        for values in figures.values():
+            assert sum(values[-3:]) < sum(values[:3])
+        assert (output_dir / "epoch_3" / "model.safetensors").is_file()
+        first.append([values[0] for values in figures.values()])
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    assert first[0][1] == pytest.approx(records(alone)[1], rel=1e-5)  # cross entropy of the same rows
+
+
+def preferences(folder: Path, *, lora: bool) -> dict[str, Any]:
+    """Settings of DPO, which earlier releases gave a checkpointer for the reference unless the model had an adapter."""
+    pairs = folder / "pairs.jsonl"
+    if not pairs.exists():
+        write_pairs(pairs, 16)
+    reference = {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": str(folder / "checkpoint"),
+        "checkpoint_files": ["model.safetensors"],
+        "output_dir": "${output_dir}",
+        "model_type": "LLAMA3",
+    }
+    return {
+        "dataset": {
+            "_component_": "torchtune.datasets.preference_dataset",
+            "source": "json",
+            "data_files": str(pairs),
+        },
+        "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.1, "label_smoothing": 0},
+        "lr_scheduler": {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 1,
+        },
+        **({} if lora else {"ref_checkpointer": reference}),
+    }
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_older_preferences_train_alone_and_on_two_ranks(lora: bool, forker: Forker, folder: Path) -> None:
+    figures = []
+    for ranks, batch_size in ((1, 4), (2, 2)):
+        output_dir = folder / f"preferences_{lora}_{ranks}"
+        settings = {**preferences(folder, lora=lora), "batch_size": batch_size}
+        run(forker, f"{OLDER}/preferences", write_yaml(folder, output_dir, lora=lora, **settings), ranks=ranks)
+        losses = records(output_dir)
+        assert losses[1] == pytest.approx(math.log(2), abs=1e-6)
+        assert losses[3] + losses[4] < losses[1] + losses[2]
+        assert (output_dir / "epoch_1" / "model.safetensors").is_file()
+        figures.append({step: losses[step] for step in ((1,) if lora else losses)})  # ranks draw other adapters
+        figures[-1] |= {-step: value for step, value in records(output_dir, "log_probs/chosen").items() if step == 1}
+    assert figures[0] == pytest.approx(figures[1], rel=1e-4)
