@@ -105,9 +105,11 @@ def recipe_named_by(config: Path) -> RecipeTarget:
     """
     name = recipe_of(config)
     if name is None:
+        from torchtune.config._reader import read
+
+        read(config)  # which may not be YAML at all
         raise UserError(
-            f"{config}: it has no key 'recipe:' that says which recipe it is for: add one as its first line, or name "
-            "the recipe before --config."
+            f"{config}: it names no recipe: write 'recipe: NAME' as its first line, or the name before --config."
         )
     return resolve_recipe(name)
 

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 
@@ -34,6 +35,11 @@ def count_options(tokens: list[str], usage: str) -> int:
         if getattr(parsed, name, False):
             raise UserError(f"{option}: a recipe is given by its name or its path alone: leave that option out.")
     return len(tokens) - len(parsed.training_script_args)
+
+
+def is_option(token: str) -> bool:
+    """Whether ``token`` is an option of torchrun, with or without its value."""
+    return token.partition("=")[0] in re.findall(r"(?<!\S)--?[a-z][\w-]*", _parser("").format_help())
 
 
 def count_processes(options: list[str], *, exactly: bool = False) -> int | None:

@@ -1,6 +1,7 @@
 """``tune run``."""
 
 import argparse
+import itertools
 import os
 import runpy
 import sys
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune._cli._target import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
-from torchtune._cli._torchrun import count_options, count_processes, run, torchrun_arguments
+from torchtune._cli._torchrun import count_options, count_processes, is_option, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
-from torchtune._recipe_registry import get_all_recipes
+from torchtune._recipe_registry import find_recipe, get_all_recipes
 from torchtune.utils import UserError
 
 _USAGE = (
@@ -73,10 +74,14 @@ def split(tokens: list[str]) -> Command:
     command.torchrun, rest = rest[:count], rest[count:]
     if rest and not _is_override(rest[0]):
         command.recipe = rest.pop(0)
-    for token in rest:
+    for token, value in itertools.zip_longest(rest, rest[1:], fillvalue=""):
         if token.startswith("-"):
+            if not is_option(token):
+                raise UserError(f"{token}: unknown option: settings are key=value.")
+            if "=" not in token and not value.startswith("-") and not _is_override(value):
+                token = f"{token} {value}".rstrip()
             raise UserError(
-                f"{token}: unknown option: torchrun's options stand before the recipe, settings are key=value."
+                f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
             )
         if not _is_override(token):
             raise UserError(f"{token}: settings are given as key=value, or ~key to remove one.")
@@ -204,8 +209,11 @@ class Run(Subcommand):
             return
         supported = found.supports_distributed
         if wanted and not supported:
+            twin = recipe.name.replace("_single_device", "_distributed")
+            other = f"run {twin}, or " if twin != recipe.name and find_recipe(twin) else ""
             self._parser.error(
-                f"Recipe {recipe.name} does not support distributed training. Please run without torchrun commands."
+                f"Recipe {recipe.name} runs in one process and does not support distributed training: {other}leave "
+                "torchrun's options out."
             )
         if supported and not wanted:
             self._parser.error(

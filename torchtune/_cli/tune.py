@@ -17,7 +17,7 @@ from torchtune._cli.ls import List
 from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
 from torchtune.config._secrets import hide
-from torchtune.utils import UserError
+from torchtune.utils import UserError, file_limits
 from torchtune.utils._garbage import collect_as_usual, collect_seldom
 
 
@@ -55,7 +55,8 @@ def main() -> None:
     args = parser.parse_args()
     collect_seldom()
     try:
-        parser.run(args)
+        with file_limits():
+            parser.run(args)
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {hide(str(error))}", file=sys.stderr)

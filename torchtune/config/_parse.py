@@ -25,6 +25,7 @@ from torchtune.config._values import anything
 from torchtune.utils import (
     ForeignPathError,
     UserError,
+    file_limits,
     first_to_say,
     get_logger,
     log_once,
@@ -71,6 +72,9 @@ def load_and_check(
     """
     document = read(find_config(config_path))
     _overrides.apply(document, overrides)
+    if isinstance(document.data.get("recipe"), dict | list):
+        document.add(("recipe",), "must be the name or the path of a recipe")
+        document.check()
     main = None if recipe is None or inspect.isclass(recipe) else inspect.unwrap(recipe)
     cls = settings_of(main) if main else recipe
     _locate.names_of_recipe = main.__globals__ if main else {}
@@ -168,7 +172,8 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
         collect_seldom()
         try:
             config_path, overrides = _split_arguments(sys.argv[1:], recipe_main)
-            result = recipe_main(load_and_check(config_path, overrides, recipe_main))
+            with file_limits():
+                result = recipe_main(load_and_check(config_path, overrides, recipe_main))
         except UserError as error:
             # What every rank finds, or was told by the others, one says.
             shared = isinstance(error, ConfigError) or getattr(error, "told_by_rank_0", False)

@@ -213,7 +213,7 @@ def read(path: str | Path) -> Document:
     if isinstance(data, dict):
         document.data = data
     elif data is not None:
-        document.add((), "must hold settings (key: value), not a single value or a list")
+        raise ConfigError([Mistake(name, "", "must hold settings (key: value), not plain text or a list")])
     return document
 
 

@@ -24,7 +24,6 @@ from torchtune.datasets._parallel import ProcessKilled
 from torchtune.datasets._preview import NotRead, is_preview, reads_nothing
 from torchtune.datasets._store import TokenStore, Writers, open_store
 from torchtune.utils import (
-    UserError,
     atomic_directory,
     get_logger,
     log_rank_zero,
@@ -33,6 +32,7 @@ from torchtune.utils import (
     sign_of_life,
     write_json,
 )
+from torchtune.utils._files import WriteError, os_errors_of
 
 # (writers by name) -> what else there is to say of the rows, as plain data.
 Build = Callable[[Writers], dict[str, Any]]
@@ -126,11 +126,14 @@ def prepare(
             f"The rows of {source} cannot be prepared for later runs: a transform or filter that is not of this "
             "library needs an attribute fingerprint, a text that changes when it does."
         )
-    root, hint = (cache_folder(), _HINT) if output is None else (_made_folder(output), _FREE)
+    root, hint = (
+        (cache_folder(), f"{_HINT} on a disk with enough space") if output is None else (_made_folder(output), _FREE)
+    )
     key = fingerprint.text if fingerprint.is_exact else _key_of_this_run(fingerprint)
     if key is None or is_preview():
         with tempfile.TemporaryDirectory(dir=root, prefix="own-") as own:
-            _write(Path(own), names, build)
+            with _writing(Path(own), hint):
+                _write(Path(own), names, build)
             return _found(_open(Path(own), names), own)
     folder = root / key
     if fingerprint.is_exact and _is_checked(folder) and (prepared := _open(folder, names)):
@@ -143,22 +146,28 @@ def prepare(
             _remove_left_overs(root, key)
             shutil.rmtree(folder, ignore_errors=True)  # there is none, or it is damaged
             goes_on = output is not None and is_locked
-            try:
-                with atomic_directory(folder, replace=False, kept_on=_KILLED if goes_on else ()) as temporary:
-                    if output is None:
-                        temporary.chmod(0o700)
-                    _write(temporary, names, build, goes_on)
-                    write_json(temporary / _PARTS, {**fingerprint.parts, "code": fingerprint.code})
-            except UserError as error:
-                if isinstance(error, DataError):
-                    raise
-                raise DataError(f"{error} The rows are prepared there: {hint}.") from error
+            kept_on = _KILLED if goes_on else ()
+            with _writing(folder, hint), atomic_directory(folder, replace=False, kept_on=kept_on) as temporary:
+                if output is None:
+                    temporary.chmod(0o700)
+                _write(temporary, names, build, goes_on)
+                write_json(temporary / _PARTS, {**fingerprint.parts, "code": fingerprint.code})
             prepared = _open(folder, names)
         if prepared is not None:
             _mark_checked(folder)
         if not fingerprint.is_exact:
             _leave(folder)
         return _found(prepared, folder)
+
+
+@contextmanager
+def _writing(folder: Path, hint: str) -> Iterator[None]:
+    """Inside the block, a failed write raises :class:`DataError`, which says what to do."""
+    try:
+        with os_errors_of(folder):
+            yield
+    except WriteError as error:
+        raise DataError(f"{error.fact}, where rows are prepared: {hint}.") from error
 
 
 def _made_folder(folder: Path) -> Path:

@@ -24,6 +24,7 @@ __getattr__, __dir__, __all__ = attach(
         "dump_stacks": "_log_files",
         "dump_stacks_after": "_log_files",
         "explain_os_error": "_files",
+        "file_limits": "_files",
         "flatten_mesh": "_torch_private",
         "fsync_directory": "_files",
         "get_device": "_device",

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import resource
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -39,23 +40,45 @@ def _fsync_tree(root: Path) -> None:
         fsync_directory(directory)
 
 
+class WriteError(UserError):
+    """A file cannot be written.
+
+    Args:
+        fact: which one, and why.
+        advice: what to do.
+
+    Attributes:
+        fact: for a caller who has better advice.
+    """
+
+    def __init__(self, fact: str, advice: str) -> None:
+        super().__init__(f"{fact}: {advice}.")
+        self.fact = fact
+
+
 def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
     """What a failed write to ``path`` means to the user; the error itself if that is not known."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.exists() else 0.0
-        return UserError(
-            f"No space left while writing {path} ({free:.0f} MiB free): nothing that was saved before is lost; "
-            "free some space or choose another output_dir."
+        return WriteError(
+            f"No space left while writing {path} ({free:.0f} MiB free)",
+            "nothing that was saved before is lost; free some space or choose a folder on another disk",
         )
     if error.errno == errno.EFBIG:
+        return WriteError(
+            f"{path} would become larger than a file may be here (ulimit -f, or what the file system takes)",
+            "nothing that was saved before is lost; raise the limit or choose a folder on another disk",
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return UserError(
-            f"{path} would become larger than a file may be here (ulimit -f, or what the file system takes): nothing "
-            "that was saved before is lost; raise the limit or choose another output_dir."
+            f"{path} cannot be opened: too many files are open, and this process may open {limit} (ulimit -n): raise "
+            "that limit."
         )
     if error.errno in (errno.EACCES, errno.EROFS):
-        return UserError(f"No permission to write {path}: choose another output_dir or change its permissions.")
+        return WriteError(f"No permission to write {path}", "choose another folder or change its permissions")
     if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG) or not path.parent.exists():
-        return UserError(f"{path} cannot be written ({error.strerror}): choose another path.")
+        return WriteError(f"{path} cannot be written ({error.strerror})", "choose another path")
     return error
 
 
@@ -66,6 +89,17 @@ def os_errors_of(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise explain_os_error(error, path) from error
+
+
+@contextmanager
+def file_limits() -> Iterator[None]:
+    """Inside the block, an ``OSError`` for too many open files is raised as :class:`UserError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise explain_os_error(error, Path(error.filename or "A file")) from error
 
 
 @contextmanager

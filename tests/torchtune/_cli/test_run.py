@@ -72,6 +72,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own.py").write_text(OWN_RECIPE)
     (tmp_path / "neighbour.py").write_text('WORD = "hello"\n')
     (tmp_path / "own.yaml").write_text("recipe: own.py\nnote: first\n")
+    (tmp_path / "mapped.yaml").write_text("note: first\nrecipe: {a: 1}\n")
+    (tmp_path / "text.yaml").write_text("This is plain text\n")
     monkeypatch.delitem(sys.modules, "neighbour", raising=False)
     return tmp_path
 
@@ -152,8 +154,15 @@ def test_an_error_of_the_user_has_no_traceback(tune: Callable, folder: Path) -> 
         (("--config", "llama3_2/1B_lora_single_devise"), "did you mean 'llama3_2/1B_lora_single_device'?"),
         (
             ("--nproc-per-node", "2", "generate", "--config", "generation"),
-            "does not support distributed training",
+            "does not support distributed training: leave torchrun's options out",
         ),
+        (
+            ("--nproc-per-node", "2", "lora_finetune_single_device", "--config", "own.yaml"),
+            "distributed training: run lora_finetune_distributed, or leave torchrun's options out",
+        ),
+        (("--config", "text.yaml"), "text.yaml: must hold settings (key: value), not plain text or a list"),
+        (("own.py", "--config", "text.yaml"), "the config has 1 mistake:\n  text.yaml: must hold settings"),
+        (("own.py", "--config", "mapped.yaml"), "mapped.yaml:2: recipe: must be the name or the path of a recipe"),
         (("--nproc-per-nodes", "2", "own.py", "--config", "own.yaml"), "tune run: error"),
     ],
 )
@@ -168,7 +177,7 @@ def test_a_config_without_a_recipe_needs_one(tune: Callable, folder: Path) -> No
     (folder / "bare.yaml").write_text("note: bare\n")
     result = tune("run", "--config", "bare.yaml")
     assert result.code == 2
-    assert "it has no key 'recipe:'" in result.err
+    assert "it names no recipe" in result.err
     assert tune("run", "own.py", "--config", "bare.yaml").code == 0
 
 
@@ -259,8 +268,9 @@ def test_parts_of_a_command_line() -> None:
         None,
         ["a=1"],
     )
-    with pytest.raises(UserError, match="stand before the recipe"):
-        split(["own", "--nproc-per-node", "2", "--config", "x"])
+    for late in (["--nproc-per-node", "2"], ["--nproc_per_node=2"], ["--standalone"]):
+        with pytest.raises(UserError, match=f"stands before the recipe: tune run {' '.join(late)} own …"):
+            split(["own", *late, "--config", "x", "a=1"])
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 # ruff: noqa: E501 (messages and tables stand in one piece)
 """Recipes run from a command line, in processes of their own."""
 
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +75,25 @@ def test_errors_of_the_user_end_a_run_with_one_line(
         recipe_main()
     assert caught.value.code == 2
     assert capsys.readouterr().err == "error: data.json: row 3 has no column 'input'.\n"
+
+
+def test_too_many_open_files_end_a_run_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @parse
+    def recipe_main(cfg: typed_recipe.Settings) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limit[1]))
+        try:
+            os.open("data.json", os.O_RDONLY)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--config", str(ROOT / ASSETS / "typed.yaml")])
+    with pytest.raises(SystemExit) as caught:
+        recipe_main()
+    assert caught.value.code == 2
+    assert "data.json cannot be opened: too many files are open" in capsys.readouterr().err
 
 
 def test_a_recipe_can_be_called_with_settings() -> None:

@@ -161,6 +161,9 @@ def test_a_disk_that_is_full_leaves_nothing(tokenizer: Any, tmp_path: Path) -> N
     ):
         read()
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
+    with largest_file(4096), pytest.raises(DataError, match="TORCHTUNE_CACHE to a folder of your own on") as caught:
+        chat_dataset(tokenizer, source=[{"messages": turns}] * 100, **STYLE)
+    assert "output" not in str(caught.value)
     with pytest.raises(DataError, match="There are no prepared rows in"):
         read()
     with preparing(folder):

@@ -53,6 +53,7 @@ def test_an_error_leaves_the_old_directory(tmp_path: Path) -> None:
         (errno.ENOSPC, "No space left"),
         (errno.EROFS, "No permission"),
         (errno.EACCES, "No permission"),
+        (errno.EMFILE, r"file cannot be opened: too many files are open, and this process may open \d+ \(ulimit -n\)"),
         (errno.EISDIR, r"file cannot be written \(Is a directory\): choose another path"),
     ],
 )
