@@ -223,6 +223,23 @@ def test_two_ranks_train_as_one_process(split: str, alone: Path, forker: Forker,
         assert records(output_dir, key) == pytest.approx(records(alone, key), rel=1e-4)
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_older_quantisation_aware_training_on_two_ranks(lora: bool, forker: Forker, folder: Path) -> None:
+    quantizer = "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
+    settings = {"quantizer": {"_component_": quantizer, "groupsize": 16}, "fake_quant_after_n_steps": 1}
+    losses = []
+    for name, options in (("plain", {}), ("quantised", {} if lora else settings)):
+        options = {**options, "quantizer": settings["quantizer"]} if name == "quantised" else options
+        output_dir = folder / f"{name}_{lora}"
+        run(forker, DISTRIBUTED, write_yaml(folder, output_dir, lora=lora, **options))
+        losses.append(records(output_dir))
+        assert losses[-1][3] + losses[-1][4] < losses[-1][1] + losses[-1][2]
+        assert (output_dir / "epoch_1" / "model.safetensors").is_file()
+    plain, quantised = losses
+    assert (plain[1] == quantised[1]) is not lora  # the first step is without quantisation
+    assert plain[2] != quantised[2]
+
+
 def teacher(folder: Path) -> dict[str, Any]:
     """Settings of a distillation from a wider model."""
     checkpoint = folder / "teacher"

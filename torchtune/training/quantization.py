@@ -128,6 +128,17 @@ class QATQuantizer(Quantizer):
         apply_conversions(model, [FakeQuantize(self.base_config)])
         return model
 
+    def get_activation_fake_quantize_config(self) -> Any:
+        """Return torchao's configuration of inputs, or None; for :func:`swap_lora_linear_with_qat`."""
+        return getattr(self._fake_quantizers()[0], "config", None)
+
+    def get_weight_fake_quantize_config(self) -> Any:
+        """Return torchao's configuration of weights, or None; for :func:`swap_lora_linear_with_qat`."""
+        return getattr(self._fake_quantizers()[1], "config", None)
+
+    def _fake_quantizers(self) -> tuple[nn.Module | None, nn.Module | None]:
+        return _torchao.fake_quantizers(self.base_config, torch.Size((1, self.group_size or 1)))
+
     def convert(self, model: nn.Module) -> nn.Module:
         """Quantise a prepared model, adapters merged in, and return it: it computes what it did when it was prepared.
 

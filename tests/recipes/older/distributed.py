@@ -26,7 +26,14 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.activations import apply_selective_activation_checkpointing
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
 from torchtune.training.lr_schedulers import get_lr
-from torchtune.training.quantization import convert_to_float8_training, is_fp8_tensorwise_scaling
+from torchtune.training.quantization import (
+    _get_disable_fake_quant,
+    _get_enable_fake_quant,
+    convert_to_float8_training,
+    get_quantizer_mode,
+    is_fp8_tensorwise_scaling,
+    swap_lora_linear_with_qat,
+)
 
 log = utils.get_logger("DEBUG")
 
@@ -72,6 +79,7 @@ class OlderDistributedRecipe(FTRecipeInterface):
         self._clip_grad_norm = cfg.get("clip_grad_norm", None)
         self._save_adapter_weights_only = cfg.get("save_adapter_weights_only", False)
         self._enable_fp8_training = cfg.get("enable_fp8_training", False)
+        self._fake_quant_after_n_steps = cfg.get("fake_quant_after_n_steps", None)
         self._adapter_config = None
         self._checkpoint_client = CheckpointClient(cfg)
 
@@ -147,6 +155,18 @@ class OlderDistributedRecipe(FTRecipeInterface):
                 "peft_type": "LORA",
             }
             set_trainable_params(model, get_adapter_params(model))
+        if cfg.get("quantizer", None) is not None:
+            quantizer = config.instantiate(cfg.quantizer)
+            self._quantizer_mode = get_quantizer_mode(quantizer)
+            assert "qat" in self._quantizer_mode
+            if self._adapter_config is None:
+                model = quantizer.prepare(model)
+            else:
+                swap_lora_linear_with_qat(
+                    model,
+                    quantizer.get_activation_fake_quantize_config(),
+                    quantizer.get_weight_fake_quantize_config(),
+                )
         if cfg.get("compile", False):
             moe_utils.use_grouped_mm = False
             training.compile_model(model, verbose=self._is_rank_zero)
@@ -287,6 +307,11 @@ class OlderDistributedRecipe(FTRecipeInterface):
                     continue
                 if idx // self._gradient_accumulation_steps == self._steps_per_epoch:
                     break
+                if self._fake_quant_after_n_steps is not None and idx % self._gradient_accumulation_steps == 0:
+                    if self.global_step == 0:
+                        self._model.apply(_get_disable_fake_quant(self._quantizer_mode))
+                    elif self.global_step == self._fake_quant_after_n_steps:
+                        self._model.apply(_get_enable_fake_quant(self._quantizer_mode))
                 utils.batch_to_device(batch, self._device)
                 current_num_tokens = (batch["labels"] != self._loss_fn.ignore_index).sum()
                 num_tokens += current_num_tokens

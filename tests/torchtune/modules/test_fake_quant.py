@@ -123,6 +123,11 @@ def test_lora_layers_of_a_copied_recipe_are_swapped() -> None:
     wanted = QUANTIZERS[0].prepare(copy.deepcopy(model))
     inputs = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, scale_precision=None)
     weights = qat.IntxFakeQuantizeConfig(torch.int4, group_size=16, scale_precision=None)
+    for found, meant in (
+        (QUANTIZERS[0].get_activation_fake_quantize_config(), inputs),
+        (QUANTIZERS[0].get_weight_fake_quantize_config(), weights),
+    ):
+        assert (found.dtype, found.granularity) == (meant.dtype, meant.granularity)
     q.swap_lora_linear_with_qat(model, inputs, weights)
     assert type(model.layers[0].attn.v_proj) is QATLoRALinear
     x = torch.randn(3, 32)
