@@ -39,7 +39,8 @@ def count_options(tokens: list[str], usage: str) -> int:
 
 def is_option(token: str) -> bool:
     """Whether ``token`` is an option of torchrun, with or without its value."""
-    return token.partition("=")[0] in re.findall(r"(?<!\S)--?[a-z][\w-]*", _parser("").format_help())
+    known = re.findall(r"(?<!\S)--?[a-z][\w-]*", _parser("").format_help())
+    return any(option.startswith(token.partition("=")[0].replace("_", "-")) for option in known)
 
 
 def count_processes(options: list[str], *, exactly: bool = False) -> int | None:

@@ -49,7 +49,9 @@ class Cat(Subcommand):
                 return
             path = Path(name)
             if path.suffix.lower() not in (".yaml", ".yml"):
-                self._parser.error(f"Invalid config format: '{name}'. Must be YAML (.yaml/.yml)")
+                self._parser.error(
+                    f"Invalid config format: '{name}'. Must be YAML (.yaml/.yml), or a name of `tune ls`."
+                )
             if not path.is_file():
                 self._parser.error(f"Config '{name}' not found.")
         try:

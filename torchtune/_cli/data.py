@@ -53,8 +53,8 @@ class Data(Subcommand):
                 """),
         )
         self._add_arguments()
-        self._prepare.set_defaults(func=self._prepare_cmd)
-        self._show.set_defaults(func=self._show_cmd)
+        self._prepare.set_defaults(func=self._prepare_cmd, parser=self._prepare)
+        self._show.set_defaults(func=self._show_cmd, parser=self._show)
 
     def _add_arguments(self) -> None:
         add = self._show.add_argument

@@ -70,14 +70,15 @@ def split(tokens: list[str]) -> Command:
             command.help = True
         else:
             rest.append(token)
+    for token in rest:
+        if token.startswith("-") and not is_option(token):
+            raise UserError(f"{token}: unknown option: settings are key=value, without dashes.")
     count = count_options(rest, _USAGE)
     command.torchrun, rest = rest[:count], rest[count:]
     if rest and not _is_override(rest[0]):
         command.recipe = rest.pop(0)
     for token, value in itertools.zip_longest(rest, rest[1:], fillvalue=""):
         if token.startswith("-"):
-            if not is_option(token):
-                raise UserError(f"{token}: unknown option: settings are key=value.")
             if "=" not in token and not value.startswith("-") and not _is_override(value):
                 token = f"{token} {value}".rstrip()
             raise UserError(
@@ -145,6 +146,9 @@ class Run(Subcommand):
         if command.recipe is None and command.config is None:
             self._parser.error("the following arguments are required: recipe, --config")
         config = None if command.config is None else resolve_config(command.config, command.recipe)
+        is_config = command.recipe is not None and command.recipe.endswith((".yaml", ".yml"))
+        if config is None and is_config:
+            self._parser.error(f"The '--config' argument is required: tune run --config {command.recipe}")
         recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
         if command.help:
             self._print_settings(recipe)

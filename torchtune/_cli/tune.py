@@ -33,13 +33,17 @@ class TuneCLIParser:
         subparsers = self._parser.add_subparsers(title="subcommands")
         for subcommand in (Download, List, Copy, Data, Run, Estimate, Validate, Cat, Chat, Eval, Checkpoint):
             subcommand.create(subparsers)
+        for parser in subparsers.choices.values():
+            parser.set_defaults(parser=parser)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse ``args``, or the command line."""
         found, rest = self._parser.parse_known_args(args)
         late = [text for text in rest if "=" in text and not text.startswith("-") and hasattr(found, "overrides")]
         if late != rest:
-            self._parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text not in late)}")
+            unknown = " ".join(text for text in rest if text not in late)
+            hint = " (name the config without an option)" if "--config" in unknown.partition("=")[0].split() else ""
+            getattr(found, "parser", self._parser).error(f"unrecognized arguments: {unknown}{hint}")
         if late:  # settings that follow an option
             found.overrides = [*found.overrides, *late]
         return found

@@ -194,3 +194,12 @@ def test_a_former_name_means_the_recipe_of_now() -> None:
     assert resolve_recipe("dev/grpo_full_finetune_distributed").name == "full_grpo_distributed"
     assert resolve_recipe("dev/generate_v2").name == "generate"
     assert find_recipe("dev/grpo_full_finetune_distributed") == find_recipe("full_grpo_distributed") is not None
+
+
+def test_unknown_arguments_show_the_usage_of_their_command(tune: Callable) -> None:
+    for command, prog in ((("ls", "qwen3"), "tune ls"), (("data", "show", "--config", CONFIG), "tune data show")):
+        result = tune(*command)
+        assert result.code == 2
+        assert f"usage: {prog}" in result.err
+        assert f"{prog}: error: unrecognized arguments: {command[-2 if 'show' in command else -1]}" in result.err
+    assert "name the config without an option" in result.err

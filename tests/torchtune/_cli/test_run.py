@@ -163,7 +163,9 @@ def test_an_error_of_the_user_has_no_traceback(tune: Callable, folder: Path) -> 
         (("--config", "text.yaml"), "text.yaml: must hold settings (key: value), not plain text or a list"),
         (("own.py", "--config", "text.yaml"), "the config has 1 mistake:\n  text.yaml: must hold settings"),
         (("own.py", "--config", "mapped.yaml"), "mapped.yaml:2: recipe: must be the name or the path of a recipe"),
-        (("--nproc-per-nodes", "2", "own.py", "--config", "own.yaml"), "tune run: error"),
+        (("--nproc-per-nodes", "2", "own.py", "--config", "own.yaml"), "--nproc-per-nodes: unknown option"),
+        (("--config", "own.yaml", "--times", "3"), "--times: unknown option: settings are key=value"),
+        (("own.yaml",), "tune run --config own.yaml"),
     ],
 )
 def test_command_lines_that_cannot_run(tune: Callable, folder: Path, command: tuple[str, ...], said: str) -> None:
