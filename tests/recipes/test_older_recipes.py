@@ -318,3 +318,77 @@ def test_older_preferences_train_alone_and_on_two_ranks(lora: bool, forker: Fork
         figures.append({step: losses[step] for step in ((1,) if lora else losses)})  # ranks draw other adapters
         figures[-1] |= {-step: value for step, value in records(output_dir, "log_probs/chosen").items() if step == 1}
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
+
+
+def test_older_ppo_trains_policy_and_value_model(forker: Forker, folder: Path) -> None:
+    base, reward, output_dir = folder / "checkpoint", folder / "reward", folder / "ppo"
+    write_checkpoint(reward, seed=3, is_reward=True)
+    model = {**LLAMA, "vocab_size": json.loads((base / "config.json").read_text())["vocab_size"]}
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"text": f"the {word} sees"}) + "\n" for word in "cat dog bird one".split() * 2)
+    )
+    checkpointer = {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_files": ["model.safetensors"],
+        "output_dir": "${output_dir}/policy",
+    }
+    of_policy = {**checkpointer, "checkpoint_dir": str(base), "model_type": "LLAMA3"}
+    of_reward = {**checkpointer, "checkpoint_dir": str(reward), "model_type": "REWARD"}
+    settings = {
+        "policy_model": {"_component_": "torchtune.models.llama3.llama3", **model},
+        "reward_and_value_model": {
+            "_component_": "torchtune.modules.classifier_model",
+            "num_classes": 1,
+            "base_model_path": "torchtune.models.llama3.llama3",
+            **model,
+        },
+        "checkpointer": of_policy,
+        "ref_policy_checkpointer": of_policy,
+        "value_checkpointer": {**of_reward, "output_dir": "${output_dir}/value"},
+        "reward_checkpointer": of_reward,
+        "dataset": {
+            "_component_": "torchtune.datasets.text_completion_dataset",
+            "source": "json",
+            "data_files": str(prompts),
+            "column": "text",
+            "add_eos": False,
+        },
+        "loss": {
+            "_component_": "torchtune.rlhf.loss.PPOLoss",
+            "epsilon": 0.2,
+            "value_clip_range": 10.0,
+            "value_coeff": 1.0,
+        },
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3},
+        "batch_size": 4,
+        "forward_batch_size": 2,
+        "ppo_batch_size": 4,
+        "ppo_epochs": 1,
+        "gradient_accumulation_steps": 2,
+        "num_steps": 32,
+        "max_generated_tokens": 6,
+        "min_response_length": 2,
+        "penalise_no_eos": False,
+        "reward_penalty": -3,
+        "temperature": 0.7,
+        "top_k": None,
+        "gamma": 1,
+        "lmbda": 0.95,
+        "kl_coeff": 0.01,
+        "whiten_rewards": False,
+        "enable_kv_cache": True,
+    }
+    path = write_yaml(folder, output_dir, lora=False, **settings)
+    cfg = yaml.safe_load(path.read_text())
+    for key in ("model", "epochs", "max_steps_per_epoch", "clip_grad_norm"):
+        del cfg[key]
+    path.write_text(yaml.safe_dump(cfg, sort_keys=False))
+    run(forker, f"{OLDER}/ppo", path)
+    value_losses, ratios = list(records(output_dir, "value_loss").values()), records(output_dir, "ratios")
+    assert len(ratios) == 8
+    assert ratios == pytest.approx(dict.fromkeys(ratios, 1), abs=1e-3)  # one update on what this policy sampled
+    assert sum(value_losses[-2:]) < sum(value_losses[:2])
+    for name, kind in (("policy", "AutoModelForCausalLM"), ("value", "AutoModelForSequenceClassification")):
+        saved = sorted((output_dir / name).glob("epoch_*"))[-1]
+        getattr(transformers, kind).from_pretrained(saved)

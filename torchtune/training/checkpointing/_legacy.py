@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from torchtune.models import Description, FusedAdapter, ModelSpec, get_spec, spec_for_architecture, text_config
+from torchtune.models import (
+    Description,
+    FusedAdapter,
+    ModelSpec,
+    get_spec,
+    list_specs,
+    spec_for_architecture,
+    text_config,
+)
 from torchtune.models.convert_weights import meta_to_tune, tune_to_meta, tune_to_peft_adapter_config
 from torchtune.training.checkpointing._adapter import (
     ADAPTER_CONFIG_FILE,
@@ -200,17 +208,18 @@ class LegacyInterface:
         return inside if inside.is_file() else folder.parent / "recipe_state" / _RECIPE_STATE
 
     def _identity(self) -> tuple[ModelSpec, Description]:
-        """Spec and description of the model by ``config.json``; ``model_type`` chooses its family."""
+        """Spec and description of the model by ``config.json``; a ``model_type`` that is a family's name chooses it."""
         path = self._source.checkpoint_dir / "config.json"
         if not path.is_file():
             raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
         config = text_config(read_json(path))
-        if self._source.model_type is not None:
-            spec = get_spec(self._source.model_type.value)
+        named = None if self._source.model_type is None else self._source.model_type.value
+        if named in list_specs():
+            spec = get_spec(named)
         elif config.get("architectures"):
             spec = spec_for_architecture(config["architectures"][0])
         else:
-            raise CheckpointError(f"{path} names no architecture: say model_type in the config.")
+            raise CheckpointError(f"{path} names no architecture: name the family of the model as model_type.")
         return spec, spec.from_hf_config(config)
 
 

@@ -69,10 +69,13 @@ def test_the_dict_is_the_models(source: Path, tmp_path: Path) -> None:
     assert same_bits(loaded["model"], load(source).state_dict())
 
 
-@pytest.mark.parametrize("shape", ["qwen3_tied", "llama_tied"])
-def test_names_of_other_families(shape: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "model_type"), [("qwen3_tied", None), ("llama_tied", None), ("phi3", "PHI3_MINI"), ("llama", "REWARD")]
+)
+def test_names_of_other_families(shape: str, model_type: str | None, tmp_path: Path) -> None:
+    """A ``model_type`` of older configs need not be the name of a family."""
     folder = write_folder(tmp_path / "source", shape)
-    loaded = FullModelHFCheckpointer(str(folder)).load_checkpoint()["model"]
+    loaded = FullModelHFCheckpointer(str(folder), model_type=model_type).load_checkpoint()["model"]
     assert same_bits(loaded, load(folder).state_dict())
 
 
