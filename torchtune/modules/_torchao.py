@@ -96,6 +96,12 @@ def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | No
     return layer[0].activation_fake_quantizer, layer[0].weight_fake_quantizer
 
 
+def fake_quantize_configs(base_config: Any, group_size: int | None) -> tuple[Any, Any]:
+    """Torchao's configurations of the fake quantizers of inputs and weights; None for what stays as it is."""
+    found = fake_quantizers(base_config, torch.Size((1, group_size or 1)))
+    return getattr(found[0], "config", None), getattr(found[1], "config", None)
+
+
 def fake_quantizer(config: Any) -> nn.Module:
     """The module that simulates what a ``FakeQuantizeConfigBase`` of torchao says."""
     return torchao_quantization().qat.FakeQuantizerBase.from_config(config)

@@ -6,6 +6,7 @@ precision. Recipes of quantisation-aware training take a ``*QATQuantizer``, the 
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -130,14 +131,11 @@ class QATQuantizer(Quantizer):
 
     def get_activation_fake_quantize_config(self) -> Any:
         """Return torchao's configuration of inputs, or None; for :func:`swap_lora_linear_with_qat`."""
-        return getattr(self._fake_quantizers()[0], "config", None)
+        return _torchao.fake_quantize_configs(self.base_config, self.group_size)[0]
 
     def get_weight_fake_quantize_config(self) -> Any:
         """Return torchao's configuration of weights, or None; for :func:`swap_lora_linear_with_qat`."""
-        return getattr(self._fake_quantizers()[1], "config", None)
-
-    def _fake_quantizers(self) -> tuple[nn.Module | None, nn.Module | None]:
-        return _torchao.fake_quantizers(self.base_config, torch.Size((1, self.group_size or 1)))
+        return _torchao.fake_quantize_configs(self.base_config, self.group_size)[1]
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Quantise a prepared model, adapters merged in, and return it: it computes what it did when it was prepared.
@@ -440,14 +438,7 @@ def _trained_for(folder: Path) -> QATQuantizer | None:
     return kind(**options) if isinstance(kind, type) and issubclass(kind, QATQuantizer) else None
 
 
-def _enable_linear_fake_quant(mod: nn.Module, enabled: bool = True) -> None:
-    set_fake_quant(mod, enabled)
-
-
-def _disable_linear_fake_quant(mod: nn.Module) -> None:
-    set_fake_quant(mod, enabled=False)
-
-
+_enable_linear_fake_quant, _disable_linear_fake_quant = set_fake_quant, partial(set_fake_quant, enabled=False)
 enable_4w_fake_quant_module_swap = enable_8da4w_fake_quant_module_swap = _enable_linear_fake_quant
 disable_4w_fake_quant_module_swap = disable_8da4w_fake_quant_module_swap = _disable_linear_fake_quant
 
