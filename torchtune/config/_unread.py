@@ -54,7 +54,7 @@ def check(document: Document, recipe_main: Callable[..., Any], references: set[s
         document.add((key,), f"is never read by {Path(file).name}{hint}")
     if without_effect and not source.hands_on:
         message = (
-            f"{Path(file).name} never reads {', '.join(without_effect)} of the config: what it says has no effect."
+            f"{Path(file).name} never reads {', '.join(without_effect)} of the config, so setting it has no effect."
         )
         log_once(get_logger(), message, level=30)
 
@@ -103,7 +103,7 @@ class _Source:
         self.hands_on = any(_is_config(node) and id(node) not in own for node in loads)
 
     def _read(self, node: ast.AST) -> Iterable[ast.AST]:
-        """Note what ``node`` mentions and reads; returns the nodes in it that are the config."""
+        """Note the keys that ``node`` mentions and reads; return its nodes that stand for the config."""
         if isinstance(node, ast.Attribute):
             self.mentioned.add(node.attr)
             if _is_config(node.value):
