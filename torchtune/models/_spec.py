@@ -99,6 +99,11 @@ class ModelSpec:
         theirs = {path: names.external_module(path, description) for path in paths if path in known}
         return [path for path, name in theirs.items() if name.endswith(self.not_in_peft)]
 
+    def parameters_in_peft(self, paths: Collection[str], description: Description) -> list[str]:
+        """Select the paths of linear layers that ``peft`` adapts as parameters, without dropout or magnitudes."""
+        names = self.weight_maps.get("hf")
+        return [path for path in paths if names is not None and names.named_like_experts(path, description)]
+
     def fused_with(self, paths: Collection[str], description: Description) -> list[str]:
         """Modules that are not of ``paths``, but that checkpoints and peft hold in one projection with one of these."""
         if "hf" not in self.weight_maps:

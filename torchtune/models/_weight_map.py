@@ -303,6 +303,15 @@ class WeightMap:
         """Our names of the modules that have adapters in PEFT's format."""
         return frozenset(name.partition(".lora_")[0] for name in _expand(self.peft(), description).by_tune)
 
+    def named_like_experts(self, tune_module: str, description: Description) -> bool:
+        """Whether a linear layer has the name of a matrix of experts in the other format: ``mlp.gate_proj``.
+
+        ``peft`` takes target modules of such a name for the experts, so that files name the weight as a parameter.
+        """
+        matrices = {_leaf(_templates(row.external)[0]) for row in self.rows if isinstance(row.op, Stack)}
+        group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
+        return group is not None and _leaf(group.external[0]) in matrices
+
     def adapted_together(self, tune_module: str, description: Description) -> tuple[str, ...]:
         """Our names of all modules that a checkpoint fuses with this one, itself included."""
         group = _expand(self.peft(), description).by_tune.get(f"{tune_module}.lora_a.weight")
@@ -364,6 +373,10 @@ class _Table:
     by_tune: dict[str, Group]
     tied: tuple[Tied, ...]
     ignored: frozenset[str]
+
+
+def _leaf(external: str) -> str:
+    return external.removesuffix(".weight").rpartition(".")[2]
 
 
 def _templates(value: str | tuple[str, ...]) -> tuple[str, ...]:

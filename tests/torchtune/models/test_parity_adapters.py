@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tests.torchtune.models.conftest import FAMILIES, make_hf_model
 from torchtune.models import ModelError, from_hf_config
 from torchtune.modules import TransformerDecoder
-from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.conversion import ConversionError, apply_conversions
+from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.modules.peft._utils import MIXER_INPUTS, STANDS_FOR
 from torchtune.training import FullModelHFCheckpointer
@@ -21,19 +24,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 ATTENTION = ("output_proj", *MIXER_INPUTS, *(name for names in STANDS_FOR.values() for name in names))
-PARTS = (*ATTENTION, "w1", "w2", "w3")
+MLPS = ("w1", "w2", "w3")
+PARTS = (*ATTENTION, *MLPS)
 TOKENS = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(1))
 
 
-def adaptable(model: TransformerDecoder) -> list[str]:
-    """The layers whose adapters the family can save, by path: attention and MLP.
+# Families with a mixture of experts.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MIXTURES = [name for name, (_, says) in FAMILIES.items() if any(says.get(count) for count in _COUNTS)]
+# Those of them that take no adapters of experts: checkpoints hold them in one tensor, or they have no gate or biases.
+WITHOUT_ADAPTED_EXPERTS = ("gemma4_experts", "granite4_h", "nemotron_h", "llama4", "mistral4", "gpt_oss")
 
-    In a model with experts, peft takes every feed-forward for theirs; these have a test among the checkpoints'.
-    """
-    parts = ATTENTION if model.description.num_experts else PARTS
+
+def adaptable(model: TransformerDecoder) -> list[str]:
+    """The layers whose adapters the family can save, by path: attention and MLP, but no experts."""
     found = []
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] in parts:
+        if isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] in PARTS:
             try:
                 model.spec.check_adapters([path], model.description)
             except ModelError:
@@ -81,6 +88,13 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
+def randomize(model: TransformerDecoder) -> None:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in get_adapter_params(model).items():
+            parameter.normal_(std=0.1 if name.endswith(("lora_b.weight", "_b")) else 0.2)
+
+
 def test_adapters_go_both_ways_through_files(pair: Any, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -91,20 +105,73 @@ def test_adapters_go_both_ways_through_files(pair: Any, tmp_path: Path) -> None:
     base = logits(pair.hf)
     assert (logits(model) - base).abs().max() <= 1e-4, "it changes nothing yet"
 
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in get_adapter_params(model).items():
-            parameter.normal_(std=0.1 if "lora_b" in name else 0.2)
+    randomize(model)
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     in_peft = PeftModel.from_pretrained(copy.deepcopy(pair.hf), saved).eval()
     assert (logits(model) - base).abs().max() > 0.01
     assert (logits(in_peft) - logits(model)).abs().max() <= 1e-4
 
-    targets = json.loads((saved / "adapter_config.json").read_text())["target_modules"]
+    written = json.loads((saved / "adapter_config.json").read_text())
+    targets = {key: written.get(key) for key in ("target_modules", "target_parameters")}
     torch.manual_seed(4)
-    settings = LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+    settings = LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **targets)
     theirs = get_peft_model(copy.deepcopy(pair.hf), settings).eval()
     theirs.save_pretrained(source)
     _, loaded = load(source, tmp_path / "other", conversion)
     assert (logits(theirs) - base).abs().max() > 1e-3
     assert (logits(loaded) - logits(theirs)).abs().max() <= 1e-4
+
+
+# peft itself writes these patterns for parameters of experts, applies them, and looks for them among modules only; it
+# warns, too, where an adapter is of parameters alone, and where files of other releases of transformers name modules.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:target_modules=.* were set but no module was matched:RuntimeWarning")
+# It gives the experts of every layer an adapter, zero where the file has none, and says so.
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys while loading the checkpoint:UserWarning")
+@pytest.mark.parametrize("use_rslora", [False, True], ids=["lora", "rslora"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_peft_reads_every_adapter_of_a_mixture(name: str, use_rslora: bool, tmp_path: Path) -> None:
+    from peft import PeftModel, set_peft_model_state_dict
+
+    hf = make_hf_model(name)
+    hf.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        modules = dict(from_hf_config(tmp_path).named_modules())
+    experts = [path for path, module in modules.items() if isinstance(module, GroupedExperts)]
+    mlps = [path for path, module in modules.items() if isinstance(module, torch.nn.Linear) and path[-2:] in MLPS]
+    if name in WITHOUT_ADAPTED_EXPERTS:
+        with pytest.raises((ConversionError, ModelError), match=r"leave them out|set apply_lora_to_mlp to False"):
+            load(tmp_path, tmp_path / "refused", LoRA(target_modules=experts))
+        experts = []
+    scopes = {"experts": experts, "MLPs": mlps, "both": [*experts, *mlps], "first": [*experts[:1], *mlps[:1]]}
+    everything = LoRA(3, 5, apply_to_mlp=True, use_rslora=use_rslora) if name not in WITHOUT_ADAPTED_EXPERTS else None
+    adapters = [
+        *((scope, LoRA(3, 5, target_modules=paths, use_rslora=use_rslora)) for scope, paths in scopes.items() if paths),
+        *([("attention too", everything)] if everything is not None else []),
+    ]
+    for number, (scope, conversion) in enumerate(adapters):
+        checkpointer, model = load(tmp_path, tmp_path / "out", conversion)
+        randomize(model)
+        saved, ours = checkpointer.save(f"epoch_{number}", model, contents="adapter"), logits(model)
+        checkpointer.close()
+        in_peft = PeftModel.from_pretrained(copy.deepcopy(hf), saved).eval()
+        assert not set_peft_model_state_dict(in_peft, load_file(saved / "adapter_model.safetensors")).unexpected_keys
+        assert (ours - logits(hf)).abs().max() > 0.01
+        assert (logits(in_peft) - ours).abs().max() <= 1e-4, scope
+
+        with torch.device("meta"):
+            again = from_hf_config(tmp_path)
+            apply_conversions(again, [conversion])
+        FullModelHFCheckpointer(str(tmp_path), adapter_checkpoint=str(saved)).load_model(again)
+        assert torch.equal(logits(again.eval()), ours)
+
+
+def test_mlps_beside_experts_take_no_magnitudes_and_files_say_no_dropout(tmp_path: Path) -> None:
+    make_hf_model("glm4_moe").save_pretrained(tmp_path)
+    dora = LoRA(use_dora=True, target_modules=["mlp.w1"])
+    with pytest.raises(ConversionError, match=r"magnitudes of 'layers.0.mlp.w1'.*set use_dora to False"):
+        load(tmp_path, tmp_path / "out", dora)
+    checkpointer, model = load(tmp_path, tmp_path / "out", LoRA(dropout=0.1, target_modules=["shared_expert.w*"]))
+    settings = json.loads((checkpointer.save("epoch_0", model, contents="adapter") / "adapter_config.json").read_text())
+    assert settings["lora_dropout"] == 0  # peft refuses any other for parameters
+    checkpointer.close()

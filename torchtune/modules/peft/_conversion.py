@@ -210,6 +210,11 @@ class LoRA(Conversion):
                 without = spec.refused_by_peft(chosen, model.description)
                 chosen = {path: module for path, module in chosen.items() if path not in without}
             spec.check_adapters(chosen, model.description)
+            if self.use_dora and (plain := spec.parameters_in_peft(chosen, model.description)):
+                raise ConversionError(
+                    f"LoRA: peft reads no adapter with magnitudes of '{plain[0]}', whose name it takes for that of "
+                    "experts: leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to False."
+                )
             beside = spec.fused_with(chosen, model.description)
             chosen |= {path: model.get_submodule(path) for path in beside}
         linear_kind = DoRALinear if self.use_dora else LoRALinear
@@ -226,9 +231,7 @@ class LoRA(Conversion):
         set_trainable_params(model, adapter.keys() - frozen)
         note = f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen"
         if self.dropout and self._saved_dropout(model) != self.dropout:
-            note += "; files say lora_dropout 0, because peft has none for experts"
-        if self.use_rslora and not (scale := self._saved_scale(model))["use_rslora"]:
-            note += f"; files say LoRA of alpha {scale['lora_alpha']:g}, because peft has no rsLoRA for experts"
+            note += "; files say lora_dropout 0, because peft has none for experts and MLPs beside them"
         if without:
             note += f"; none for {without[0]} and its like ({len(without)}), which peft refuses"
         if beside:
@@ -276,19 +279,12 @@ class LoRA(Conversion):
         return [path for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAGroupedExperts)]
 
     def _saved_dropout(self, model: nn.Module) -> float:
-        """``lora_dropout`` in ``adapter_config.json``: 0 with adapters of experts, which ``peft`` requires."""
-        return 0.0 if any(isinstance(module, LoRAGroupedExperts) for module in model.modules()) else self.dropout
-
-    def _saved_scale(self, model: nn.Module) -> dict[str, Any]:
-        """``lora_alpha`` and ``use_rslora`` in ``adapter_config.json``: of experts those of the same LoRA.
-
-        ``peft`` doubles alpha for the gate and up projections of experts, which it holds in one tensor of twice the
-        rank; that preserves ``alpha / rank`` only.
-        """
-        has_experts = any(isinstance(module, LoRAGroupedExperts) for module in model.modules())
-        if not (self.use_rslora and has_experts):
-            return {"lora_alpha": self.alpha, "use_rslora": self.use_rslora}
-        return {"lora_alpha": self.rank * lora_scaling(self.rank, self.alpha, use_rslora=True), "use_rslora": False}
+        """``lora_dropout`` in ``adapter_config.json``: 0 with adapters of parameters, which ``peft`` requires."""
+        adapted, spec = self.adapted_paths(model), getattr(model, "spec", None)
+        as_parameters = any(isinstance(model.get_submodule(path), LoRAGroupedExperts) for path in adapted)
+        if spec is not None and spec.parameters_in_peft(adapted, model.description):
+            as_parameters = True
+        return 0.0 if as_parameters else self.dropout
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
         """Merge the adapter into the weight ``name``; other tensors are returned unchanged.
@@ -319,7 +315,8 @@ class LoRA(Conversion):
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": self.rank,
-            **self._saved_scale(model),
+            "lora_alpha": self.alpha,
+            "use_rslora": self.use_rslora,
             "lora_dropout": self._saved_dropout(model),
             "use_dora": self.use_dora,
             "bias": "none",

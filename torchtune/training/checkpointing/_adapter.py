@@ -1,5 +1,6 @@
 """Adapter files: PEFT's layout, read and written, and the layout of older checkpoints, read."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,8 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 _OLDER_FILE = "adapter_model.pt"
 _FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
 _PEFT_PREFIX = "base_model.model."
+# Parameters of stacked experts in transformers: an adapter's tensors have one of each expert, which peft puts together.
+_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def find_adapter(path: Path) -> Path:
@@ -238,7 +241,6 @@ def adapter_entries(
         raise CheckpointError(
             f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
         )
-    external = dict.fromkeys(module for name in parameters for module in map(_adapted, groups[name].external))
     chosen = dict.fromkeys(groups[name] for name in parameters)
     entries = [group_entry(group, weights, ranks, turn) for turn, group in enumerate(chosen)]
     for turn, (name, parameter) in enumerate(tokens.items()):
@@ -246,9 +248,47 @@ def adapter_entries(
         entries.append(Entry({rows[name]: shard.spec}, partial(_rows, rows[name], shard)))
     settings = peft_settings(model) | {"trainable_token_indices": token_indices(model)}
     settings |= {"init_lora_weights": getattr(model, "adapter_init", None) or True}
-    # In a composite model, the last components would also select modules of the other towers.
-    targets = sorted(external) if prefixes else _shortest(list(external), weight_map, description)
-    return entries, adapter_settings(base_name, settings | _patterns(chosen, settings), targets)
+    settings |= adapted_modules(chosen, weight_map, description, settings, in_full=bool(prefixes))
+    return entries, adapter_settings(base_name, settings)
+
+
+def adapted_modules(
+    groups: Collection[Group],
+    weight_map: WeightMap,
+    description: Description,
+    settings: Mapping[str, Any],
+    *,
+    in_full: bool = False,
+) -> dict[str, Any]:
+    """The fields of ``adapter_config.json`` that say what is adapted, with which rank and alpha.
+
+    Args:
+        groups: of the adapter's parameters.
+        weight_map: of the model, in Hugging Face's format.
+        description: of the model.
+        settings: rank and alpha of one adapter.
+        in_full: name modules by their paths: in a composite model, shorter names would also select modules of the other
+            towers.
+    """
+    modules = dict.fromkeys(module for group in groups for module in map(_adapted, group.external))
+    parameters = {
+        _adapted(group.external[0])
+        for group in groups
+        if weight_map.named_like_experts(group.tune[0].removesuffix(".lora_a.weight"), description)
+    }
+    targets, linears = (
+        sorted(names) if in_full else _shortest(names, weight_map, description)
+        for names in (modules.keys() - parameters, parameters)
+    )
+    target_parameters = [f"{name}.weight" for name in linears]
+    target_parameters += _EXPERTS if any(map(_is_of_experts, groups)) else ()
+    found = {"target_modules": targets} | _patterns(groups, settings)
+    return found | ({"target_parameters": target_parameters} if target_parameters else {})
+
+
+def _is_of_experts(group: Group) -> bool:
+    """Whether adapters of stacked experts are in the group."""
+    return not group.tune[0].endswith((".weight", ".magnitude"))
 
 
 def _rows(name: str, shard: LocalShard) -> list[TensorSlice]:
@@ -259,6 +299,8 @@ def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str,
     """Rank and alpha of the adapters of fused projections: the sums over their projections."""
     counts = {}
     for group in groups:
+        if _is_of_experts(group):
+            counts[_EXPERTS[0]] = 2
         if isinstance(group.op, FusedAdapter):
             counts[_adapted(group.external[0]).rpartition(".")[2]] = len(group.op.sizes)
     if not counts:
@@ -275,7 +317,7 @@ def _adapted(name: str) -> str:
     return name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")[0]
 
 
-def adapter_settings(base_name: str, settings: dict[str, Any], target_modules: list[str]) -> dict[str, Any]:
+def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The contents of ``adapter_config.json``."""
     return {
         "peft_type": "LORA",
@@ -287,21 +329,23 @@ def adapter_settings(base_name: str, settings: dict[str, Any], target_modules: l
         "modules_to_save": None,
         **settings,
         "base_model_name_or_path": base_name,
-        "target_modules": target_modules,
     }
 
 
-def _shortest(names: list[str], weight_map: WeightMap, description: Description) -> list[str]:
-    """Last components of module names (``q_proj``) if they select the same modules, else full names."""
-    leaves = sorted({name.rpartition(".")[2] for name in names})
-    modules = [
+def _shortest(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
+    """The shortest names that select only these modules: last components (``q_proj``), paths in a layer, or full names."""
+    modules = {
         name.removesuffix(".weight")
-        for group in weight_map.groups(description)
+        for group in weight_map.prefixed(dict(weight_map.modules)).groups(description)
         for name in group.external
         if name.endswith(".weight")
-    ]
-    chosen = {name for name in modules if name.rpartition(".")[2] in leaves}
-    return leaves if chosen == set(names) else sorted(names)
+    }
+    others = {end for name in modules.difference(names) for end in _ends(name)}
+    return sorted({next(end for end in (*_ends(name), name) if end not in others) for name in names})
+
+
+def _ends(name: str) -> tuple[str, str]:
+    return name.rpartition(".")[2], re.sub(r".*\.layers\.\d+\.", "", name)
 
 
 def adapter_folder(folder: Path) -> Path:

@@ -21,6 +21,7 @@ from torchtune.training.checkpointing._adapter import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_DIR,
     ADAPTER_FILE,
+    adapted_modules,
     adapter_settings,
 )
 from torchtune.training.checkpointing._directories import complete_directories, new_directory, prune
@@ -183,8 +184,9 @@ class LegacyInterface:
         )
         if ADAPTER_CONFIG in state_dict:
             settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
-            modules = sorted(settings.pop("target_modules"))
-            write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self._source.base_name(), settings, modules))
+            groups = [group for group in weight_map.groups(description) if adapter.keys() & group.tune]
+            settings |= adapted_modules(groups, spec.weight_map("hf"), description, settings)
+            write_json(target / ADAPTER_CONFIG_FILE, adapter_settings(self._source.base_name(), settings))
 
     def _latest(self) -> Path:
         """The newest checkpoint; without completion markers (earlier releases), the one with the largest number."""

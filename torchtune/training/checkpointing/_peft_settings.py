@@ -38,7 +38,14 @@ _ANY = (
     *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode"),
     *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("megatron_core", "qalora_group_size"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    *(
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "ensure_weight_tying",
+    ),
 )
 # Values of init_lora_weights that leave the base weights as they are, and those with which peft subtracts the initial
 # adapter from them.

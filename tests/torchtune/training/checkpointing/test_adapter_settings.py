@@ -139,7 +139,6 @@ def test_a_fused_projection_has_no_start_of_its_own(tmp_path: Path) -> None:
         ("rank_pattern", {"q_proj": 2}),
         ("alpha_pattern", {"q_proj": 2}),
         ("modules_to_save", ["lm_head"]),
-        ("target_parameters", ["mlp.down_proj.weight"]),
         ("fan_in_fan_out", True),
         ("use_qalora", True),
         ("arrow_config", {"top_k": 2}),
@@ -192,5 +191,5 @@ def test_no_setting_of_peft_is_overlooked(tmp_path: Path) -> None:
         *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode"),
         *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core"),
         *("qalora_group_size", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        "ensure_weight_tying",
+        *("ensure_weight_tying", "target_parameters"),
     }
