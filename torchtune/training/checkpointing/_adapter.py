@@ -333,7 +333,7 @@ def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def _shortest(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
-    """The shortest names that select only these modules: last components (``q_proj``), paths in a layer, or full names."""
+    """The shortest names that select these modules alone: last components (``q_proj``), paths in a layer, full names."""
     modules = {
         name.removesuffix(".weight")
         for group in weight_map.prefixed(dict(weight_map.modules)).groups(description)
