@@ -20,6 +20,7 @@ from torchtune.training.checkpointing._adapter import (
     adapter_conversion,
     adapter_folder,
 )
+from torchtune.training.checkpointing._owned_files import OWNED_INDEX
 from torchtune.utils import UserError, read_json
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -43,7 +44,8 @@ def load(
             ``adapter_config.json`` names.
         adapter: folder or repository of a LoRA adapter of that model, loaded with its rank and target modules and ready
             to be trained on. Or a conversion, or several, such as :class:`torchtune.modules.peft.LoRA`, applied
-            before the weights are loaded: new adapters start untrained.
+            before the weights are loaded: new adapters start untrained. If ``path`` holds the parameters of a
+            conversion of your own, give that conversion.
         dtype: of the weights, ``"bf16"``, ``"fp32"`` or a floating ``torch.dtype``; by default the one in
             ``config.json``, or float32 if there is none or the device only emulates it.
         device: of the model; by default the best one.
@@ -62,29 +64,29 @@ def load(
         True
     """
     folder, repo_id = _folder(path)
-    if not isinstance(adapter, str | Path) and _has_adapter(folder):
-        if adapter is not None:
+    place, conversions = (adapter, []) if isinstance(adapter, str | Path) else (None, adapter)
+    conversions = list(conversions) if isinstance(conversions, Sequence) else [conversions] if conversions else []
+    if place is None and (_has_adapter(folder) or (folder / OWNED_INDEX).is_file()):
+        if conversions and not (folder / OWNED_INDEX).is_file():
             raise CheckpointError(f"{path} holds an adapter: it cannot get another one, merge it into its base first.")
-        adapter = folder
-        if not any(file.name != ADAPTER_FILE for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        place = folder
+        if all(file.name.startswith("adapter_") for pattern in _WEIGHTS for file in folder.glob(pattern)):
             folder, repo_id = _base_of(folder)
     if not (folder / "config.json").is_file() and (files := sorted(folder.glob("*.gguf"))):
         raise CheckpointError(
             f"{path} holds a GGUF file alone: torchtune.training.checkpointing.gguf_to_hf({files[0].name!r}, folder) "
             "writes a folder to load."
         )
-    adapter_dir, conversions = None, []
-    if isinstance(adapter, str | Path):
-        adapter_dir = adapter_folder(_folder(adapter)[0])
+    adapter_dir = None
+    if place is not None:
+        adapter_dir = adapter_folder(_folder(place)[0])
         if adapter_dir.parent.resolve() == folder.resolve():
             raise CheckpointError(f"adapter: the weights in {path} have {adapter_dir} merged in: give path alone.")
-    elif adapter is not None:
-        conversions = list(adapter) if isinstance(adapter, Sequence) else [adapter]
     chosen = utils.get_device(None if device is None else str(device))
     with training.set_default_dtype(_dtype(dtype, folder, chosen)), torch.device("meta"):
         model = from_hf_config(folder)
-        if adapter_dir is not None:
-            conversions = [adapter_conversion(model, adapter_dir)]
+        if adapter_dir is not None and _has_adapter(adapter_dir):
+            conversions = [adapter_conversion(model, adapter_dir), *conversions]
         apply_conversions(model, conversions)
     where = None if adapter_dir is None else str(adapter_dir.resolve())
     source = ModelSource(folder, adapter_checkpoint=where, repo_id=repo_id)
@@ -120,7 +122,7 @@ def _has_adapter(folder: Path) -> bool:
 
 def _base_of(folder: Path) -> tuple[Path, str | None]:
     """Folder and repository of the base of an adapter."""
-    file = folder / ADAPTER_CONFIG_FILE
+    file = folder / (ADAPTER_CONFIG_FILE if _has_adapter(folder) else OWNED_INDEX)
     base = read_json(file, CheckpointError).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{file} names no base (base_model_name_or_path): load the base with adapter={folder}.")

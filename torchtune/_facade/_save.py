@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from torchtune._facade._origin import ORIGINS, plain
-from torchtune.modules.peft import get_adapter_params
+from torchtune.modules.peft import owned_parameters
 from torchtune.training import CheckpointError, CheckpointStore, ModelSource
 from torchtune.training.checkpointing._contents import Contents
 from torchtune.training.checkpointing._directories import MARKER
@@ -31,9 +31,9 @@ def save(
     Args:
         model: from :func:`load`, or from a builder of :mod:`torchtune.models`; its adapters included.
         path: the folder.
-        contents: ``"model"``, the weights without adapters; ``"adapter"``, in PEFT's layout; ``"merged"``, the weights
-            with the adapter merged in; ``("adapter", "merged")`` writes both. By default the adapter of a model that
-            has one, else the model.
+        contents: ``"model"``, the weights without adapters; ``"adapter"``, in PEFT's layout, with a file for each other
+            conversion that owns parameters; ``"merged"``, the weights with the adapter merged in; ``("adapter",
+            "merged")`` writes both. By default the adapter of a model that has one, else the model.
         base: folder that the model started from: its tokenizer and other small files are copied. By default the
             checkpoint of :func:`load`.
         overwrite: replace the folder if it is there; only one that was written by this function or by a recipe.
@@ -61,7 +61,7 @@ def save(
         how = "it was not written by torchtune.save, so delete it yourself" if overwrite else "give overwrite=True"
         raise CheckpointError(f"path: {path} is there already: name a new folder, or {how}.")
     if contents is None:
-        contents = "adapter" if get_adapter_params(model) else "model"
+        contents = "adapter" if owned_parameters(model) else "model"
     ranks = Ranks(CheckpointError)
     aside = path.with_name(f".{path.name}.saving")  # the same name on every rank
     store = CheckpointStore({"policy": source}, aside)

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from torchtune.modules.peft import get_adapter_params
+from torchtune.modules.peft import owned_parameters
 from torchtune.rlhf._http import post_json
 from torchtune.rlhf._rollouts import MOST_LOG_PROB, Rollout, RolloutError
 from torchtune.utils import read_json, write_json
@@ -66,7 +66,7 @@ class Server(ABC):
 
     def contents(self, model: nn.Module) -> str:
         """What of the model is written for it; see :meth:`CheckpointStore.save`."""
-        return "merged" if get_adapter_params(model) else "model"
+        return "merged" if owned_parameters(model) else "model"
 
     @abstractmethod
     def check(self) -> None:
@@ -125,7 +125,7 @@ class VLLMServer(Server):
 
     def contents(self, model: nn.Module) -> str:
         """Adapters alone, where the model has some."""
-        has_adapters = bool(get_adapter_params(model))
+        has_adapters = bool(owned_parameters(model))
         self._hint = (
             "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             if has_adapters

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from torchtune.modules.conversion import ConversionError
+from torchtune.modules.conversion import ConversionError, complete_conversions
 from torchtune.modules.peft._functional import merged_weight
 from torchtune.utils import deprecate_parameter
 
@@ -62,11 +62,22 @@ def get_adapter_params(model: nn.Module) -> dict[str, nn.Parameter]:
     return params
 
 
+def owned_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that conversions save apart from the base weights, such as those of adapters.
+
+    Example:
+        >>> from torchtune.modules.peft import owned_parameters
+        >>> owned_parameters(model)
+        set()
+    """
+    return set().union(*(conversion.owned_parameters(model) for conversion in complete_conversions(model)))
+
+
 def require_adapters(model: nn.Module) -> None:
-    """Check that the model has adapters.
+    """Check that the model has adapters, or other parameters that a conversion owns.
 
     Raises:
-        ConversionError: ``model`` has no adapters.
+        ConversionError: ``model`` has none.
 
     Example:
         >>> from torchtune.modules.peft import require_adapters
@@ -75,10 +86,10 @@ def require_adapters(model: nn.Module) -> None:
             ...
         torchtune...
     """
-    if next(adapter_modules(model), None) is None:
+    if next(adapter_modules(model), None) is None and not owned_parameters(model):
         raise ConversionError(
             "model: it has no adapters to train: use a lora_* builder or add torchtune.modules.peft.LoRA to "
-            "model_converters."
+            "model_converters; a conversion of your own names its parameters in owned_parameters(model)."
         )
 
 
@@ -138,13 +149,26 @@ def get_lora_module_names(
 def disable_adapter(model: nn.Module) -> Generator[None, None, None]:
     """Context manager that disables the adapters: the model computes with its base weights.
 
+    An adapter is a module with ``adapter_params()`` and an attribute ``disabled``.
+
+    Raises:
+        ConversionError: a conversion owns parameters of another module.
+
     Example:
         >>> from torchtune.modules.peft import LoRA, disable_adapter
         >>> model, _ = torchtune.load(checkpoint, adapter=LoRA(rank=2), device="cpu")
         >>> with disable_adapter(model):
         ...     reference = model(torch.tensor([[5, 40, 7]]))  # as the base computes it
     """
-    changed = []
+    changed, left = [], owned_parameters(model)
+    for path, module in adapter_modules(model):
+        if hasattr(module, "disabled"):
+            left -= {f"{path}.{name}" if path else name for name in module.adapter_params()}
+    if left:
+        raise ConversionError(
+            f"'{min(left)}' cannot be switched off for the base model's answers: give its module adapter_params() and "
+            "an attribute `disabled`, or give the reference a checkpoint of its own."
+        )
     try:
         for _, module in adapter_modules(model):
             if getattr(module, "disabled", None) is False:

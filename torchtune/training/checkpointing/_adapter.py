@@ -21,20 +21,22 @@ from torchtune.models import (
     rename_prefix,
     text_prefixes,
 )
-from torchtune.modules.peft import LoRA
+from torchtune.modules.peft import LoRA, owned_parameters
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import group_entry
-from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
-from torchtune.training.checkpointing._load import identity, load_tensor, read_json
+from torchtune.training.checkpointing._full_weights import FullWeights
+from torchtune.training.checkpointing._load import identity, load_tensor
 from torchtune.training.checkpointing._open_source import TextTower, open_source
+from torchtune.training.checkpointing._owned_files import OWNED_INDEX, load_owned, owned_files, slices_of
 from torchtune.training.checkpointing._peft_settings import (
     check_settings,
     peft_settings,
+    read_settings,
     take_from_base,
     token_indices,
     token_tensors,
 )
-from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
+from torchtune.training.checkpointing._safetensors_file import Entry
 from torchtune.training.checkpointing._sources import Source, must_exist
 from torchtune.training.parallel._ranks import Ranks
 from torchtune.training.parallel._shards import LocalShard
@@ -53,8 +55,8 @@ _PEFT_PREFIX = "base_model.model."
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-def find_adapter(path: Path) -> Path:
-    """The file of an adapter: ``path`` itself, or the one in the folder ``path``.
+def find_adapter(path: Path, model: nn.Module) -> Path:
+    """A file of an adapter: ``path`` itself, or the first one in the folder ``path`` that ``model`` may have.
 
     Raises:
         CheckpointError: there is none.
@@ -62,26 +64,28 @@ def find_adapter(path: Path) -> Path:
     if not path.is_dir():
         must_exist(path)
         return path
-    for name in _FILES:
+    names = (*_FILES, *owned_files(model), OWNED_INDEX)
+    for name in names:
         if (path / name).is_file():
             return path / name
-    raise CheckpointError(f"{path} holds no adapter ({', '.join(_FILES)}): name the folder that does.")
+    raise CheckpointError(f"{path} holds no adapter ({', '.join(names[:-1])}): name the folder that does.")
 
 
-def adapter_beside_base(folder: Path, *, wanted: bool) -> Path | None:
+def adapter_beside_base(folder: Path, model: nn.Module) -> Path | None:
     """The adapter in a folder of base weights, as in ``peft``; None if there is none.
 
     Args:
         folder: see above.
-        wanted: whether the model has adapters; if not, an adapter file is ignored with a warning.
+        model: to be filled; without an adapter of its own, an adapter file is ignored with a warning.
 
     Raises:
         CheckpointError: the checkpoint of an older release, with an adapter that may be merged into the weights.
     """
-    found = [folder / name for name in _FILES if (folder / name).is_file()]
+    names = (*_FILES, *owned_files(model), OWNED_INDEX)
+    found = [folder / name for name in names if (folder / name).is_file()]
     if not found:
         return None
-    if not wanted:
+    if not owned_parameters(model):
         get_logger().warning(f"{found[0]} is not used: the model has no adapter.")
         return None
     if found[0].name == _OLDER_FILE:
@@ -99,17 +103,22 @@ def load_adapter(model: nn.Module, file: Path, device: torch.device, dtype: torc
 
     Args:
         model: with adapters, on the meta device or real.
-        file: with PEFT's names, of the text model or of a composite model around it, or this library's.
+        file: with PEFT's names, of the text model or of a composite model around it, or this library's; or a file of
+            :func:`owned_files`, which are all read from its folder.
         device: where parameters on the meta device become real.
         dtype: of these; their own by default.
 
     Raises:
         CheckpointError: the adapter has other target modules, another rank or another alpha.
     """
-    source = open_source([file])
-    wanted = owned_names(model)
-    if not wanted:
+    wanted = owned_parameters(model) - load_owned(model, file.parent, device, dtype)
+    if not owned_parameters(model):
         raise CheckpointError(f"{file}: the model has no adapter to put it into: use a lora_* builder or a converter.")
+    if file.name in (*owned_files(model), OWNED_INDEX):
+        if not wanted:
+            return
+        file = file.with_name(ADAPTER_FILE)
+    source = open_source([file])
     spec, description = identity(model)
     patterns = _patterns(spec.weight_map("hf").peft().groups(description), peft_settings(model))
     settings = check_settings(model, file.with_name(ADAPTER_CONFIG_FILE), patterns)
@@ -229,6 +238,7 @@ def adapter_entries(
     spec, weights = spec.as_part(prefixes) if prefixes else spec, FullWeights(model)
     weight_map = spec.weight_map("hf")
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights.owned}
+    apart = {name for names in owned_files(model).values() for name in names}
     if not parameters:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
     groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
@@ -237,6 +247,7 @@ def adapter_entries(
         for theirs, ours in token_tensors(model).items()
     }
     tokens = {name: parameters.pop(name) for name in rows}
+    parameters = {name: parameter for name, parameter in parameters.items() if name not in apart}
     if unknown := [name for name in parameters if name not in groups]:
         raise CheckpointError(
             f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
@@ -245,7 +256,7 @@ def adapter_entries(
     entries = [group_entry(group, weights, ranks, turn) for turn, group in enumerate(chosen)]
     for turn, (name, parameter) in enumerate(tokens.items()):
         shard = LocalShard.of(parameter, ranks, turn)
-        entries.append(Entry({rows[name]: shard.spec}, partial(_rows, rows[name], shard)))
+        entries.append(Entry({rows[name]: shard.spec}, partial(slices_of, rows[name], shard)))
     settings = peft_settings(model) | {"trainable_token_indices": token_indices(model)}
     settings |= {"init_lora_weights": getattr(model, "adapter_init", None) or True}
     settings |= adapted_modules(chosen, weight_map, description, settings, in_full=bool(prefixes))
@@ -291,10 +302,6 @@ def _is_of_experts(group: Group) -> bool:
     return not group.tune[0].endswith((".weight", ".magnitude"))
 
 
-def _rows(name: str, shard: LocalShard) -> list[TensorSlice]:
-    return [TensorSlice.of(name, shard.data, [part.start for part in shard.slices])] if shard.is_writer else []
-
-
 def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Rank and alpha of the adapters of fused projections: the sums over their projections."""
     counts = {}
@@ -333,7 +340,7 @@ def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def _shortest(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
-    """The shortest names that select these modules alone: last components (``q_proj``), paths in a layer, full names."""
+    """The shortest names that select these modules alone: last component (``q_proj``), path in a layer, full name."""
     modules = {
         name.removesuffix(".weight")
         for group in weight_map.prefixed(dict(weight_map.modules)).groups(description)
@@ -357,6 +364,8 @@ def adapter_folder(folder: Path) -> Path:
     for candidate in (folder, folder / ADAPTER_DIR):
         if (candidate / ADAPTER_FILE).is_file() and (candidate / ADAPTER_CONFIG_FILE).is_file():
             return candidate
+        if (candidate / OWNED_INDEX).is_file():
+            return candidate
     raise CheckpointError(
         f"{folder}: there is no {ADAPTER_FILE} with an {ADAPTER_CONFIG_FILE}: give an adapter's folder."
     )
@@ -372,7 +381,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     Raises:
         CheckpointError: a file is missing, or the adapter is of another model.
     """
-    file, settings = folder / ADAPTER_FILE, read_json(folder / ADAPTER_CONFIG_FILE)
+    file, settings = folder / ADAPTER_FILE, read_settings(folder / ADAPTER_CONFIG_FILE)
     names = [name for name in open_source([file]).names() if ".lora_A." in name]
     spec, description = identity(model)
     prefixes = _prefixes_of_text(spec, names)

@@ -8,7 +8,8 @@ from torch import nn
 from torchtune.modules.conversion import complete_conversions
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights
-from torchtune.training.checkpointing._load import identity
+from torchtune.training.checkpointing._load import check_names, identity
+from torchtune.training.checkpointing._owned_files import owned_files
 from torchtune.training.checkpointing._peft_settings import trained_rows
 
 Content = Literal["model", "adapter", "merged"]
@@ -54,6 +55,7 @@ def written_names(model: nn.Module, contents: frozenset[str]) -> set[str]:
     if contents & {"adapter", "merged"}:
         adapter = {name for group in weight_map.peft().groups(description) for name in group.tune}
         adapter |= {rows for rows, _ in trained_rows(model).values()}
+        adapter |= {name for names in owned_files(model).values() for name in names}
         merge = "merged" in contents
         kept = [c.owned_parameters(model) for c in complete_conversions(model) if c.can_merge or not merge]
         written |= adapter & set().union(*kept)
@@ -71,8 +73,9 @@ def check_contents(model: nn.Module, contents: frozenset[str], *, resumable: boo
         resumable: whether a resume reads the checkpoint: of a model with an adapter it reads the adapter alone.
 
     Raises:
-        CheckpointError: a trained parameter would not be written.
+        CheckpointError: a trained parameter would not be written, or a weight has lost its name.
     """
+    check_names(model, exported=bool(contents & {"model", "merged"}))
     moved = set().union(*(conversion.moved_parameters(model) for conversion in complete_conversions(model)))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad or name in moved]
     if (init := getattr(model, "adapter_init", None)) and contents == {"model"}:
@@ -102,7 +105,7 @@ def check_contents(model: nn.Module, contents: frozenset[str], *, resumable: boo
         advice = "freeze it, or train it with full_finetune_single_device or full_finetune_distributed without adapters"
     else:
         what = "only what has a name in Hugging Face's or PEFT's format, and it has none"
-        advice = "freeze it, or leave out the conversion that adds it"
+        advice = "name it in owned_parameters(model) of the conversion that adds it, freeze it, or leave that out"
     more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
     raise CheckpointError(f"model: '{lost[0]}'{more} is trained, but checkpoints would hold {what}: {advice}.")
 

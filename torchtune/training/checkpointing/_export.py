@@ -10,9 +10,8 @@ from torch import nn
 
 from torchtune.models import Description, Group, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.training.checkpointing._directories import MARKER
-from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights
-from torchtune.training.checkpointing._load import identity, read_json
+from torchtune.training.checkpointing._load import check_names, identity, read_json
 from torchtune.training.checkpointing._open_source import TextTower
 from torchtune.training.checkpointing._safetensors_file import Entry, TensorFile, TensorSlice, num_bytes, write_file
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX
@@ -56,10 +55,7 @@ def model_entries(model: nn.Module, ranks: Ranks, *, merge: bool, whole: TextTow
     spec = spec if whole is None else spec.as_part(whole.prefixes)
     weights = FullWeights(model)
     groups = spec.weight_map("hf").groups(description)
-    if unknown := weights.base - {name for group in groups for name in group.tune}:
-        raise CheckpointError(
-            f"The parameter '{min(unknown)}' has no name in Hugging Face's format: it cannot be saved."
-        )
+    check_names(model, exported=True)
     entries = [group_entry(group, weights, ranks, turn, merge=merge) for turn, group in enumerate(groups)]
     return entries if whole is None else [*entries, *whole.other_towers(ranks)]
 
@@ -207,6 +203,6 @@ def _stays_behind(relative: Path) -> bool:
         or relative.parts[0].startswith(_OWN_FOLDERS)
         or (len(relative.parts) > 1 and relative.parts[0] in _FOLDERS_OF_A_CHECKPOINT)
         or name.endswith(_LEFT_BEHIND)
-        or name.startswith(("adapter_config", "adapter_model"))
+        or name.startswith(("adapter_config", "adapter_model", "adapter_conversions"))
         or str(relative) in _WRITTEN_ANEW
     )

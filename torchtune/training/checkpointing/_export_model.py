@@ -11,6 +11,7 @@ from torchtune.training.checkpointing._adapter import ADAPTER_CONFIG_FILE, ADAPT
 from torchtune.training.checkpointing._export import config_of_model, model_entries, shards
 from torchtune.training.checkpointing._load import identity
 from torchtune.training.checkpointing._model_source import ModelSource
+from torchtune.training.checkpointing._owned_files import OWNED_INDEX, owned_exports
 from torchtune.training.checkpointing._safetensors_file import TensorFile, tensor_file
 from torchtune.training.checkpointing._sources import SAFETENSORS_INDEX
 from torchtune.training.parallel._ranks import Ranks
@@ -71,7 +72,11 @@ def export_model(
     if "adapter" in contents:
         entries, settings = adapter_entries(model, ranks, source.base_name(), whole if is_part else None)
         adapter_prefix = f"{prefix}{ADAPTER_DIR}/" if has_weights else prefix
-        files.append(tensor_file(adapter_prefix + ADAPTER_FILE, entries))
-        json_files[adapter_prefix + ADAPTER_CONFIG_FILE] = settings
+        if entries:
+            files.append(tensor_file(adapter_prefix + ADAPTER_FILE, entries))
+            json_files[adapter_prefix + ADAPTER_CONFIG_FILE] = settings
+        owned, index = owned_exports(model, ranks, source.base_name(), adapter_prefix)
+        files += owned
+        json_files |= {adapter_prefix + OWNED_INDEX: index} if owned else {}
     json_files[f"{prefix}config.json"] = config_of_model(model, source.checkpoint_dir, is_part=is_part)
     return Export(source, folder, contents, files, json_files)

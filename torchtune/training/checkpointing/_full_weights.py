@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtune.models import Slices
 from torchtune.modules.conversion import Conversion, ConversionError, StoredWeight, complete_conversions
-from torchtune.modules.peft import LoRALinear
+from torchtune.modules.peft import LoRALinear, owned_parameters
 from torchtune.modules.peft._functional import start_from_weight
 from torchtune.training.parallel._ranks import Ranks
 from torchtune.training.parallel._shards import LocalShard, full_slices, full_tensor, my_shard, spec_of
@@ -46,11 +46,6 @@ def replaced_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -
             _set_parameter(model, name, parameter)
 
 
-def owned_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that conversions save apart from the base weights, such as adapters."""
-    return set().union(*(conversion.owned_parameters(model) for conversion in complete_conversions(model)))
-
-
 class FullWeights:
     """Reads and writes the full weights of a model, one at a time.
 
@@ -72,7 +67,7 @@ class FullWeights:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._conversions = model, complete_conversions(model)
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.owned = owned_names(model)
+        self.owned = owned_parameters(model)
         self._stored: dict[str, tuple[Conversion, StoredWeight]] = {}
         for conversion in self._conversions:
             self._stored |= {name: (conversion, form) for name, form in conversion.stored_weights(model).items()}
@@ -80,6 +75,8 @@ class FullWeights:
         self.starts: dict[str, LoRALinear] = {}
         self.inside = {name for _, form in self._stored.values() for name in form.names}
         self.base = {name for name in self._parameters if name not in self.owned | self.inside} | self.stored
+        layers = {name.rpartition(".")[0] for name in self.base}
+        self._apart = {name for name in self.owned if not layers.intersection(_parents(name))}
 
     def parameters(self, name: str) -> tuple[str, ...]:
         """Names of the parameters that store a full weight."""
@@ -197,7 +194,7 @@ class FullWeights:
     def merged_shard(self, name: str, ranks: Ranks, turn: int) -> LocalShard:
         """As :meth:`shard`, with the owned parameters of conversions merged in; this needs an all-gather."""
         path = name.rpartition(".")[0]
-        inside = {f"{path}.{leaf}" for leaf, _ in self._model.get_submodule(path).named_parameters()}
+        inside = {f"{path}.{leaf}" for leaf, _ in self._model.get_submodule(path).named_parameters()} | self._apart
         if not inside & self.owned:
             return self.shard(name, ranks, turn)
         sharded = [key for key in sorted(inside) if isinstance(self._parameters[key], DTensor)]
@@ -205,7 +202,7 @@ class FullWeights:
         with replaced_parameters(self._model, gathered):
             weight = self._full(name, gathered)
             for conversion in self._conversions:
-                weight = conversion.merged(name, weight, self._model)
+                weight = _same_kind(conversion, name, conversion.merged(name, weight, self._model), weight)
         if name in self._stored:
             return self._replicated(name, weight, ranks, turn)
         shard = LocalShard.of(self._parameters[name], ranks, turn)
@@ -236,6 +233,21 @@ class FullWeights:
                 f"{list(weight.shape)}, but the full weight has the shape {list(shape)}: make them equal."
             )
         return weight.to(form.dtype)
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _same_kind(conversion: Conversion, name: str, merged: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if merged.shape != weight.shape or merged.dtype != weight.dtype:
+        found, wanted = (_listed({name: (tensor.shape, tensor.dtype)}) for tensor in (merged, weight))
+        raise ConversionError(
+            f"model_converters: merged('{name}', …) of {type(conversion).__name__} returned {found}, but the weight is "
+            f"{wanted}: make them equal."
+        )
+    return merged
 
 
 def _size(slices: Slices) -> tuple[int, ...]:

@@ -49,6 +49,36 @@ def identity(model: nn.Module) -> tuple[ModelSpec, Description]:
     return spec, description
 
 
+def check_names(model: nn.Module, *, exported: bool = False) -> None:
+    """Check that the parameters have the names that the family's weights have.
+
+    Args:
+        model: on any device.
+        exported: whether weights are exported, so that every parameter that no conversion owns needs a name in files.
+
+    Raises:
+        CheckpointError: a conversion took a weight away, or added a parameter.
+    """
+    spec, description = identity(model)
+    base = FullWeights(model).base
+    known = {name for group in spec.weight_map("hf").groups(description) for name in group.tune}
+    modules = {path for path, _ in model.named_modules()}  # a simulated model lacks whole layers
+    lost = sorted(name for name in known - base if ".".join(name.rpartition(".")[0].split(".")[:2]) in modules)
+    if lost:
+        leaf = lost[0].rpartition(".")[2]
+        moved = [name for name in base - known if name.startswith(f"{lost[0].rpartition('.')[0]}.")]
+        where = f" (but '{next((name for name in moved if name.endswith(leaf)), moved[0])}')" if moved else ""
+        raise CheckpointError(
+            f"model: it has no parameter '{lost[0]}'{where}: a conversion must keep the names of weights, so replace a "
+            "layer by one of a subclass instead of wrapping it."
+        )
+    if exported and (unknown := base - known):
+        raise CheckpointError(
+            f"model: '{min(unknown)}' has no name in Hugging Face's format, so it cannot be saved: name it in "
+            "owned_parameters(model) of the conversion that adds it."
+        )
+
+
 def detect_format(source: Source, spec: ModelSpec, description: Description) -> str:
     """Format of the tensor names of a source: a key of ``spec.weight_maps``, or ``"tune"`` for this library's own.
 
@@ -100,6 +130,7 @@ def load_base(
     Raises:
         CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
     """
+    check_names(model)
     source = without_untrained(source, *identity(model))
     weights, filled = FullWeights(model), set()
     weights.starts = dict(starts or {})
@@ -125,6 +156,7 @@ def check_base(model: nn.Module, source: Source) -> None:
     Raises:
         CheckpointError: see :func:`load_base`.
     """
+    check_names(model)
     source = without_untrained(source, *identity(model))
     for _ in _groups(model, FullWeights(model), source, compare_tied=False):
         pass

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from torchtune.models import ModelError, get_spec
+from torchtune.modules.peft import owned_parameters
 from torchtune.training.checkpointing._adapter import adapter_beside_base, find_adapter, load_adapter
 from torchtune.training.checkpointing._directories import MARKER
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import carry_files
-from torchtune.training.checkpointing._full_weights import owned_names
 from torchtune.training.checkpointing._gguf import GGUFFile
 from torchtune.training.checkpointing._gguf_tokenizer import special_ids, tokenizer_files
 from torchtune.training.checkpointing._load import (
@@ -124,7 +124,7 @@ class ModelSource:
         Raises:
             CheckpointError: files are missing or corrupt, or do not fit the model.
         """
-        source, owned = self.open(), owned_names(model)
+        source, owned = self.open(), owned_parameters(model)
         self.whole(model)  # opened now: the folder may be gone when the model is saved
         if isinstance(source, GGUFFile) and not (self.checkpoint_dir / "tokenizer.json").exists():
             self._tokenizer_files, self._token_ids = tokenizer_files(source), special_ids(source)
@@ -133,7 +133,7 @@ class ModelSource:
         starts = {} if init is None else startable(model, init, self.checkpoint_dir)
         left_out = load_base(model, source, device, dtype, starts)
         model.adapter_init = init
-        adapter = self._find_adapter(wanted=bool(owned))
+        adapter = self._find_adapter(model)
         if adapter is not None:
             load_adapter(model, adapter, device, dtype)
         owned -= {f"{name.removesuffix('weight')}lora_{side}.weight" for name in starts for side in "ab"}
@@ -150,7 +150,7 @@ class ModelSource:
         source = self.open()
         self._check_description(model, source)
         check_base(model, source)
-        self._find_adapter(wanted=bool(owned_names(model)))
+        self._find_adapter(model)
 
     def _check_description(self, model: nn.Module, source: Source) -> None:
         if isinstance(source, GGUFFile):
@@ -173,11 +173,14 @@ class ModelSource:
                 "model_type out, or use a builder of that kind."
             )
 
-    def _find_adapter(self, *, wanted: bool) -> Path | None:
+    def _find_adapter(self, model: nn.Module) -> Path | None:
         if self.adapter_checkpoint is None:
-            return adapter_beside_base(self.checkpoint_dir, wanted=wanted)
-        candidates = [folder / self.adapter_checkpoint for folder in self._adapter_dirs]
-        return find_adapter(next((path for path in candidates if path.exists()), candidates[-1]))
+            return adapter_beside_base(self.checkpoint_dir, model)
+        return find_adapter(self._adapter_path(self.adapter_checkpoint), model)
+
+    def _adapter_path(self, adapter_checkpoint: str) -> Path:
+        candidates = [folder / adapter_checkpoint for folder in self._adapter_dirs]
+        return next((path for path in candidates if path.exists()), candidates[-1])
 
     @cached_property
     def base_fingerprint(self) -> list[list[int]]:
@@ -190,9 +193,10 @@ class ModelSource:
     @cached_property
     def fingerprint(self) -> list[list[int]]:
         """:attr:`base_fingerprint`, and the same of adapters that are loaded with the weights."""
-        paths = sorted(self.checkpoint_dir.glob("adapter_model.*"))
+        paths = _adapters_in(self.checkpoint_dir)
         if self.adapter_checkpoint is not None:
-            paths.append(self._find_adapter(wanted=True))
+            path = self._adapter_path(self.adapter_checkpoint)
+            paths += _adapters_in(path) if path.is_dir() else [path]
         return self.base_fingerprint + [_sample(path) for path in dict.fromkeys(paths)]
 
     def carry_files(self, folder: Path) -> None:
@@ -214,6 +218,10 @@ class ModelSource:
             if isinstance(name, str):
                 return name
         return str(self.checkpoint_dir.resolve())
+
+
+def _adapters_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("adapter_*") if path.suffix in (".safetensors", ".pt", ".bin"))
 
 
 def _sample(path: Path) -> list[int]:

@@ -32,6 +32,8 @@ _COMPARED = (
     ),
     "trainable_token_indices",
 )
+# Alpha and rank beyond this are no numbers of an adapter; NaN is not below it either.
+_LARGEST = 1e30
 # Settings that may have any value: origin and training of the adapter, options of other settings, and its target
 # modules, which the tensors tell.
 _ANY = (
@@ -53,6 +55,28 @@ _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _INITS_FROM_BASE = ("pissa", "olora")
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in an ``adapter_config.json``.
+
+    Raises:
+        CheckpointError: it is no JSON object, or rank, alpha or a flag is of the wrong type.
+    """
+    saved = read_json(path)
+    for key, kinds, wanted in (
+        ("r", (int,), "a whole number from 1"),
+        ("lora_alpha", (int, float), "a number"),
+        ("use_dora", (bool,), "true or false"),
+        ("use_rslora", (bool,), "true or false"),
+    ):
+        if key not in saved:
+            continue
+        value = saved[key]
+        fits = type(value) in kinds and abs(value) < _LARGEST
+        if not fits or (key == "r" and value < 1):
+            raise CheckpointError(f"{path}: {key} is {value!r}, where {wanted} is expected: correct it.")
+    return saved
+
+
 def check_settings(model: nn.Module, path: Path, patterns: Mapping[str, Any]) -> dict[str, Any]:
     """Compare an ``adapter_config.json`` with the model; return its settings.
 
@@ -69,7 +93,7 @@ def check_settings(model: nn.Module, path: Path, patterns: Mapping[str, Any]) ->
     if not path.is_file():
         get_logger().warning(f"There is no {path}: that the adapter has the model's alpha is taken for granted.")
         return {}
-    saved, ours = read_json(path), peft_settings(model)
+    saved, ours = read_settings(path), peft_settings(model)
     if saved.get("peft_type", "LORA") != "LORA":
         raise CheckpointError(f"{path}: an adapter of type {saved['peft_type']} cannot be read, only LORA.")
     for key, value in saved.items():

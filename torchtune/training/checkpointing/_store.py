@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchtune.models import build
-from torchtune.modules.peft import get_adapter_params
+from torchtune.modules.peft import owned_parameters
 from torchtune.training.checkpointing._adapter import ADAPTER_DIR, ADAPTER_FILE, load_adapter
 from torchtune.training.checkpointing._contents import Contents, check_contents, contents_of
 from torchtune.training.checkpointing._directories import (
@@ -27,11 +27,12 @@ from torchtune.training.checkpointing._directories import (
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._export import MAX_SHARD_BYTES
 from torchtune.training.checkpointing._export_model import export_model
-from torchtune.training.checkpointing._full_weights import FullWeights, owned_names
+from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import identity, initialize_rest, load_base
 from torchtune.training.checkpointing._model_source import ModelSource
 from torchtune.training.checkpointing._models_of_run import ModelsOfRun
 from torchtune.training.checkpointing._open_source import open_source
+from torchtune.training.checkpointing._owned_files import OWNED_INDEX
 from torchtune.training.checkpointing._quantize import write_compressed
 from torchtune.training.checkpointing._resumed_settings import check_resumed_settings
 from torchtune.training.checkpointing._saving import Job, Saver
@@ -176,7 +177,7 @@ class CheckpointStore:
             # Now: the folder may be gone when a checkpoint records it.
             if name != POLICY:
                 _ = source.fingerprint
-            elif get_adapter_params(model):
+            elif owned_parameters(model):
                 _ = source.base_fingerprint
         with self._ranks.same_randomness():
             initialize_rest(model, loaded, device, dtype)
@@ -307,7 +308,7 @@ class CheckpointStore:
             record.check_sources(self.sources, point.path)
             for name, model in models.items():
                 device, path = next(model.parameters()).device, files[name]
-                if path.name == ADAPTER_FILE:
+                if owned_parameters(model):
                     load_adapter(model, path, device)
                 else:
                     load_base(model, open_source(find_files(path)), device)
@@ -464,9 +465,10 @@ def _parameters(models: Models) -> dict[str, nn.Parameter]:
 
 
 def _weights_to_resume(model: nn.Module, folder: Path) -> Path:
-    """What a resume reads of a model: the file of its adapter, or the folder of its weights."""
-    adapters = [path for path in (folder / ADAPTER_FILE, folder / ADAPTER_DIR / ADAPTER_FILE) if path.is_file()]
-    has_adapter = bool(owned_names(model))
+    """What a resume reads of a model: a file of its adapter, or the folder of its weights."""
+    paths = [place / name for place in (folder, folder / ADAPTER_DIR) for name in (ADAPTER_FILE, OWNED_INDEX)]
+    adapters = [path for path in paths if path.is_file()]
+    has_adapter = bool(owned_parameters(model))
     if has_adapter != bool(adapters):
         theirs, ours = ("an adapter", "has none") if adapters else ("a whole model", "has an adapter")
         raise CheckpointError(

@@ -39,7 +39,7 @@ from torchtune.config._locate import locate
 from torchtune.modules.conversion import full_shapes
 from torchtune.modules.loss._linear_cross_entropy import LOGITS_BLOCK
 from torchtune.modules.loss.cross_entropy_loss import rows_of_a_chunk
-from torchtune.modules.peft import get_adapter_params
+from torchtune.modules.peft import owned_parameters
 from torchtune.modules.transformer import text_decoder
 from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
 from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
@@ -318,7 +318,7 @@ def _frozen_bytes(settings: RecipeSettings, model: torch.nn.Module, build: Calla
     if not getattr(config.instantiate(settings.loss), "needs_reference", False):
         return 0
     # Without its adapters a model is its own reference; of one with other trained weights a copy is kept.
-    own = set(map(id, get_adapter_params(model).values()))
+    own = {id(model.get_parameter(name)) for name in owned_parameters(model)}
     is_changed = any(parameter.requires_grad and id(parameter) not in own for parameter in model.parameters())
     return sum(map(_num_bytes, model.parameters())) if is_changed or settings.ref_checkpointer is not None else 0
 
