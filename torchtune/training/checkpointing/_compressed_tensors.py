@@ -6,7 +6,9 @@ Layout, by the package ``compressed-tensors`` (0.20): a weight ``X.weight`` ``[o
   first in the lowest bits, with ``X.weight_shape``;
 - ``int-quantized``, ``float-quantized``, ``naive-quantized``: as ``X.weight`` in int8 or float8;
 
-and ``X.weight_scale`` ``[out, groups]``: the weight is the product of the two. ``config.json`` says the rest.
+and ``X.weight_scale``: the weight is the product of the two. A scale is for the whole weight (``[]`` or ``[1]``),
+for each row (``[out]`` or ``[out, 1]``), for each group of a row (``[out, groups]``), or for each block
+(``[ceil(out / rows), ceil(in / columns)]``, ``block_structure`` in ``config.json``). ``config.json`` says the rest.
 """
 
 import math
@@ -20,8 +22,21 @@ from torchtune.models import Slices
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._safetensors_file import Entry, TensorSlice
 from torchtune.training.checkpointing._sources import SafetensorsFiles
+from torchtune.utils import read_json
 
-_PACKED, _SCALE, _SHAPE, _ZERO = "_packed", "_scale", "_shape", "_zero_point"
+_PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
+# What changes the meaning of values and scales, and is not read: zero points, the order of columns, a second scale.
+_UNREAD = ("_zero_point", "_g_idx", "_global_scale")
+# Scales for kernels that multiply quantised activations, or read quantised caches.
+_ACTIVATIONS = tuple(
+    f"{name}{end}"
+    for name in (".input", ".output", ".q", ".k", ".v")
+    for end in ("_scale", "_zero_point", "_global_scale", "_scale_ub")
+)
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+_STORED = (torch.int8, torch.float8_e4m3fn)
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+_BEFORE = "use the checkpoint before it was quantised"
 # Rows that are unpacked at a time.
 _ROWS_AT_ONCE = 1024
 
@@ -83,10 +98,10 @@ def unpack(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     return (values - (1 << (bits - 1))).to(torch.int8).flatten(1)[:, :width]
 
 
-def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Values ``[out, in]`` times scales ``[out, groups]``, in the dtype of the scales."""
-    groups = values.to(scale.dtype).unflatten(1, (scale.shape[1], -1))
-    return (groups * scale[:, :, None]).flatten(1)
+def dequantize(values: torch.Tensor, scale: torch.Tensor, columns: int) -> torch.Tensor:
+    """Values ``[out, in]`` times scales ``[out, groups]``, one for so many columns, in the dtype of the scales."""
+    group = torch.arange(values.shape[1], device=scale.device) // columns
+    return values.to(scale.dtype) * scale[:, group]
 
 
 def quantized_entry(
@@ -136,19 +151,22 @@ class CompressedFiles(SafetensorsFiles):
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__(paths)
+        self._block = _block_structure(paths[0].parent / "config.json")
         scales = [name for name in self._paths if name.endswith(".weight" + _SCALE)]
         self._weights = {name.removesuffix(_SCALE): name for name in scales}
         for name, scale in self._weights.items():
-            if name + _ZERO in self._paths or (name not in self._paths and name + _PACKED not in self._paths):
+            lacks = [name + end for end in (_PACKED, _SHAPE) if name + end not in self._paths]
+            extra = [name + end for end in _UNREAD if name + end in self._paths]
+            if extra or (lacks and name not in self._paths):
+                found = f"there is '{extra[0]}'" if extra else f"there is no '{lacks[0]}'"
                 raise CheckpointError(
-                    f"{self._paths[scale]}: '{name}' is quantised with zero points, or in a format that cannot be "
-                    "read: use the checkpoint before it was quantised."
+                    f"{self._paths[scale]}: '{name}' is quantised in a way that cannot be read ({found}): {_BEFORE}."
                 )
 
     def names(self) -> list[str]:
-        """Names of all tensors, file by file; what stores a weight is one."""
+        """Names of all tensors, file by file; what stores a weight is one, and scales of activations are left out."""
         parts = {name + end: name for name in self._weights for end in (_PACKED, _SCALE, _SHAPE)}
-        return list(dict.fromkeys(parts.get(name, name) for name in self._paths))
+        return list(dict.fromkeys(parts.get(name, name) for name in self._paths if not name.endswith(_ACTIVATIONS)))
 
     def where(self, name: str) -> Path:
         """File that holds a tensor, or its scales."""
@@ -165,21 +183,91 @@ class CompressedFiles(SafetensorsFiles):
         if name not in self._weights:
             return super().read(name, slices)
         shape = self.shape(name)
+        scale, (height, width) = self._scales(name, shape)
         rows, columns = slices or tuple(slice(0, size) for size in shape)
-        scale_width = super().shape(name + _SCALE)[1]
-        scale = super().read(name + _SCALE, (rows, slice(0, scale_width)))
-        if name in self._paths:
-            return dequantize(super().read(name, (rows, slice(0, shape[1]))), scale)[:, columns]
-        width = super().shape(name + _PACKED)[1]
-        bits = next((bits for bits in (4, 8) if math.ceil(shape[1] * bits / 32) == width), None)
-        if bits is None:
-            raise CheckpointError(f"{self.where(name)}: '{name}' is packed in {width} words a row, not in 4 or 8 bits.")
-        packed = super().read(name + _PACKED, (rows, slice(0, width)))
-        made = [
-            dequantize(unpack(part, bits, shape[1]), of)[:, columns]
-            for part, of in zip(packed.split(_ROWS_AT_ONCE), scale.split(_ROWS_AT_ONCE), strict=True)
-        ]
-        return torch.cat(made)
+        made = [scale.new_empty(0, shape[1])]
+        for start in range(rows.start, rows.stop, _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, rows.stop)
+            of_rows = scale[torch.arange(start, stop) // height]
+            made.append(dequantize(self._values(name, slice(start, stop), shape[1]), of_rows, width)[:, columns])
+        return torch.cat(made[1:] or made)
+
+    def _values(self, name: str, rows: slice, width: int) -> torch.Tensor:
+        """Quantised values ``[rows, in]`` of a weight that has ``width`` columns."""
+        stored = name if name in self._paths else name + _PACKED
+        columns = super().shape(stored)[1]
+        values = super().read(stored, (rows, slice(0, columns)))
+        if stored == name and values.dtype in _STORED:
+            return values
+        bits = next((bits for bits in (4, 8) if math.ceil(width * bits / 32) == columns), None)
+        if stored == name or values.dtype != torch.int32 or bits is None:
+            raise CheckpointError(
+                f"{self.where(name)}: '{stored}' holds {columns} columns of {values.dtype} for the {width} of a "
+                f"quantised weight, which cannot be read: {_BEFORE}."
+            )
+        return unpack(values, bits, width)
+
+    def _scales(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, int]]:
+        """The scales ``[blocks of rows, groups of columns]`` of a weight, and the rows and columns of each."""
+        scale = super().read(name + _SCALE)
+        two = scale.view(1, 1) if scale.numel() == 1 else scale.unsqueeze(1) if scale.dim() == 1 else scale
+        sizes = [shape] if scale.numel() == 1 else [(1, shape[-1] // max(two.shape[1], 1)), self._block]
+        for size in sizes if len(shape) == two.dim() == 2 and scale.dtype in _SCALES else ():
+            if (
+                size is not None
+                and all(size)
+                and two.shape == tuple(-(-n // of) for n, of in zip(shape, size, strict=True))
+            ):
+                return two, size
+        blocks = f", block_structure {list(self._block)}" if self._block else ""
+        raise CheckpointError(
+            f"{self.where(name)}: '{name}{_SCALE}' {list(scale.shape)} of {scale.dtype} does not fit the shape "
+            f"{list(shape)} of the weight{blocks}: {_BEFORE}."
+        )
+
+
+def _block_structure(config: Path) -> tuple[int, int] | None:
+    """Rows and columns of the blocks that share a scale, if there are any.
+
+    Raises:
+        CheckpointError: ``quantization_config`` of a ``config.json`` says something that is not supported.
+    """
+    found = read_json(config, CheckpointError).get("quantization_config") if config.is_file() else None
+    said, blocks = {} if found is None else found, set()
+
+    def check(path: str, value: Any, known: Sequence[Any]) -> None:
+        if value not in known:
+            raise CheckpointError(f"{config}: quantization_config{path} is {value!r}, which cannot be read: {_BEFORE}.")
+
+    def fields(path: str, value: Any) -> dict[str, Any]:
+        check(path, value, [value] if isinstance(value, dict) else [])
+        return value
+
+    fields("", said)
+    check(".quant_method", said.get("quant_method"), (None, "compressed-tensors", "fp8", "fbgemm_fp8"))
+    check(".format", said.get("format"), (None, *_FORMATS, "mixed-precision"))
+    check(".transform_config", said.get("transform_config"), (None, {}))
+    sparsity = fields(".sparsity_config", said.get("sparsity_config") or {})
+    check(".sparsity_config.format", sparsity.get("format"), (None, "dense"))
+    for name, group in fields(".config_groups", said.get("config_groups") or {}).items():
+        start = f".config_groups.{name}"
+        check(f"{start}.format", fields(start, group).get("format"), (None, *_FORMATS))
+        weights = fields(f"{start}.weights", group.get("weights") or {})
+        kind, storage = weights.get("type", "int"), group.get("format") or said.get("format")
+        check(f"{start}.weights.type", kind, ("int",) if storage == "pack-quantized" else ("int", "float"))
+        check(f"{start}.weights.num_bits", weights.get("num_bits", 8), (4, 8) if kind == "int" else (8,))
+        check(f"{start}.weights.symmetric", weights.get("symmetric", True), (True,))
+        check(f"{start}.weights.actorder", weights.get("actorder"), (None, False, "weight", "static"))
+        check(f"{start}.weights.strategy", weights.get("strategy"), (None, "tensor", "channel", "group", "block"))
+        if (block := weights.get("block_structure")) is not None:
+            is_pair = (
+                isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**20 for n in block)
+            )
+            check(f"{start}.weights.block_structure", block, [block] if is_pair else [])
+            blocks.add(tuple(block))
+    if len(blocks) > 1:
+        raise CheckpointError(f"{config}: quantization_config has blocks of {len(blocks)} sizes: {_BEFORE}.")
+    return next(iter(blocks), None)
 
 
 def is_compressed(names: Iterable[str]) -> bool:

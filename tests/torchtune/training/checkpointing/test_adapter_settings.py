@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import torchtune
 from tests.torchtune.training.checkpointing import ranks
 from tests.torchtune.training.checkpointing.small import (
     build,
@@ -193,3 +194,18 @@ def test_no_setting_of_peft_is_overlooked(tmp_path: Path) -> None:
         *("qalora_group_size", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("ensure_weight_tying", "target_parameters"),
     }
+
+
+@pytest.mark.parametrize(
+    "value", ["4", None, [4], {"a": 1}, 10**400, float("nan")], ids=["text", "null", "list", "object", "huge", "nan"]
+)
+@pytest.mark.parametrize("key", ["r", "lora_alpha", "use_dora", "use_rslora"])
+def test_settings_of_the_wrong_type(key: str, value: Any, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "base")
+    model, _ = torchtune.load(source, adapter=lora(), device="cpu")
+    saved = torchtune.save(model, tmp_path / "adapter")
+    change(saved, **{key: value})
+    with pytest.raises(CheckpointError, match=rf"adapter_config.json: {key} is .*, where .* is expected: correct it"):
+        torchtune.load(saved, device="cpu")
+    with pytest.raises(CheckpointError, match=rf"adapter_config.json: {key} is .*, where .* is expected: correct it"):
+        load(source, lora(), adapter_checkpoint=str(saved))
