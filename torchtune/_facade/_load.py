@@ -20,6 +20,7 @@ from torchtune.training.checkpointing._adapter import (
     adapter_conversion,
     adapter_folder,
 )
+from torchtune.training.checkpointing._load import check_names
 from torchtune.training.checkpointing._owned_files import OWNED_INDEX
 from torchtune.utils import UserError, read_json
 
@@ -88,6 +89,8 @@ def load(
         if adapter_dir is not None and _has_adapter(adapter_dir):
             conversions = [adapter_conversion(model, adapter_dir), *conversions]
         apply_conversions(model, conversions)
+    if conversions:
+        check_names(model, exported=True)
     where = None if adapter_dir is None else str(adapter_dir.resolve())
     source = ModelSource(folder, adapter_checkpoint=where, repo_id=repo_id)
     tokenizer = hf_tokenizer(

@@ -1,5 +1,6 @@
 """The source of one model: the folder, files and adapter that its weights are read from."""
 
+import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -29,7 +30,7 @@ from torchtune.training.checkpointing._model_type import ModelType
 from torchtune.training.checkpointing._open_source import TextTower, open_source, without_untrained
 from torchtune.training.checkpointing._peft_settings import startable, wanted_start
 from torchtune.training.checkpointing._sources import Source, resolve_files
-from torchtune.utils import refuse_foreign, write_json
+from torchtune.utils import get_logger, log_once, refuse_foreign, write_json
 
 _SAMPLE_BYTES = 2**20
 
@@ -125,7 +126,7 @@ class ModelSource:
             CheckpointError: files are missing or corrupt, or do not fit the model.
         """
         source, owned = self.open(), owned_parameters(model)
-        self.whole(model)  # opened now: the folder may be gone when the model is saved
+        self._check_experts(model)
         if isinstance(source, GGUFFile) and not (self.checkpoint_dir / "tokenizer.json").exists():
             self._tokenizer_files, self._token_ids = tokenizer_files(source), special_ids(source)
         self._check_description(model, source)
@@ -150,7 +151,19 @@ class ModelSource:
         source = self.open()
         self._check_description(model, source)
         check_base(model, source)
+        self._check_experts(model)
         self._find_adapter(model)
+
+    def _check_experts(self, model: nn.Module) -> None:
+        """Warn that peft reads no adapters of experts beside other towers."""
+        whole = self.whole(model)  # opened now: the folder may be gone when the model is saved
+        if whole is not None and whole.is_multimodal and any(".experts.lora_" in n for n in owned_parameters(model)):
+            log_once(
+                get_logger(),
+                f"{self.checkpoint_dir}: peft (0.21) reads no adapters of experts in a model with other towers: load "
+                "the merged model elsewhere, set text_only for an adapter of the text model, or leave the experts out.",
+                level=logging.WARNING,
+            )
 
     def _check_description(self, model: nn.Module, source: Source) -> None:
         if isinstance(source, GGUFFile):

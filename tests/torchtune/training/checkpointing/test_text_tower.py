@@ -1,5 +1,6 @@
 """The text decoder of a model with several parts: the others are kept, or left out if asked."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.torchtune.training.checkpointing.small import write_folder
+from tests.torchtune.training.checkpointing.small import build, randomize_adapter, write_folder
 from torchtune.models import ModelError, from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
@@ -319,3 +320,44 @@ def test_an_adapter_of_the_text_part_is_peft_s_of_the_whole_model(name: str, tmp
     checkpointer, loaded = _loaded(folder, tmp_path / "own", lora=True, text_only=True)
     own = load_file(checkpointer.save("epoch_0", loaded, contents="adapter") / "adapter_model.safetensors")
     assert own.keys() == alone.keys()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:target_modules=.* were set but no module was matched:RuntimeWarning")
+def test_adapters_of_experts_beside_other_towers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """peft reads those of shared experts; of those of the experts themselves the log says that it does not."""
+    text = {**_TEXT, "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "num_experts": 4}
+    text |= {"num_experts_per_tok": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+    text["initializer_range"] = 0.08
+    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    vision = sizes | {"patch_size": 4, "num_position_embeddings": 16}
+    torch.manual_seed(0)
+    hf = transformers.Qwen3_5MoeForConditionalGeneration(
+        transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    ).eval()
+    source = tmp_path / "in"
+    hf.save_pretrained(source)
+
+    def adapted(target: str) -> torch.nn.Module:
+        model = build(source, LoRA(3, 5, target_modules=[target]))
+        checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "out"))
+        checkpointer.load_model(model)
+        randomize_adapter(model)
+        checkpointer.save("epoch_0", model, contents=("adapter", "merged"))
+        checkpointer.close()
+        return model.eval()
+
+    with torch.no_grad():
+        wanted = adapted("shared_expert.w*")(TOKENS)
+        assert "other towers" not in caplog.text
+        in_peft = peft.PeftModel.from_pretrained(copy.deepcopy(hf), tmp_path / "out" / "epoch_0" / "adapter").eval()
+        tensors = load_file(tmp_path / "out" / "epoch_0" / "adapter" / "adapter_model.safetensors")
+        assert not peft.set_peft_model_state_dict(in_peft, tensors).unexpected_keys
+        assert (wanted - hf(TOKENS).logits).abs().max() > 0.01
+        assert (wanted - in_peft(TOKENS).logits).abs().max() <= 1e-4
+
+        shutil.rmtree(tmp_path / "out")
+        wanted = adapted("mlp.experts")(TOKENS)
+        assert "peft (0.21) reads no adapters of experts in a model with other towers: load the merged" in caplog.text
+        merged = transformers.Qwen3_5MoeForConditionalGeneration.from_pretrained(tmp_path / "out" / "epoch_0").eval()
+        assert (wanted - merged(TOKENS).logits).abs().max() <= 1e-4
