@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from torchtune.modules.conversion import complete_conversions
 from torchtune.modules.peft import owned_parameters
 from torchtune.rlhf._http import post_json
 from torchtune.rlhf._rollouts import MOST_LOG_PROB, Rollout, RolloutError
@@ -124,7 +125,10 @@ class VLLMServer(Server):
     _hint = ""
 
     def contents(self, model: nn.Module) -> str:
-        """Adapters alone, where the model has some."""
+        """Adapters alone, where the model has some and PEFT's layout holds them."""
+        if any(one.owned_parameters(model) and not one.peft_config(model) for one in complete_conversions(model)):
+            self._hint = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+            return "merged"
         has_adapters = bool(owned_parameters(model))
         self._hint = (
             "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"

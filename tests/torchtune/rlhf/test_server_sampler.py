@@ -18,10 +18,11 @@ from tests.recipes.runs import start
 from tests.tiny import write_checkpoint, write_conversations
 from tests.torchtune.rlhf.servers import TinyServer, tiny_server
 from torchtune.models import from_hf_config
-from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.modules.transforms.tokenizers import hf_tokenizer
 from torchtune.rlhf import LocalSampler, Rollout, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
+from torchtune.rlhf._servers import VLLMServer
 from torchtune.rlhf.loss import GRPOLoss
 from torchtune.training import FullModelHFCheckpointer
 
@@ -223,3 +224,25 @@ def test_a_recipe_trains_on_answers_of_a_server(tmp_path: Path) -> None:
     assert max(record["policy/sampler_difference"] for record in found) < 1e-4
     assert max(abs(record["policy/importance"] - 1.0) for record in found) < 1e-4
     assert min(record["grad_norm"] for record in found) > 0
+
+
+def test_vllm_takes_merged_weights_where_an_adapter_is_not_of_peft() -> None:
+    class Scale(Conversion):
+        phase = Phase.KERNEL
+
+        def convert(self, model: torch.nn.Module) -> ConversionReport:
+            model.scale = torch.nn.Parameter(torch.ones(2))
+            return ConversionReport("Scale")
+
+        def owned_parameters(self, model: torch.nn.Module) -> set[str]:
+            return {"scale"}
+
+    server, model = (
+        VLLMServer("http://localhost:1/v1", None, None),
+        torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta")),
+    )
+    assert server.contents(model) == "model"
+    apply_conversions(model, [LoRA(rank=2, target_modules=["0"])])
+    assert server.contents(model) == "adapter"
+    apply_conversions(model, [Scale()])
+    assert server.contents(model) == "merged"

@@ -76,7 +76,7 @@ def adapter_beside_base(folder: Path, model: nn.Module) -> Path | None:
 
     Args:
         folder: see above.
-        model: to be filled; without an adapter of its own, an adapter file is ignored with a warning.
+        model: to be filled; if it has no adapter, an adapter file is ignored with a warning.
 
     Raises:
         CheckpointError: the checkpoint of an older release, with an adapter that may be merged into the weights.
@@ -271,7 +271,7 @@ def adapted_modules(
     *,
     in_full: bool = False,
 ) -> dict[str, Any]:
-    """The fields of ``adapter_config.json`` that say what is adapted, with which rank and alpha.
+    """The fields of ``adapter_config.json`` for target modules and parameters, and for their ranks and alphas.
 
     Args:
         groups: of the adapter's parameters.

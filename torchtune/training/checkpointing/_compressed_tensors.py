@@ -230,7 +230,7 @@ def _block_structure(config: Path) -> tuple[int, int] | None:
     """Rows and columns of the blocks that share a scale, if there are any.
 
     Raises:
-        CheckpointError: ``quantization_config`` of a ``config.json`` says something that is not supported.
+        CheckpointError: ``quantization_config`` of a ``config.json`` has a value that is not supported.
     """
     found = read_json(config, CheckpointError).get("quantization_config") if config.is_file() else None
     said, blocks = {} if found is None else found, set()

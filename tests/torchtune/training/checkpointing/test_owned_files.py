@@ -38,7 +38,7 @@ class ScaledLinear(nn.Linear):
 
 
 class Scale(Conversion):
-    """Factors of keys and values, beside whatever else is trained."""
+    """Factors of keys and values; the base is trained too."""
 
     phase, first = Phase.KERNEL, 0
 
@@ -69,7 +69,7 @@ class ScaleAlone(Scale):
 
 
 class ScaleApart(Conversion):
-    """Factors of values that stand in the attention, not in the layer whose weight they scale."""
+    """Factors of values as parameters of the attention, not of the layer with the weight."""
 
     phase = Phase.ADAPTER
 
