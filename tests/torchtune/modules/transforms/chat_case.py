@@ -23,6 +23,7 @@ class Case:
     system: bool = True
     tool: bool = False  # takes turns of tools that nothing calls by tool_calls
     calls: bool = False  # takes structured tool_calls
+    one_call: bool = False  # writes the first call of a turn alone
     shows_tools: bool = False
     reasoning: str | None = None  # field of a turn that holds reasoning
     closes: bool = True  # every assistant turn ends with a special token of its own

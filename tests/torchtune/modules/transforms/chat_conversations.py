@@ -109,6 +109,7 @@ def conversations(case: Case, count: int) -> list[tuple[str, Turns, list[Any] | 
     """(name, turns, tools) of ``count`` conversations that the template takes, the fixed ones first."""
     fixed = {**CONVERSATIONS, **(TOOL_CONVERSATIONS if case.tool else {}), **(CALL_CONVERSATIONS if case.calls else {})}
     fixed = {name: turns for name, turns in fixed.items() if case.system or turns[0]["role"] != "system"}
+    fixed = {name: turns for name, turns in fixed.items() if not (case.one_call and "two structured" in name)}
     found = [(name, turns, None) for name, turns in fixed.items()]
     if case.shows_tools:
         found += [(f"{name} with tools", turns, TOOLS) for name, turns in fixed.items() if "call" in name]

@@ -15,7 +15,12 @@ from tests.torchtune.modules.transforms.chat_checks import (
     replaced,
     truth_of,
 )
-from tests.torchtune.modules.transforms.chat_conversations import CONVERSATIONS, conversations, exchange
+from tests.torchtune.modules.transforms.chat_conversations import (
+    CALL_CONVERSATIONS,
+    CONVERSATIONS,
+    conversations,
+    exchange,
+)
 from tests.torchtune.modules.transforms.chat_layouts import CASES
 from torchtune.data import DataError, mask_messages
 from torchtune.modules.transforms.tokenizers import HuggingFaceModelTokenizer, StreamDecoder, hf_tokenizer
@@ -189,6 +194,14 @@ def test_reasoning_under_any_of_its_names(name: str, tmp_path: Path) -> None:
         rows.append(ours.tokenize_messages(messages_of(turns)))
     assert rows[0] == rows[1] == rows[2]
     assert "because" in ours.decode(rows[0][0])
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "gpt_oss"])
+def test_two_calls_where_the_template_writes_one(name: str, tmp_path: Path) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    ours, *_ = three(case, tmp_path)
+    with pytest.raises(DataError, match="writes 1 of the 2 tool_calls of turn 1"):
+        ours.tokenize_messages(messages_of(CALL_CONVERSATIONS["two structured calls"]))
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama2", "gemma"])

@@ -95,15 +95,16 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
         self._layouts = Layouts(self._spans_of_plain)
         self._stops: list[str] = []
         final: list[str] = []
+        text_of = {token_id: text for text, token_id in self.special_tokens.items()}
         if "default" in self.chat_templates:
             plain = self.chat_templates["default"]
-            special = list(self.special_tokens)
             final, self._stops = learn_stops(
-                lambda turns, prompt: plain.render(turns, add_generation_prompt=prompt)[0], special
+                lambda turns, prompt: plain.render(turns, add_generation_prompt=prompt)[0],
+                list(self.special_tokens),
+                [text_of[i] for i in self.base_tokenizer.stop_tokens if i in text_of],
             )
         learned = [self.special_tokens[stop] for stop in final]
         self.stop_tokens = list(dict.fromkeys([*learned, *self.base_tokenizer.stop_tokens]))
-        text_of = {token_id: text for text, token_id in self.special_tokens.items()}
         self._stops += [text_of[i] for i in self.stop_tokens if i in text_of and text_of[i] not in self._stops]
         self._ends_turn = {self.special_tokens[stop] for stop in self._stops}
 
@@ -259,10 +260,11 @@ class HuggingFaceModelTokenizer(MessagesWithToolsTransform, ModelTokenizer):
             if masked[i]:
                 continue
             if i in by_turn:
+                finder.check_calls(i)
                 spans.append(self._with_stop(text, by_turn[i]))
             else:
-                spans.append(finder.assistant(i) if turn["role"] == "assistant" else finder.other(i))
-        return spans
+                spans += finder.assistant(i) if turn["role"] == "assistant" else [finder.other(i)]
+        return sorted(spans)
 
     def _with_stop(self, text: str, span: Span) -> Span:
         """A marked span that ends with the end-of-turn token, whether the mark includes it or not."""

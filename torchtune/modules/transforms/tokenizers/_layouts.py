@@ -1,6 +1,9 @@
 """Where turns lie, found once for all conversations of one shape."""
 
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torchtune.data import DataError
@@ -10,6 +13,7 @@ Span = tuple[int, int]
 _MOST = 4096  # shapes
 # (turns, masked) -> text and spans
 Find = Callable[[list[dict[str, Any]], list[bool]], tuple[str, list[Span]]]
+_TEXT = re.compile("(Text\ue010\\d+\ue011)")
 # A place: (how many texts of turns end before it, characters of the layout before it)
 _Place = tuple[int, int]
 
@@ -63,7 +67,7 @@ class Layouts:
     def _learn(
         self, roles: Sequence[str], masked: Sequence[bool]
     ) -> tuple[list[str], list[tuple[_Place, _Place]]] | None:
-        texts = [f"Text{chr(0xE010 + i)}" for i in range(len(roles))]  # of a private area: no layout has them
+        texts = [f"Text\ue010{i}\ue011" for i in range(len(roles))]  # of a private area: no layout has them
         turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         try:
             text, spans = self._find(turns, list(masked))
@@ -71,32 +75,17 @@ class Layouts:
             raise
         except DataError:  # the template wants other texts
             return None
-        around, rest = [], text
-        for inserted in texts:
-            before, found, rest = rest.partition(inserted)
-            if not found:
-                return None
-            around.append(before)
-        around.append(rest)
-        if any(inserted in piece for piece in around for inserted in texts):
+        pieces = _TEXT.split(text)
+        around = pieces[::2]
+        if pieces[1::2] != texts:
             return None
-        places = []
-        for span in spans:
-            found_places = [_place(position, around, texts) for position in span]
-            if None in found_places:
-                return None
-            places.append(tuple(found_places))
-        return around, places
+        before = [0, *accumulate(map(len, around))]  # characters of the layout before each piece of it
+        ends = list(accumulate(map(len, pieces)))[::2]  # of each piece of the layout, in the text
 
+        def place(position: int) -> _Place | None:
+            count = bisect_left(ends, position)
+            inside = position - (ends[count] - len(around[count]))
+            return (count, before[count] + inside) if inside >= 0 else None
 
-def _place(position: int, around: Sequence[str], texts: Sequence[str]) -> _Place | None:
-    """The place of a position; None where it lies inside a text."""
-    layout = 0
-    for count, piece in enumerate(around):
-        if position <= len(piece):
-            return (count, layout + position) if position >= 0 else None
-        position -= len(piece)
-        layout += len(piece)
-        if count < len(texts):
-            position -= len(texts[count])
-    return None
+        places = [(place(start), place(end)) for start, end in spans]
+        return (around, places) if all(None not in pair for pair in places) else None

@@ -1,22 +1,38 @@
 """Where the turns of a conversation lie in the text that a chat template makes of it.
 
 A template is a program: it may strip texts, drop the reasoning of earlier turns, add a system prompt or move it into
-another turn. So turns are not found by their text but by what the template does: with a conversation that ends
-earlier, and with a text put in the place of one turn's.
+another turn. So the conversation is rendered a second time with marks around the texts of its turns, which shows where
+each text lies. The text between them is compared with two other renderings: the generation prompt before a turn shows
+where the model begins, the conversation that ends after the turn shows where it stops. Both are rendered once for each
+kind of passage, so that the time grows with the length of the conversation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torchtune.data import DataError
+from torchtune.modules.transforms.tokenizers._marks import (
+    Marker,
+    Rendered,
+    Span,
+    Turn,
+    inner_span,
+    marked_text,
+    read_marks,
+)
 from torchtune.modules.transforms.tokenizers._template_limits import TemplateLimit
 
-Turn = Mapping[str, Any]
-Span = tuple[int, int]
 # (messages, add_generation_prompt) -> text
 Render = Callable[[Sequence[Turn], bool], str]
 
-_STAND_IN = "Standin{}Text"
+_DIGIT = re.compile(r"\d")
+_STAND_IN = "StandInText"
+_USER = {"role": "user", "content": "Question"}
+_ANSWER = {"role": "assistant", "content": _STAND_IN}
+_CALL = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {"at": "it"}}}
 
 
 def _common_prefix(one: str, other: str) -> int:
@@ -27,34 +43,9 @@ def _common_prefix(one: str, other: str) -> int:
     return low
 
 
-def first_special(text: str, special: Sequence[str]) -> str | None:
-    """The special token with which ``text`` begins, after white space."""
-    text = text.lstrip()
-    return max((token for token in special if text.startswith(token)), key=len, default=None)
-
-
-def learn_stops(render: Render, special: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The special tokens with which a template ends the assistant's turn.
-
-    Found by rendering a small conversation; a template that refuses it gives none.
-
-    Returns:
-        those at which generation stops: at the end, or before another turn where the end has none; and all of them.
-    """
-    stand_in = _STAND_IN.format(0)
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": stand_in}]
-    stops = []
-    for following in ([], [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]):
-        try:
-            text = render([*turns, *following], False)
-        except TemplateLimit:
-            raise
-        except DataError:
-            continue
-        token = first_special(text.partition(stand_in)[2], special)
-        if token is not None and token not in stops:
-            stops.append(token)
-    return stops[:1], stops
+def _whole_words(text: str) -> str:
+    """``text`` up to its last white space or closing bracket: the rest may be a part of a tag."""
+    return re.fullmatch(r"((?:.*[\s>\]])?).*", text, re.S)[1]
 
 
 class TurnFinder:
@@ -66,35 +57,92 @@ class TurnFinder:
         text: the whole of it, rendered.
         stops: the special tokens that may end a turn of the assistant.
         special: all special tokens.
+        first: special tokens that follow the text of an answer, while ``stops`` are not known yet.
     """
 
     def __init__(
-        self, render: Render, messages: Sequence[Turn], text: str, stops: Sequence[str], special: Sequence[str] = ()
+        self,
+        render: Render,
+        messages: Sequence[Turn],
+        text: str,
+        stops: Sequence[str],
+        special: Sequence[str] = (),
+        first: Sequence[str] = (),
     ) -> None:
         self._render = render
         self.messages = list(messages)
         self.text = text
-        self.stops = tuple(stops)
-        self.special = tuple(special)
-        number = 0
-        while _STAND_IN.format(number) in text:
-            number += 1
-        self._stand_in = _STAND_IN.format(number)
-        self._contents: dict[int, Span | None] = {}
+        self.stops, self.first = tuple(stops), (*stops, *first)
+        longest = sorted({*special, *stops}, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest)) or "(?!)")
+        self._starts: dict[Any, int] = {}
+        self._ends: dict[Any, int] = {}
+        marker = Marker()
+        self._marked: list[Turn] = []
+        self._numbers: list[range] = []
+        self._turn_of = [-1]
+        self._names: list[list[int]] = []
+        for turn in self.messages:
+            first = marker.count + 1
+            marked, names = marker.turn(turn)
+            self._marked.append(marked)
+            self._numbers.append(range(first, marker.count + 1))
+            self._turn_of += [len(self._numbers) - 1] * len(self._numbers[-1])
+            self._names.append(names)
 
-    def assistant(self, index: int) -> Span:
-        """What the model writes in turn ``index``: from the end of the generation prompt to the end-of-turn token.
+    @cached_property
+    def _found(self) -> Rendered | None:
+        """The conversation with marks; None where the marks make the template write another text."""
+        found = self._rendered(self._marked, False)
+        return found if found is not None and found.text == self.text else None
 
-        White space after the end-of-turn token is not part of it.
+    @property
+    def _places(self) -> dict[int, Span]:
+        return {} if self._found is None else self._found.places
+
+    @property
+    def _turns(self) -> list[Turn]:
+        return self.messages if self._found is None else self._marked
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """The numbers of the marked texts, as they follow each other."""
+        return sorted(self._places, key=lambda number: (*self._places[number], number))
+
+    @cached_property
+    def _rank(self) -> dict[int, int]:
+        return {number: i for i, number in enumerate(self._order)}
+
+    def assistant(self, index: int) -> list[Span]:
+        """Return the spans that the model writes in turn ``index``.
+
+        They reach from the end of the generation prompt to the end-of-turn token, without the white space behind it.
+        There are several where the template writes another turn into this one, such as the answer of a tool before
+        the text that accompanies its call.
 
         Raises:
-            DataError: it cannot be determined.
+            DataError: it cannot be determined, or the template leaves out the turn or one of its calls.
         """
-        start = self._start(index)
-        end = self._end(index, start)
-        if end < start:
-            raise self._lost(index)
-        return start, end
+        self.check_calls(index)
+        spans: list[Span] = []
+        for first, last in self._runs(index) or [(None, None)]:
+            start = self._start(index) if not spans or first is None else self._places[first][0]
+            spans.append((start, self._end(index, start, last)))
+        if all(start >= end for start, end in spans):
+            raise DataError(
+                f"the chat template writes nothing for turn {index} (assistant): take it out of the conversation, or "
+                "use a template that writes it"
+            )
+        return spans
+
+    def check_calls(self, index: int) -> None:
+        """Raise :class:`DataError` where the template leaves out a tool call of a turn."""
+        written = [number in self._places for number in self._names[index]]
+        if self._found is not None and not all(written):
+            raise DataError(
+                f"the chat template writes {sum(written)} of the {len(written)} tool_calls of turn {index}: divide "
+                "the turn, or use a template that writes them"
+            )
 
     def other(self, index: int) -> Span:
         """The text of a turn that is not the assistant's, with the token that ends it.
@@ -102,10 +150,15 @@ class TurnFinder:
         Raises:
             DataError: it cannot be determined.
         """
-        content = self._content(index)
-        if content is None:
+        numbers = [number for number in self._numbers[index] if number in self._places]
+        if not numbers:
             raise self._lost(index)
-        return content[0], self._stop_after(content[1]) or content[1]
+        start, end = self._places[numbers[0]][0], self._places[numbers[-1]][1]
+        content = self.messages[index]["content"]
+        first, last = inner_span(content)
+        start -= _common_prefix(content[:first][::-1], self.text[max(0, start - first) : start][::-1])
+        end += _common_prefix(content[last:], self.text[end : end + len(content) - last])
+        return start, self._stop_after(end) or end
 
     def _lost(self, index: int) -> DataError:
         return DataError(
@@ -113,107 +166,255 @@ class TurnFinder:
             "the chat template rearranges it; mark the assistant's part with {% generation %} in the template"
         )
 
-    def _try(self, messages: Sequence[Turn], add_generation_prompt: bool) -> str | None:
+    def _rendered(self, messages: Sequence[Turn], add_generation_prompt: bool) -> Rendered | None:
         """The rendered messages, or None where the template refuses a conversation that ends here."""
         try:
-            return self._render(messages, add_generation_prompt)
+            return read_marks(self._render(messages, add_generation_prompt))
         except TemplateLimit:
             raise
         except DataError:
             return None
 
-    def _with_stand_in(self, index: int) -> list[Turn]:
-        return [{**turn, "content": self._stand_in} if i == index else turn for i, turn in enumerate(self.messages)]
+    def _runs(self, index: int) -> list[tuple[int, int]]:
+        """Numbers of the first and the last text of turn ``index``, for each run that no other turn's text divides."""
+        runs: list[tuple[int, int]] = []
+        for rank in sorted(self._rank[number] for number in self._numbers[index] if number in self._rank):
+            number = self._order[rank]
+            if runs and self._rank[runs[-1][1]] == rank - 1:
+                runs[-1] = (runs[-1][0], number)
+            else:
+                runs.append((number, number))
+        return runs
 
-    def _content(self, index: int) -> Span | None:
-        """Where the text of a turn lies; its beginning may be late where the template adds a part of the text."""
-        if index not in self._contents:
-            self._contents[index] = self._find_content(index)
-        return self._contents[index]
+    def _before(self, index: int) -> int | None:
+        """Number of the last text of an earlier turn that stands before turn ``index``."""
+        runs = self._runs(index)
+        if not runs:
+            return next((before[-1][1] for i in range(index - 1, -1, -1) if (before := self._runs(i))), None)
+        rank = self._rank[runs[0][0]] - 1
+        while rank >= 0 and self._turn_of[self._order[rank]] >= index:
+            rank -= 1
+        return self._order[rank] if rank >= 0 else None
 
-    def _find_content(self, index: int) -> Span | None:
-        text = self._try(self._with_stand_in(index), False)
-        if text is None or text.count(self._stand_in) != 1:
+    def _end_of(self, number: int | None) -> int:
+        return 0 if number is None else self._places[number][1]
+
+    def _limit(self, position: int, after: int | None) -> int:
+        """Where the marked text begins that follows another, or a position."""
+        if after is not None:
+            rank = self._rank[after] + 1
+        else:
+            rank = bisect_left(self._order, position, key=lambda number: self._places[number][0])
+        return self._places[self._order[rank]][0] if rank < len(self._order) else len(self.text)
+
+    def _key(self, passage: str, first_turn: int, index: int) -> Any:
+        """A key for passages that differ in numbers alone; these keep their lengths."""
+        turns = self.messages[first_turn : index + 2]
+        for turn in turns:
+            calls = turn.get("tool_calls")
+            calls = calls if isinstance(calls, list) else []
+            for name in (turn.get("tool_call_id"), *(call.get("id") for call in calls if isinstance(call, Mapping))):
+                passage = passage.replace(name, "0" * len(name)) if name and isinstance(name, str) else passage
+        return _DIGIT.sub("0", passage), tuple(turn["role"] for turn in turns), index - first_turn
+
+    def _tail(self, rendered: Rendered | None, number: int | None) -> str | None:
+        """The rest of another rendering after a marked text; None where it lacks that text."""
+        if rendered is None or (number is not None and number not in rendered.places):
             return None
-        before, _, after = text.partition(self._stand_in)
-        if not self.text.endswith(after):
-            return None
-        start = _common_prefix(self.text, before)
-        return start, max(start, len(self.text) - len(after))
+        return rendered.text[0 if number is None else rendered.places[number][1] :]
 
     def _start(self, index: int) -> int:
-        prompt = self._try(self.messages[:index], True)
-        if prompt is not None and self.text.startswith(prompt):
-            return len(prompt)
-        content = self._content(index)
-        before = self._content(index - 1) if index else None
-        if before is not None:
-            prompt = self._try(self._with_stand_in(index - 1)[:index], True) or ""
-            header = prompt.rpartition(self._stand_in)[2] if self._stand_in in prompt else None
-            if header is not None and self.text.startswith(header, before[1]):
-                return before[1] + len(header)
-            if header is not None and content is not None and header.startswith(self.text[before[1] : content[0]]):
-                return content[0]  # the generation prompt opens more than a finished turn has, such as <think>
-            if header is not None:
-                shared = _common_prefix(header, self.text[before[1] :])
-                marks = max((header.rfind(token) + len(token) for token in self.special if token in header), default=0)
-                if 0 < marks < shared:
-                    return before[1] + shared  # or opens it in another way
-        if content is None:
+        before = self._before(index)
+        base = self._end_of(before)
+        limit = self._limit(base, before)
+        key = self._key(self.text[base:limit], 0 if before is None else self._turn_of[before], index)
+        if key not in self._starts:
+            self._starts[key] = self._find_start(index, before, base, limit) - base
+        return base + self._starts[key]
+
+    def _find_start(self, index: int, before: int | None, base: int, limit: int) -> int:
+        if index and not self._runs(index - 1) and (start := self._find_after_blank(index)) is not None:
+            return start
+        prompt = self._tail(self._rendered(self._turns[:index], True), before)
+        passage, header = self.text[base:limit], self._header
+        if prompt is not None:
+            shared = _common_prefix(prompt, self.text[base : base + len(prompt)])
+            if shared == len(prompt):
+                is_late = bool(header) and passage.startswith(header, shared)  # the prompt has none where turns do
+                return base + shared + len(header) * is_late
+            if shared >= len(passage):
+                return limit  # the generation prompt opens more than a finished turn has, such as <think>
+            start = len(_whole_words(passage[:shared]))  # or opens it in another way
+            between = range(self._turn_of[before] + 1 if before is not None else 0, index)
+            is_continued = header not in passage and all(self._runs(turn) for turn in between)
+            if header and (header in passage[:start] or is_continued):
+                return base + start
+        start = passage.rfind(header) if header else -1
+        if start < 0:
             raise self._lost(index)
-        header = self._generation_header()
-        if header and self.text.endswith(header, 0, content[0]):
-            return content[0]
+        return base + start + len(header)
+
+    def _find_after_blank(self, index: int) -> int | None:
+        """The beginning of a turn where the one before has no text, found with a text put there."""
+        turns = [*self._turns]
+        turns[index - 1] = {**turns[index - 1], "content": marked_text("x", 0)}
+        rest = self._tail(self._rendered(turns, False), 0)
+        prompt = self._tail(self._rendered(turns[:index], True), 0)
+        if rest is None or prompt is None or not (rest.startswith(prompt) and self.text.endswith(rest)):
+            return None
+        return len(self.text) - len(rest) + len(prompt)
+
+    @cached_property
+    def _header(self) -> str:
+        """The assistant's header: the part of the generation prompt that finished turns have, too."""
+        user, *more = (Marker().turn(turn)[0] for turn in (_USER, _ANSWER, _USER, _ANSWER))
+        opened, closed = (self._tail(self._rendered([user], prompt), 1) for prompt in (True, False))
+        if opened is None or closed is None or not opened.startswith(closed):
+            return ""
+        header = opened[len(closed) :]
+        for turns in ([user, more[0]], [user, *more]):
+            finished = self._tail(self._rendered(turns, False), 1)
+            if finished is not None and finished.startswith(closed):
+                shared = _common_prefix(header, finished[len(closed) :])
+                header = header if shared == len(header) else _whole_words(header[:shared])
+        return header
+
+    def _end(self, index: int, start: int, last: int | None) -> int:
+        base = self._end_of(last)
+        if last is None or base < start:
+            last, base = None, start
+        passage = self.text[base : self._limit(base, last)]
+        key = (*self._key(passage, index, index), last is None)
+        if key not in self._ends:
+            self._ends[key] = self._find_end(index, last, start, passage)
+        return base + self._ends[key]
+
+    def _find_end(self, index: int, last: int | None, start: int, tail: str) -> int:
+        """How much of ``tail``, which follows the last text of a turn, the model writes."""
+        is_last = index == len(self.messages) - 1
+        found = [*self._special.finditer(tail)]
+        if is_last and len(found) < 2:
+            return found[0].end() if found else len(tail)
+        others = self._followed(index) if is_last else iter([self._turns[: index + 1]])
+        for messages in others:
+            other = self._rendered(messages, False)
+            if last is not None:
+                rest = self._tail(other, last)
+            else:
+                before = self._before(index)
+                rest = self._tail(other, before)
+                begun = self.text[self._end_of(before) : start]
+                rest = rest[len(begun) :] if rest is not None and rest.startswith(begun) else None
+                if rest == "":
+                    return 0
+            if rest is not None:
+                return self._closing(index, tail, rest)
+        return self._first_stop(index, tail, 0)
+
+    def _followed(self, index: int) -> Iterator[list[Turn]]:
+        """The conversation with turns that may follow its last."""
+        calls = self.messages[index].get("tool_calls")
+        if isinstance(calls, list) and calls:
+            ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
+            named = [{} if one is None else {"tool_call_id": one} for one in ids]
+            yield [*self._turns, *({"role": "tool", "content": "Found", **one} for one in named)]
+        yield [*self._turns, _USER]
+
+    def _closing(self, index: int, tail: str, other: str) -> int:
+        """End of the end-of-turn token in ``tail``, compared with the same turn where something else follows."""
+        shared = _common_prefix(tail, other)
+        for text in (tail, other):
+            for found in self._special.finditer(text):
+                if found.start() < shared < found.end():
+                    shared = found.start()
+        part = tail[:shared].rstrip()
+        ended = next((m[0] for m in self._special.finditer(part) if m.end() == len(part)), None)
+        if ended in self.first:
+            return len(part)
+        stop = self._last_stop(tail, part)
+        if stop is not None:
+            return stop
+        rest, other_rest = tail[shared:].lstrip(), other[shared:].lstrip()
+        following, other_following = (self._special.match(text) for text in (rest, other_rest))
+        is_stop = ended is None or other_following is not None or (following is not None and following[0] in self.stops)
+        if following is not None and is_stop and not self._goes_on(rest):
+            return len(tail) - len(rest) + following.end()
+        if not rest or not other_rest:
+            return len(part)  # here the finished conversation ends
+        return self._first_stop(index, tail, shared)
+
+    def _first_stop(self, index: int, tail: str, begin: int) -> int:
+        """End of the first end-of-turn token from ``begin`` on that the assistant does not go on after."""
+        for found in self._special.finditer(tail, begin):
+            if found[0] in self.stops and not self._goes_on(tail[found.end() :]):
+                return found.end()
         raise self._lost(index)
 
-    def _generation_header(self) -> str:
-        """What the generation prompt adds after a user's turn."""
-        user = [{"role": "user", "content": self._stand_in}]
-        opened, closed = self._try(user, True), self._try(user, False)
-        return opened[len(closed) :] if opened and closed and opened.startswith(closed) else ""
+    def _goes_on(self, text: str) -> bool:
+        """Whether the assistant's header follows."""
+        header = self._header.strip()
+        return bool(header) and text.lstrip().startswith(header)
 
-    def _end(self, index: int, start: int) -> int:
-        last = index == len(self.messages) - 1
-        until = self.text if last else self._try(self.messages[: index + 1], False)
-        if until is not None and self.text.startswith(until) and len(until) >= start:
-            closing = self._closing(start, len(until))
-            if closing is not None:
-                return closing
-            return self._stop_after(len(until)) or len(until)
-        content = self._content(index)
-        following = None if last else self._content(index + 1)
-        if following is None and not last:
-            raise self._lost(index)
-        begin = start if content is None else max(start, content[1])
-        limit = following[0] if following is not None else len(self.text)
-        return self._first_end(begin, limit)
-
-    def _first_end(self, begin: int, limit: int) -> int:
-        """End of the first end-of-turn token between the two that the assistant does not go on after."""
-        again = self._generation_header().strip()
-        end = begin
-        while found := [
-            (position, position + len(stop))
-            for stop in self.stops
-            if (position := self.text.find(stop, end, limit)) >= 0
-        ]:
-            end = min(found)[1]
-            if not again or not self.text[end:limit].lstrip().startswith(again):
-                break
-        return end
-
-    def _closing(self, start: int, end: int) -> int | None:
-        """End of the first of the end-of-turn tokens with which ``text[start:end]`` ends."""
-        closing = None
-        while True:
-            end = start + len(self.text[start:end].rstrip())
-            token = next((stop for stop in self.stops if self.text.endswith(stop, start, end)), None)
-            if token is None:
-                return closing
-            closing, end = end, end - len(token)
+    def _last_stop(self, tail: str, part: str) -> int | None:
+        """End of the last end-of-turn token in the beginning ``part`` of ``tail``, unless the assistant goes on."""
+        ends = [found.end() for found in self._special.finditer(part) if found[0] in self.stops]
+        return next((end for end in reversed(ends) if not self._goes_on(tail[end:])), None)
 
     def _stop_after(self, position: int) -> int | None:
         """End of an end-of-turn token that follows ``position``, white space between them allowed."""
-        rest = self.text[position:].lstrip()
-        token = first_special(rest, self.stops)
-        return None if token is None else len(self.text) - len(rest) + len(token)
+        rest = self.text[position : self._limit(position, None)]
+        found = self._special.match(rest.lstrip())
+        if found is None or found[0] not in self.stops:
+            return None
+        return position + len(rest) - len(rest.lstrip()) + found.end()
+
+
+def first_special(text: str, special: Sequence[str]) -> str | None:
+    """The special token with which ``text`` begins, after white space."""
+    text = text.lstrip()
+    return max((token for token in special if text.startswith(token)), key=len, default=None)
+
+
+# A turn of the assistant, and turns that follow it.
+_KINDS: list[tuple[Turn, list[Turn]]] = [
+    (_ANSWER, [_USER, _ANSWER]),
+    (
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        [{"role": "tool", "content": "Found", "tool_call_id": _CALL["id"]}, _ANSWER],
+    ),
+]
+
+
+def learn_stops(render: Render, special: Sequence[str], configured: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """The special tokens with which a template ends the assistant's turns.
+
+    Found by rendering small conversations, of an answer and of a tool call; one that a template refuses gives none.
+
+    Args:
+        render: renders a conversation.
+        special: all special tokens.
+        configured: end tokens that the checkpoint's files name.
+
+    Returns:
+        those at which generation stops: at the end, or before another turn where the end has none; and all of them.
+    """
+    final: list[str] = []
+    stops: list[str] = []
+    first: list[str] = []  # special tokens that follow the text of an answer
+    for turn, following in _KINDS:
+        ends: list[str] = []
+        for turns in ([_USER, turn], [_USER, turn, *following]):
+            try:
+                text = render(turns, False)
+                token = first_special(text.partition(_STAND_IN)[2], special)
+                first += [token] if token is not None else []
+                start, end = TurnFinder(render, turns, text, configured, special, first).assistant(1)[0]
+            except TemplateLimit:
+                raise
+            except DataError:
+                continue
+            ended = next((token for token in special if text.endswith(token, start, end)), None)
+            ends += [ended] if ended is not None else []
+        final += ends[:1]
+        stops += ends
+    return list(dict.fromkeys(final)), list(dict.fromkeys(stops))
