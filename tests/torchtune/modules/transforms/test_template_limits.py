@@ -3,6 +3,7 @@
 import resource
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torchtune.data import DataError
 from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
 
+PUBLISHED = Path(__file__).parent / "published"
 CHAT = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
 ROUNDS = "{% for i in range(9999) %}"
 HOSTILE = {
@@ -53,7 +55,20 @@ HOSTILE = {
     "a wide text": "{{ 'x'.center(10**11) }}",
     "a wide filter": "{{ 'x' | center(99999999999) }}",
     "a wide format": "{{ '{:99999999999}'.format(1) }}",
-    "a wide nested format": "{{ '{:{}}'.format(1, 99999999999) }}",
+    "a wide format that memory would hold": "{{ '{:>9999999999}'.format(1) }}",
+    "a wide format by another name": "{% set f = '{:>9999999999}'['format'] %}{{ f(1) }}",
+    "a wide format of a mapping": "{{ '{a:>9999999999}'.format_map({'a': 1}) }}",
+    "many formats": "{{ ('{0:9999}' * 100000).format(1) }}",
+    "many %": "{{ ('%(a)9999d' * 100000) % {'a': 1} }}",
+    "bytes": "{{ 'x'.encode().ljust(9999999999) }}",
+    "bytes of a number": "{{ (1).to_bytes(9999999999, 'big') }}",
+    "a wide separator": "{{ (range(9999) | list) | join('x' * 300000) }}",
+    "a wide separator by a method": "{{ ('x' * 300000).join(['a'] * 9999) }}",
+    "a wide indent": "{{ ('a\nb' * 9000) | indent('x' * 300000) }}",
+    "a wide separator of JSON": "{{ (range(9999) | list) | tojson(separators=('x' * 300000, ':')) }}",
+    "a long JSON with an indent": "{{ (range(9999) | list) | tojson(indent=300000) }}",
+    "a wide wrap": "{{ ('ab ' * 9000) | wordwrap(1, wrapstring='x' * 300000) }}",
+    "a wide nested format": "{{ '{:{}}'.format(1, 9999999999) }}",
     "a wide %": "{{ '%99999999999d' % 1 }}",
     "a wide % by a star": "{{ '%*d' % (99999999999, 1) }}",
     "a wide filter format": "{{ '%99999999999d' | format(1) }}",
@@ -106,6 +121,16 @@ def test_long_conversations_are_not_hostile() -> None:
     text = ChatTemplate(source, {}).render(messages)[0]
     assert text.startswith("<user>\nword word")
     assert len(text) > 4_000_000 - 400
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.jinja")), ids=lambda path: path.stem)
+def test_published_templates_use_nothing_that_is_left_out(path: Path) -> None:
+    assert ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"}).render(CHAT)[0]
+
+
+def test_formats_are_those_of_python() -> None:
+    source = "{{ '{:>8.2f}|{a:*^9}|{{}}'.format(2.5, a='x') }}{{ '%-6s|%05d' % ('y', 7) }}{{ '%s!' | format(1) }}"
+    assert ChatTemplate(source, {}).render(CHAT)[0] == f"{2.5:>8.2f}|{'x':*^9}|{{}}y     |000071!"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ _OPEN, _CLOSE = (f"\ue000{uuid.uuid4().hex}\ue001" for _ in range(2))
 # What an expression inside a template may raise on data that it was not made for.
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
+_INDENT = 16
 _CLOCK_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _DIRECTIVE = re.compile(r"%-?(.)")
 _DATE = frozenset("aAwdbBmyYjUWGVux%")  # directives of strftime that change once a day at most
@@ -45,6 +46,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if (isinstance(indent, int) and indent > _INDENT) or any(len(text) > _INDENT for text in separators or ()):
+        raise TemplateError(f"tojson indents by {_INDENT} characters at most")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,19 +1,22 @@
 """Limits of what a chat template may do: templates come from strangers, and every checkpoint brings one.
 
 A template may be a loop without an end, or double a text sixty times. Signals that interrupt it exist in the main
-thread alone, so the template is limited from inside: loops and macros count their rounds, and every text or list that
-is made is charged before, or where that is not possible right after, it is made.
+thread alone, so the template is limited from inside: loops and macros count their rounds, and every text or list is
+charged. Of Jinja's filters and Python's methods of texts, a template has those that make no more than they are given,
+and a few others, such as ``join`` and ``format``, that are charged before they run.
 """
 
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce, wraps
+from string import Formatter
 from typing import Any, ClassVar
 
-from jinja2 import nodes, pass_context
-from jinja2.runtime import LoopContext
+from jinja2 import Environment, nodes, pass_context
+from jinja2.nodes import EvalContext
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -28,14 +31,21 @@ _RANGE = 10_000
 _ELEMENT = 16  # what an element of a list or mapping is charged, beside its text
 _NESTED = 1 << 26  # most that nested data may be charged where it is written
 _BITS = 1 << 14  # of a number
-_WIDTH = re.compile(r"\d{5,}|\*")
-_WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
+_WIDTH = re.compile(r"\d{1,9}|\*")
+_ENDLESS = "makes a text or a list without an end"
+_METHODS = frozenset(
+    "capitalize count endswith find format index isdigit isnumeric join lower lstrip partition removeprefix "
+    "removesuffix replace rfind rpartition rsplit rstrip split splitlines startswith strip title upper".split()
+)
+_FILTERS = frozenset(
+    "abs attr capitalize count d default dictsort e escape first float format groupby indent int items join last "
+    "length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string title "
+    "tojson trim unique upper wordcount".split()
+)
 _COUNT, _JOIN, _ADD = " count", " join", " add"  # no template can write these names
 _TEXT = {str}
 _OF_LOOPS = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
 _OF_DICTS = frozenset(dir(dict))
-# Filters with integer arguments that set the size of the result.
-_SIZED_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"})
 
 
 class TemplateLimit(DataError):
@@ -79,7 +89,7 @@ class Budget:
         if self._characters < 0:
             self._extend()
             if self._characters < 0:
-                raise TemplateLimit("makes a text or a list without an end")
+                raise TemplateLimit(_ENDLESS)
 
     def _extend(self) -> None:
         """Allow what is given, which is measured by those who need it alone."""
@@ -109,7 +119,7 @@ def measure(value: Any, limit: int) -> tuple[int, int]:
             longest = max(longest, len(item))
             size += _ELEMENT * len(item)
         if size > limit:
-            raise TemplateLimit("makes a text or a list without an end")
+            raise TemplateLimit(_ENDLESS)
     return size, longest
 
 
@@ -125,8 +135,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
         self._running = threading.local()
         super().__init__(finalize=self._written, **options)
-        self.filters |= filters
-        self.filters = {name: self._charged(name, function) for name, function in self.filters.items()}
+        known = {name: function for name, function in self.filters.items() if name in _FILTERS} | filters
+        self.filters = {name: self._charged(name, function) for name, function in known.items()}
         # Handing over the context keeps Jinja from calling them while it compiles.
         self.filters |= {_COUNT: self._counted, _JOIN: self._joined, _ADD: self._added}
         self.globals["range"] = self._range
@@ -180,6 +190,28 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use an attribute; of texts and numbers, methods that make little."""
+        if isinstance(obj, str):
+            return attr in _METHODS
+        return not isinstance(obj, bytes | int | float) and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """``str.format`` in the sandbox, with its size charged before."""
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+        layout = value.__self__
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            specs = [spec or "" for *_, spec, _ in Formatter().parse(layout)]
+            if any("{" in spec for spec in specs):
+                raise TemplateLimit(_ENDLESS)  # a width that a value gives
+            self._check_format(layout, [*args, *kwargs.values()], "".join(specs).replace("*", ""))
+            return formatted(*args, **kwargs)
+
+        return checked
+
     def _text(self, value: Any) -> str:
         if not isinstance(value, str):
             self.budget.charge(measure(value, _NESTED)[0])
@@ -212,66 +244,54 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             times = left if isinstance(left, int) else right
             self.budget.charge((_size(left) + _size(right)) * max(times, 0) if isinstance(times, int) else 0)
         elif operator == "%" and isinstance(left, str):
-            self._check_format(left, right)
+            self._check_format(left, right, left)
         elif operator == "**" and not (isinstance(left, int | float) and isinstance(right, int | float)):
             raise TemplateLimit("raises what is no number to a power")
         return super().call_binop(context, operator, left, right)
 
-    def _check_format(self, layout: str, values: Any) -> None:
-        if _WIDTH.search(layout):
-            raise TemplateLimit("makes a text or a list without an end")
+    def _check_format(self, layout: str, values: Any, widths: str) -> None:
+        numbers = _WIDTH.findall(widths)
+        if "*" in numbers:
+            raise TemplateLimit(_ENDLESS)
         places = layout.count("{") + layout.count("%")
-        self.budget.charge(len(layout) + places * measure(values, _NESTED)[0])
+        self.budget.charge(len(layout) + sum(map(int, numbers)) + places * measure(values, _NESTED)[0])
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function or method from inside a template, with what it makes charged."""
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
-            args = __self._check_method(owner, __obj.__name__, args, kwargs)
+            args = __self._check(__obj.__name__, [owner, *args], kwargs)[1:]
         result = super().call(__context, __obj, *args, **kwargs)
         __self.budget.charge(_size(result))
         return result
 
-    def _check_method(self, text: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple:
-        """Charge what a method of a text is going to make."""
-        if method in _WIDENING:
-            widest = max((number for number in [*args, *kwargs.values()] if isinstance(number, int)), default=8)
-            self.budget.charge(max(widest, len(text)) if method != "expandtabs" else (text.count("\t") + 1) * widest)
-        elif method == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
-            self.budget.charge(text.count(args[0]) * len(args[1]))
-        elif method == "join" and args:
-            args = (list(args[0]), *args[1:])
-            self.budget.charge(sum(map(_size, args[0])) + len(text) * len(args[0]))
-        elif method in ("format", "format_map"):
-            self._check_format(text, [*args, *kwargs.values()])
-        elif method == "translate" and args and isinstance(args[0], Mapping):
-            self.budget.charge(len(text) * max((_size(value) for value in args[0].values()), default=1))
+    def _check(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Charge a method or filter with the size of its result. Returns its arguments, with lists for generators."""
+        args = [list(value) if hasattr(value, "__next__") else value for value in args]
+        named = {key: value for key, value in kwargs.items() if isinstance(value, str | int)}
+        texts = [str(value) for value in [*args[1:], *named.values()]]
+        if name == "replace" and len(texts) >= 2:
+            self.budget.charge(str(args[0]).count(texts[0]) * len(texts[1]))
+        elif name == "join":
+            values, between = (args[0], texts) if not isinstance(args[0], str) else (args[1], [args[0]])
+            values = values if isinstance(values, str | list | tuple | Mapping) else []
+            self.budget.charge(len(values) * max(map(len, between), default=0) + measure(values, _NESTED)[0])
+        elif name == "indent":
+            widths = [value if isinstance(value, int) else len(str(value)) for value in [*args[1:], *named.values()]]
+            self.budget.charge((str(args[0]).count("\n") + 1) * max(widths, default=4))
+        elif name == "format":
+            self._check_format(str(args[0]), [*args[1:], *kwargs.values()], str(args[0]))
+        elif name in ("string", "tojson"):
+            self.budget.charge(measure(args[0], _NESTED)[0])
         return args
 
     def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter with what it makes charged."""
+        """A filter with the size of its result charged."""
 
-        @wraps(function)  # keeps the marks by which Jinja knows what a filter is handed over
+        @wraps(function)  # keeps the marks by which Jinja knows the context that a filter takes
         def charged(*args: Any, **kwargs: Any) -> Any:
-            values = [*args, *kwargs.values()]
-            if name in _SIZED_FILTERS:
-                sizes = [value for value in values[1:] if isinstance(value, int) and not isinstance(value, bool)]
-                lines = max((value.count("\n") for value in values if isinstance(value, str)), default=0) + 1
-                self.budget.charge(max(sizes, default=0) * lines)
-            if name == "format":
-                self._check_format(next(value for value in values if isinstance(value, str)), values)
-            elif name == "replace":
-                texts = [str(value) for value in values if isinstance(value, str)]
-                self.budget.charge(texts[0].count(texts[1]) * len(texts[2]) if len(texts) > 2 else 0)
-            elif name in ("join", "pprint", "sum", "string", "tojson", "urlize", "xmlattr"):
-                values = [list(value) if hasattr(value, "__next__") else value for value in values]
-                args = tuple(values[: len(args)])
-                plain = [value for value in values if isinstance(value, str | list | tuple | dict)]
-                self.budget.charge(measure(plain, _NESTED)[0])
-            if name == "sum":
-                terms = next((value for value in values if isinstance(value, list | tuple)), [])
-                self.budget.charge(len(terms) ** 2 if any(map(_size, terms)) else 0)  # lists are copied at each step
-            result = function(*args, **kwargs)
+            given = 1 if isinstance(args[0], Environment | Context | EvalContext) else 0
+            result = function(*args[:given], *self._check(name, args[given:], kwargs), **kwargs)
             self.budget.charge(_size(result))
             return result
 

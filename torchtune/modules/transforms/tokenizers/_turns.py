@@ -339,8 +339,8 @@ class TurnFinder:
         is_stop = ended is None or other_following is not None or (following is not None and following[0] in self.stops)
         if following is not None and is_stop and not self._goes_on(rest):
             return len(tail) - len(rest) + following.end()
-        if not rest or not other_rest:
-            return len(part)  # here the finished conversation ends
+        if not rest or not other_rest or self._goes_on(rest):
+            return len(part)  # the finished conversation ends here, or the assistant goes on
         return self._first_stop(index, tail, shared)
 
     def _first_stop(self, index: int, tail: str, begin: int) -> int:
