@@ -91,6 +91,9 @@ class Tokenize:
             except DataError as error:
                 part.bad.append((index, str(error)))
                 continue
+            except RecursionError:
+                part.bad.append((index, "it is nested too deeply"))
+                continue
             except OnReading:
                 part.on_reading = True
                 return part

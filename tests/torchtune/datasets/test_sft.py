@@ -119,6 +119,27 @@ def test_rows_that_cannot_be_trained_on_are_named(tokenizer: Any, tmp_path: Path
     assert "row 5: turn 1 is a second user turn in a row" in message
 
 
+def test_a_call_that_the_template_leaves_out(tokenizer: Any, tmp_path: Path) -> None:
+    row = openai("red", "")
+    row["messages"][1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    message = refused(chat, tokenizer, write(tmp_path / "rows.jsonl", [openai("a", "b"), row]))
+    assert "row 1: the chat template writes 0 of the 1 tool_calls of turn 1" in message
+
+
+@pytest.mark.parametrize("place", ["arguments", "tools"])
+def test_a_row_nested_deeply(tokenizer: Any, tmp_path: Path, place: str) -> None:
+    nested: Any = "x"
+    for _ in range(900):
+        nested = {"a": nested}
+    row = openai("red", "blue")
+    function = {"name": "f", "arguments": nested if place == "arguments" else {}}
+    row["messages"][1]["tool_calls"] = [{"type": "function", "function": function}]
+    row |= {"tools": [nested]} if place == "tools" else {}
+    source = write(tmp_path / "rows.jsonl", [openai("a", "b"), row])
+    assert "row 1: it is nested too deeply" in refused(chat, tokenizer, source)
+    assert len(chat(tokenizer, source, on_bad_row="skip")) == 1
+
+
 def test_no_more_than_ten_rows_are_named(tokenizer: Any, tmp_path: Path) -> None:
     message = refused(chat, tokenizer, write(tmp_path / "a.jsonl", [openai("red " * 300, "blue")] * 30))
     assert "rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9: no label" in message

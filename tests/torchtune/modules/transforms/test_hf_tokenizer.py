@@ -120,6 +120,17 @@ def test_places_of_a_chat_template(folder: Path, form: str) -> None:
             tokenizer.tokenize_messages(CHAT, tools=[{"name": "f"}])
 
 
+@pytest.mark.parametrize("name", ["chatml", "mine.jinja", "/nowhere/mine.jinja"])
+def test_a_chat_template_that_is_no_file(folder: Path, name: str) -> None:
+    with pytest.raises(DataError, match=f"There is no file '{name}': chat_template is the path of a Jinja file or the"):
+        hf_tokenizer(str(folder), chat_template=name)
+
+
+def test_a_chat_template_with_an_error(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"error in line 2: unexpected end of template, expected .*[^.]\.$"):
+        hf_tokenizer(str(folder), chat_template="a\n{{ x")
+
+
 def test_tools_reach_the_template(folder: Path) -> None:
     template = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML
     tokenizer = hf_tokenizer(str(folder), chat_template=template)

@@ -91,7 +91,8 @@ class ChatTemplate:
             raise DataError("The chat template is nested too deeply, or its constants are too large.") from error
         except TemplateError as error:
             line = getattr(error, "lineno", None)
-            raise DataError(f"The chat template has an error in line {line}: {error}.") from error
+            said = str(error).rstrip(".")
+            raise DataError(f"The chat template has an error in line {line}: {said}.") from error
         self.marks_generation = "generation" in source and "endgeneration" in source
 
     def __reduce__(self) -> Any:

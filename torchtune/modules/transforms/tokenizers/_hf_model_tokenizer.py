@@ -295,6 +295,11 @@ def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | Non
     """Name -> text of the chat templates: the chosen one, files beside the tokenizer, or those in its config."""
     if chosen is not None:
         is_text = "{" in chosen or "\n" in chosen
+        if not is_text and not Path(chosen).expanduser().is_file():
+            raise DataError(
+                f"There is no file {chosen!r}: chat_template is the path of a Jinja file or the text of a template; "
+                "leave it out for the checkpoint's own."
+            )
         return {"default": chosen if is_text else read_text(chosen, "chat template")}
     sources: dict[str, str] = {}
     inside = config.get("chat_template")
