@@ -67,7 +67,7 @@ class Budget:
 
     def __init__(self, given: Any = None) -> None:
         self._given = given
-        self._deadline = time.monotonic() + SECONDS
+        self._deadline = time.thread_time() + SECONDS  # a busy machine is no fault of the template
         self._rounds, self._characters = ROUNDS, CHARACTERS
         self._is_extended = False
 
@@ -80,8 +80,8 @@ class Budget:
                 raise TemplateLimit("loops without an end")
         if characters:
             self.charge(characters)
-        if time.monotonic() > self._deadline:
-            raise TemplateLimit(f"takes more than {SECONDS:.0f} seconds for one conversation")
+        if self._rounds % 64 == 0 and time.thread_time() > self._deadline:  # asking takes microseconds
+            raise TemplateLimit(f"takes more than {SECONDS:.0f} seconds of one core for one conversation")
 
     def charge(self, characters: int) -> None:
         """Count characters, or elements of lists, that are made."""
