@@ -164,7 +164,39 @@ def lacking_data(config: Path, folder: Path) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("case", [cut_weights, wrong_size, lacking_data], ids=lambda case: case.__name__)
+def on_copies_of_data(config: Path, folder: Path, rows: list[str], *overrides: str) -> None:
+    """Each machine has its own file; that of rank 1 has fewer or other rows."""
+    own = folder / f"machine_{os.environ['RANK']}"
+    own.mkdir()
+    lines = (config.parent / "data.jsonl").read_text().splitlines(keepends=True)
+    (own / "data.jsonl").write_text("".join(lines if os.environ["RANK"] == "0" else [*rows, *lines[12:]]))
+    os.chdir(own)
+    refused(
+        lambda: train(config, "dataset.data_files=data.jsonl", *overrides),
+        "Rank 1 reads other training data than rank 0",
+        "24 examples an epoch there, 12 here" if not (rows or overrides) else "other examples",
+    )
+    os._exit(0)
+
+
+def fewer_rows(config: Path, folder: Path) -> None:
+    on_copies_of_data(config, folder, [])
+
+
+def other_rows(config: Path, folder: Path) -> None:
+    lines = (config.parent / "data.jsonl").read_text().splitlines(keepends=True)
+    on_copies_of_data(config, folder, lines[:12][::-1])
+
+
+def shorter_stream(config: Path, folder: Path) -> None:
+    on_copies_of_data(config, folder, [], "dataset.streaming=True", "max_steps_per_epoch=4")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [cut_weights, wrong_size, lacking_data, fewer_rows, other_rows, shorter_stream],
+    ids=lambda case: case.__name__,
+)
 def test_nothing_begins_that_cannot(case: Callable[..., None], tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -6,19 +6,27 @@ import os
 import re
 import signal
 import sys
+import time
+import traceback
 
-from torchtune.utils import UserError
+from torchtune.utils import AGENT_VARIABLE, UserError
 
-# Exit codes of workers that have printed the reason: user error, stalled run, or saved after a signal.
-_OWN_EXIT_CODES = (2, 75, 76, 130)
+# Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C; saved after a signal, or another
+# machine lost.
+_TEMPORARY = 75
+_OWN_EXIT_CODES = (2, 76, 130, _TEMPORARY)
 # Default of --shutdown-timeout: seconds between SIGTERM and SIGKILL, for workers to save. It also delays a restart if
 # workers hang in a collective with a dead rank.
 GRACE = 120
+# Seconds that other machines need to find out which rank has failed.
+_LINGER = 20
 # Options of torchrun that conflict with the recipe argument.
 _NOT_OURS = {"module": "--module", "no_python": "--no-python"}
 
 
 def _parser(usage: str) -> argparse.ArgumentParser:
+    # Read as torch is imported, here and in workers: a lost connection is explained below, not by stacks of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
@@ -97,32 +105,73 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
 
 
 def _says_more(record: logging.LogRecord) -> bool:
-    """Whether a log record of torchrun says more than that workers have ended."""
+    """Whether a log record of torchrun says more than that workers have ended, or that the rendezvous is gone."""
     text = record.getMessage()
-    return not text.startswith(("Sending process", *(f"failed (exitcode: {code})" for code in _OWN_EXIT_CODES)))
+    ended = text.startswith(("Sending process", *(f"failed (exitcode: {code})" for code in _OWN_EXIT_CODES)))
+    return not (ended or text.endswith("due to an error of type RendezvousConnectionError."))
 
 
 def run(args: argparse.Namespace) -> None:
     """Run torchrun, and end this process unless all workers succeeded.
 
-    Exit codes: 2 after a user error, 75 if the run saved after a signal, 76 if it stalled, 130 after Ctrl-C, else 1.
+    Exit codes: 2 after a user error, 75 if the run saved after a signal or another machine is lost, 76 if it stalled,
+    130 after Ctrl-C, else 1.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run as torchrun
 
     if args.max_restarts > 0 or len(set(args.nnodes.split(":"))) > 1:
         # A new store for every restart: an old one still has the addresses of the previous workers.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_says_more)
+    for module in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
+        logging.getLogger(f"torch.distributed.elastic.{module}").addFilter(_says_more)
+    os.environ[AGENT_VARIABLE] = str(os.getpid())
     try:
         torchrun(args)
     except SignalException as error:  # the workers got the signal and have saved
         sys.exit(75 if error.sigval == signal.SIGTERM else 128 + error.sigval)
     except ChildFailedError as error:
         # A worker's user error makes others fail; torchrun may report either first.
-        codes = {failure.exitcode for failure in error.failures.values()}
+        codes = [failure.exitcode for failure in error.failures.values()]
         own = next((code for code in _OWN_EXIT_CODES if code in codes), None)
-        if own is None:
+        if own is None or (own == _TEMPORARY and codes[0] != own):  # another worker was killed first
             print(error, file=sys.stderr)
-        sys.exit(own or 1)
+            own = 1
+        if args.nnodes not in ("1", "1:1"):
+            time.sleep(_LINGER)  # this process may serve the store, in which others look up why they lost this machine
+        sys.exit(own)
+    except (RendezvousError, DistError) as error:
+        sentence, code = _explain(error, args)
+        print(f"error: {sentence}", file=sys.stderr)
+        sys.exit(code)
+
+
+def _explain(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
+    """One sentence on a rendezvous that failed, and the exit code."""
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+    where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    if isinstance(error, RendezvousClosedError):
+        return f"the run at {where} has ended on another machine: its output says why.", 1
+    if isinstance(error, RendezvousTimeoutError):
+        return (
+            f"fewer machines than --nnodes {args.nnodes} came to {where} in time: run the same command, with the same "
+            "--nnodes, on all machines; --rdzv-conf join_timeout=SECONDS waits longer.",
+            _TEMPORARY,
+        )
+    cause = str(error.__cause__ or error).partition("\n")[0].rstrip(". ")
+    # torch has one class for both; it calls these once workers have run.
+    if {"num_nodes_waiting", "_restart_workers"} & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+        return (
+            f"{where} does not answer any more, the machine there is gone or its command has ended ({cause}): run the "
+            "same command on all machines with resume_from_checkpoint=True to continue from the last checkpoint.",
+            _TEMPORARY,
+        )
+    return (
+        f"{where} cannot be reached ({cause}): give the address of the first machine, with a port that nothing else "
+        "uses, and start the command there.",
+        2,
+    )

@@ -23,7 +23,9 @@ from torchtune.config._schema import build_settings, settings_fields, settings_o
 from torchtune.config._secrets import escape, hide
 from torchtune.config._values import anything
 from torchtune.utils import (
+    LOST,
     ForeignPathError,
+    LostRankError,
     UserError,
     file_limits,
     first_to_say,
@@ -181,6 +183,11 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
                 print(f"error: {hide(str(error))}", file=sys.stderr)
             note_in_run_log(hide(str(error)))
             sys.exit(2)
+        except LostRankError as error:
+            note_in_run_log(traceback.format_exc().rstrip())
+            if not error.is_told and first_to_say(LOST):
+                print(f"error: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
         except RuntimeError:
             if not was_said():
                 raise

@@ -5,12 +5,15 @@ from torchtune._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "AGENT_VARIABLE": "_log_files",
         "Activity": "_activity",
         "AppendedFile": "_appended",
         "DeviceSupport": "_device",
         "FolderLock": "_folder_lock",
         "ForeignPathError": "_ownership",
         "LOOP_PHASES": "_activity",
+        "LOST": "_log_files",
+        "LostRankError": "_errors",
         "UserError": "_errors",
         "allocates_on_host": "_simulated",
         "atomic_directory": "_files",

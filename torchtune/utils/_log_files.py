@@ -15,6 +15,10 @@ from torchtune.utils._appended import AppendedFile
 from torchtune.utils._logging import SCREEN_FORMAT, get_logger, get_rank
 
 LOG_DIR = "logs"
+# Said once on a machine, whatever its ranks know of it.
+LOST = "another rank is lost"
+# Environment variable with the process id of `tune run`, for the workers that torchrun starts in it.
+AGENT_VARIABLE = "TORCHTUNE_AGENT_PID"
 _SAID = "said_"
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 

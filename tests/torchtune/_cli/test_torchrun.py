@@ -218,6 +218,18 @@ def test_a_mistake_that_all_find_is_said_once_and_last(command: list[str], tmp_p
     assert done.stderr.splitlines() == ["error: every rank lacks it."]
 
 
+def test_a_machine_that_does_not_come(command: list[str], tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command += ["--nnodes", "2", "--rdzv-endpoint", address, "--rdzv-conf", "join_timeout=2"]
+    line = [*command, "own.py", "--config", "own.yaml"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"error: fewer machines than --nnodes 2 came to {address} in time: ")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_a_worker_that_died_is_started_again_and_knows(command: list[str], tmp_path: Path, rendezvous: str) -> None:
     if rendezvous == "static":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 FINISHED = "finished"
+# Left by a rank that ends because its agent died, and by one that ends because another rank is gone.
+ORPHANED, BEREFT = "orphaned", "bereft"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Beat:
         moved: time of its last sign of life, seconds since the epoch.
         waits: whether it waits in a collective.
         where: source line, if it stalls.
-        left: name of the error that ended its loop, or ``"finished"``.
+        left: name of the error that ended its loop, or ``FINISHED``, ``ORPHANED``, ``BEREFT``.
+        machine: node rank and host name.
+        words: message of the error, if a user can mend it.
     """
 
     number: int = 0
@@ -39,6 +44,13 @@ class Beat:
     waits: bool = False
     where: str = ""
     left: str = ""
+    machine: str = ""
+    words: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank ended with an error that is not the consequence of another rank's end."""
+        return self.left not in ("", FINISHED, ORPHANED, BEREFT)
 
 
 @dataclass
@@ -53,8 +65,9 @@ class Seen:
 class Heartbeats:
     """Publishes this rank's beat in the store of the process group, and reads those of the other ranks.
 
-    Store calls block if the process that serves the store is stopped. A separate thread with its own connection makes
-    them; :attr:`answered` is the time of the last answer.
+    It waits for the store, which rank 0 may open only when it joins the process group. Store calls block if the process
+    that serves the store is stopped. A separate thread with its own connection makes them; :attr:`answered` is the time
+    of the last answer.
 
     Args:
         rank: of this process.
@@ -68,6 +81,7 @@ class Heartbeats:
         looking: whether to read the beats of other ranks; only needed when this rank stalls.
         seen: the beats that were read.
         over: whether a rank has found that the run stalls.
+        broken: whether a rank has ended early; the beats are then read.
         answered: when the store last answered.
     """
 
@@ -75,9 +89,9 @@ class Heartbeats:
         self._rank, self._interval = rank, interval
         self._others = [other for other in range(world_size) if other != rank]
         self._prefix = f"torchtune/heartbeats/{life}"
-        self._stopped = threading.Event()
+        self._stopped, self._wakes = threading.Event(), threading.Event()
         self._first_to_tell: bool | None = None
-        self._telling = self.looking = self.over = False
+        self._telling = self.looking = self.over = self.broken = False
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._none = Beat(moved=first.moved)  # of ranks without a beat yet
         self.mine = first
@@ -95,11 +109,16 @@ class Heartbeats:
         host, _, port = self.address.rpartition(":")
         wait = timedelta(seconds=60)
         try:
+            while not _listens(host, int(port)):
+                if self._stopped.wait(self._interval):
+                    return
             store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait)
             self._exchange(store)
             last = False
             while not last:
-                last = self._stopped.wait(self._interval)
+                self._wakes.wait(self._interval)
+                self._wakes.clear()
+                last = self._stopped.is_set()
                 self._exchange(store)
         except DistError as error:
             get_logger().debug(f"The heartbeats end: {error}")
@@ -108,7 +127,10 @@ class Heartbeats:
         store.set(self._key(self._rank), json.dumps(asdict(self.mine)))
         if self._telling and self._first_to_tell is None:
             self._first_to_tell = store.add(f"{self._prefix}/over", 1) == 1
-        if not self.looking:
+        if self.mine.failed or self.mine.left == ORPHANED:
+            store.set(f"{self._prefix}/broken", "")
+        self.broken = self.broken or store.check([f"{self._prefix}/broken"])
+        if not (self.looking or self.broken):
             return
         # The store would wait for the key of a rank that has no beat yet.
         all_there = store.check([self._key(rank) for rank in self._others])
@@ -141,10 +163,55 @@ class Heartbeats:
             time.sleep(self._interval / 10)
         return self._first_to_tell is not False
 
+    def missing(self, seconds: float, patience: float) -> dict[int, Beat] | None:
+        """The last beats of ranks that are gone, else of ranks that failed; None if the store does not answer.
+
+        The call returns early if a rank says why it ends.
+
+        Args:
+            seconds: a rank is gone if it has no new beat for so long.
+            patience: timeout in seconds of the first answer; a slow name server may delay the connection.
+        """
+        start, first = time.monotonic(), {}
+        deadline = start + patience
+        self._interval, self.broken = min(self._interval, 0.2), True
+        self._wakes.set()
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(self._interval / 2)
+            if self.answered < start:
+                continue
+            if not first:
+                first, deadline = self._beats(), time.monotonic() + seconds
+            if ended := self.ended():
+                return ended
+        if not first or not self._thread.is_alive():
+            return None
+        beats = self._beats()
+        return {rank: beat for rank, beat in beats.items() if not beat.left and beat.number == first[rank].number}
+
+    def ended(self) -> dict[int, Beat]:
+        """The last beats of ranks that have lost their agent, else of ranks that failed, as far as they were read."""
+        beats = self._beats()
+        orphaned = {rank: beat for rank, beat in beats.items() if beat.left == ORPHANED}
+        return orphaned or {rank: beat for rank, beat in beats.items() if beat.failed}
+
+    def _beats(self) -> dict[int, Beat]:
+        return {rank: seen.beat for rank, seen in list(self.seen.items())}
+
     def leave(self, seconds: float) -> None:
         """Publish the last beat and end, within ``seconds``."""
         self._stopped.set()
+        self._wakes.set()
         self._thread.join(seconds)
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether a connection is accepted; torch would print a warning for each attempt that is refused."""
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def list_ranks(ranks: Iterable[int]) -> str:
@@ -174,7 +241,7 @@ def explain(beats: dict[int, Beat], silent: set[int], now: float) -> str:
         silent: ranks without a recent heartbeat.
         now: seconds since the epoch.
     """
-    missing = silent or {rank for rank, beat in beats.items() if beat.left not in ("", FINISHED)}
+    missing = silent or {rank for rank, beat in beats.items() if beat.failed}
     if not missing:
         least = min(beat.moves for beat in beats.values())
         missing = {rank for rank, beat in beats.items() if beat.moves == least}

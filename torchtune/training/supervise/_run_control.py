@@ -11,14 +11,21 @@ import torch
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
 from torchtune.training.measure._throughput import Throughput
 from torchtune.training.parallel._parallel_dims import ParallelDims
+from torchtune.training.parallel._ranks import all_gather_object, any_rank, broadcast_object
 from torchtune.training.supervise._best_validation import BestValidation, ValidationMetricError
 from torchtune.training.supervise._signals import StopSignal
 from torchtune.training.supervise._step_guard import StepGuard
-from torchtune.utils import get_logger, log_rank_zero
+from torchtune.utils import UserError, get_logger, log_rank_zero
 
 # EX_TEMPFAIL of sysexits.h: schedulers can be set to requeue a job with this exit code.
 EXIT_REQUEUE = 75
 _EXIT_CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: EXIT_REQUEUE}
+
+
+class DifferentDataError(UserError):
+    """Ranks read different training data."""
+
+    told_by_rank_0 = True  # all ranks find the same
 
 
 class Step(NamedTuple):
@@ -104,8 +111,14 @@ class RunControl:
         return self.stopping or self.finished
 
     def steps(self, loader: BatchLoader, epochs: int) -> Iterator[Step]:
-        """The steps from the loader's position to the end of the last of ``epochs``, or until the run stops."""
+        """The steps from the loader's position to the end of the last of ``epochs``, or until the run stops.
+
+        Raises:
+            DifferentDataError: ranks read different data; they would train on rows of their own order, or wait for each
+                other at the end of an epoch.
+        """
         self._loader, self._epochs = loader, epochs
+        _check_same_data(loader.state_dict()["fingerprint"])
         while loader.epoch < epochs and not self.stopping:
             self._counts = None
             for batches in self._throughput.loading(loader):
@@ -203,6 +216,19 @@ class RunControl:
     def __exit__(self, *details: object) -> None:
         self._signals.__exit__(*details)
         self._throughput.activity.move("closing")
+
+
+def _check_same_data(own: Mapping[str, Any]) -> None:
+    if not any_rank(broadcast_object(own) != own):
+        return
+    found = all_gather_object(own)
+    other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
+    lengths = [found[rank]["dataset_length"] for rank in (0, other)]
+    differ = "{:,} examples an epoch there, {:,} here".format(*lengths) if len({*lengths}) == 2 else "other examples"
+    raise DifferentDataError(
+        f"Rank {other} reads other training data than rank 0 ({differ}): give all machines the same files, or a folder "
+        "that they share."
+    )
 
 
 def _count(batches: list[Mapping[str, torch.Tensor]]) -> tuple[int, int, int]:

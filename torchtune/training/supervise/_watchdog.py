@@ -2,30 +2,40 @@
 
 import functools
 import itertools
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torchtune.training._distributed import is_distributed
 from torchtune.training._recipe_settings import RecipeSettings
 from torchtune.training.measure._throughput import Throughput
 from torchtune.training.parallel._parallel_dims import ParallelDims
-from torchtune.training.supervise._heartbeats import FINISHED, Beat, Heartbeats, explain
+from torchtune.training.supervise._heartbeats import BEREFT, FINISHED, ORPHANED, Beat, Heartbeats, explain
+from torchtune.training.supervise._lost_ranks import agent_pid, explain_loss, is_connection_error, machine
 from torchtune.training.supervise._out_of_memory import explain_out_of_memory
+from torchtune.training.supervise._run_control import EXIT_REQUEUE
 from torchtune.utils import (
     LOOP_PHASES,
+    LOST,
     Activity,
+    LostRankError,
+    UserError,
     dump_stacks,
     dump_stacks_after,
+    first_to_say,
     get_logger,
     get_rank,
     note_in_run_log,
+    place,
     set_collective_timeout,
     watch_activity,
     watched_activity,
@@ -35,6 +45,8 @@ from torchtune.utils._garbage import collect_as_usual
 T = TypeVar("T")
 # Exit code of a stalled rank; neither torch nor Python use it.
 HANG_EXIT_CODE = 76
+# Seconds without progress after which a rank ends if another one has failed.
+_QUIET = 10.0
 # Threads that write checkpoints have names with this prefix.
 WRITER = "checkpoint"
 _lives = itertools.count()  # of this process; equal on all ranks, which run the same program
@@ -73,8 +85,9 @@ def watch_run(
     """
     collect_as_usual()  # set-up has ended
     activity = throughput.activity
-    timeout = None if watched_activity() is activity else _seconds(hang_timeout_minutes)
-    with Watchdog(activity, dims, timeout), explain_out_of_memory(cfg, activity, dims):
+    is_watched = watched_activity() is activity
+    watchdog = nullcontext() if is_watched else Watchdog(activity, dims, _seconds(hang_timeout_minutes))
+    with watchdog, explain_out_of_memory(cfg, activity, dims):
         yield
 
 
@@ -83,7 +96,8 @@ def _seconds(minutes: float | None) -> float | None:
 
 
 class Watchdog:
-    """Context manager: ends this process if no rank shows a sign of life for ``timeout`` seconds.
+    """Context manager: ends this process if no rank shows a sign of life for ``timeout`` seconds, and if the process
+    that started it dies.
 
     The first rank to find out prints one sentence that names the ranks behind and their place in the code; it is also
     in every log file. Every rank writes its stacks into its log file and exits with code 76. The timeout of torch's
@@ -93,25 +107,31 @@ class Watchdog:
     Ranks exchange heartbeats through the store of the process group. Signs of life in the loop are batches, forward
     passes, steps, and the beginning and end of validation; in other phases, any progress of the code.
 
+    If a collective fails because another rank is gone, the block raises an error that names that rank. If torchrun's
+    agent dies, the process exits with code 75: nobody would collect it, and a new run would meet it.
+
     Args:
         activity: of this process, see :attr:`Throughput.activity`.
         dims: not used.
-        timeout: seconds; None disables the watchdog. It must be longer than any time between two signs of life, such
-            as compilation or loading of data.
+        timeout: seconds; None lets a run stall for ever. It must be longer than any time between two signs of life,
+            such as compilation or loading of data.
 
     Raises:
+        LostRankError: another rank is gone or failed, and a collective of this one failed for it.
         ValueError: ``timeout`` is not above 0.
 
     Example:
         >>> activity = torchtune.utils.Activity()
-        >>> with torchtune.training.Watchdog(activity, None, timeout=None):  # no timeout: it watches nothing
+        >>> with torchtune.training.Watchdog(activity, None, timeout=60):
         ...     activity.sign()
     """
 
     def __init__(self, activity: Activity, dims: ParallelDims | None, timeout: float | None) -> None:
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be above 0, got {timeout}.")
-        self._activity, self._timeout = activity, timeout
+        self._activity, self._timeout = activity, math.inf if timeout is None else timeout
+        self._agent = agent_pid()
+        self._idle = timeout is None and self._agent is None and not is_distributed()
         self._stopped = threading.Event()
         self._beats: Heartbeats | None = None
         self._number = self._groups = 0
@@ -119,55 +139,75 @@ class Watchdog:
         self._spot: list[tuple[object, int]] = []
 
     def __enter__(self) -> "Watchdog":
-        if self._timeout is None:
+        if self._idle:
             return self
         self._life = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_lives)}"
         self._rank, self._interval = get_rank(), min(1.0, self._timeout / 20)
         self._watched = threading.get_ident()
         self._meet()
         self._since = time.monotonic()
-        dump_stacks_after(2 * self._timeout)  # for code that lets no thread run, not even this one
+        self._arm()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._timeout is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._idle:
             return
+        loss = self._loss() if is_connection_error(error) else None
         self._stopped.set()
         self._thread.join()
         dump_stacks_after(None)
+        words = str(error) if isinstance(error, UserError) else ""
+        self._leave(BEREFT if loss else FINISHED if kind is None else kind.__name__, words)
+        if loss is not None:
+            raise loss from error
+
+    def _loss(self) -> LostRankError | None:
+        """The ranks for which a collective of this one failed; None if all are there."""
+        if self._beats is None:
+            return None
+        self._activity.sign()
+        lost = self._beats.missing(min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2))
+        return explain_loss(lost, self._beats.address) if lost or lost is None else None
+
+    def _leave(self, left: str, words: str = "") -> None:
         if self._beats is not None:
-            self._beats.mine = self._beat(left=FINISHED if kind is None else kind.__name__)
+            self._beats.mine = replace(self._beat(left=left), words=words)
             self._beats.leave(seconds=2.0)
 
+    def _arm(self) -> None:
+        if self._timeout < math.inf:
+            dump_stacks_after(2 * self._timeout)  # for code that lets no thread run, not even this one
+
     def _meet(self) -> None:
-        """Set the timeout of new process groups, and start the heartbeats once there is a store."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        self._groups = set_collective_timeout(2 * self._timeout + 60, self._groups)
-        size = dist.get_world_size()
-        if self._beats is None and size > 1 and "MASTER_ADDR" in os.environ:
-            self._rank, self._interval = dist.get_rank(), max(self._interval, size / 500)
+        """Start the heartbeats, and set the timeout of new process groups."""
+        size = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+        if self._beats is None and size > 1:
+            self._interval = max(self._interval, size / 500)
             self._beats = Heartbeats(self._rank, size, self._interval, self._life, self._beat())
+        if dist.is_available() and dist.is_initialized() and self._timeout < math.inf:
+            self._groups = set_collective_timeout(2 * self._timeout + 60, self._groups)
 
     def _beat(self, still: bool = False, left: str = "") -> Beat:
         now = self._activity
         self._number += 1
         moved = time.time() - (time.monotonic() - now.moved)
         where, waits = _where(self._watched) if still else ("", False)
-        return Beat(self._number, now.step, now.phase, now.moves, moved, now.signs, waits, where, left)
+        return Beat(self._number, now.step, now.phase, now.moves, moved, now.signs, waits, where, left, machine())
 
     def _watch(self) -> None:
         timeout = self._timeout
         armed = last = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
+            if self._agent not in (None, os.getppid()):
+                self._end_orphaned()
             if now - last > max(timeout / 4, 5 * self._interval):  # this process was suspended
                 self._since = now
             last = now
             if now - armed > timeout / 4:
-                dump_stacks_after(2 * timeout)
+                self._arm()
                 armed = now
             self._meet()
             self._look_for_progress()
@@ -176,6 +216,8 @@ class Watchdog:
             if beats is not None:
                 beats.mine = self._beat(still > timeout / 2)
                 beats.looking = still > timeout / 2
+            if beats is not None and still > min(_QUIET, timeout / 2) and (ended := beats.ended()):
+                self._end_bereft(explain_loss(ended, beats.address))
             if (still > timeout and self._all_stand(now)) or (still > timeout / 2 and beats is not None and beats.over):
                 self._end(now)
 
@@ -211,9 +253,25 @@ class Watchdog:
         _within(5.0, lambda: get_logger().error(sentence) if first else note_in_run_log(sentence))
         if beats is not None:
             time.sleep(5 * self._interval)  # until the other ranks have written their stacks
-        _within(1.0, sys.stdout.flush)
-        _within(1.0, sys.stderr.flush)
-        os._exit(HANG_EXIT_CODE)
+        _exit(HANG_EXIT_CODE)
+
+    def _end_bereft(self, loss: LostRankError) -> None:
+        """Exit, as another rank has ended for which this one waits."""
+        first = first_to_say(LOST)  # the rank that failed may not come to say it
+        _within(5.0, lambda: get_logger().error(str(loss)) if first else note_in_run_log(str(loss)))
+        _within(5.0, lambda: self._leave(BEREFT))
+        _exit(loss.exit_code)
+
+    def _end_orphaned(self) -> None:
+        """Exit: files are complete or have temporary names at any time, so that nothing is lost."""
+        sentence = (
+            f"Rank {self._rank} on {machine()} ends {place(self._activity.step, self._activity.phase)}, because "
+            f"process {self._agent}, which started it, has died: run the same command with resume_from_checkpoint=True "
+            "to continue from the last checkpoint."
+        )
+        _within(5.0, lambda: get_logger().error(sentence))
+        _within(5.0, lambda: self._leave(ORPHANED))
+        _exit(EXIT_REQUEUE)
 
     def _sentence(self, now: float) -> str:
         beats, silent = {self._rank: self._beat(still=True)}, set()
@@ -226,9 +284,16 @@ class Watchdog:
                 mine = explain({self._rank: beats[self._rank]}, set(), time.time()).rstrip(".")
                 return (
                     f"{mine}; the process at {self._beats.address} through which ranks know of each other does not "
-                    "answer: it is stopped or gone, and may be what all wait for."
+                    "answer: rank 0 or its torchrun agent is stopped or gone, and may be what all wait for."
                 )
         return explain(beats, silent, time.time())
+
+
+def _exit(code: int) -> None:
+    """End this process, whatever its other threads do."""
+    _within(1.0, sys.stdout.flush)
+    _within(1.0, sys.stderr.flush)
+    os._exit(code)
 
 
 def _within(seconds: float, function: Callable[[], object]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from tests.torchtune.training.parallel.standing import note_fault, run_all
 from torchtune.training import HANG_EXIT_CODE, ParallelDims, Throughput, Watchdog
-from torchtune.utils import get_logger, get_run_logger
+from torchtune.utils import LostRankError, get_logger, get_run_logger
 
 CPU = torch.device("cpu")
 LIMITS = (4.0, 20.0)  # the longer one for runs that the machine was too slow for
@@ -53,6 +53,11 @@ def fail() -> None:
     raise ValueError("a bad row")
 
 
+def be_killed() -> None:
+    until_others_know()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def be_deaf() -> None:
     until_others_know()
     ctypes.PyDLL(None).sleep(1000)  # lets no other thread of Python run
@@ -66,6 +71,7 @@ RUNS: dict[str, tuple[int, int, Callable[[], None] | None, str]] = {
     "rank 0 stopped": (2, 0, be_stopped, "loading"),
     "deaf": (2, 1, be_deaf, "step"),
     "failed": (2, 1, fail, "step"),
+    "killed": (2, 1, be_killed, "step"),
     "alone": (1, 0, fall_asleep, "loading"),
     "slow save": (2, 0, None, "save"),
 }
@@ -115,7 +121,9 @@ def run(name: str, rank: int, limit: float, folder: Path) -> int:
                     dims.any(False)
     except ValueError:
         sleep_forever()  # as a cleanup can that waits for the others
-
+    except LostRankError as error:
+        get_logger().error(str(error))
+        return error.exit_code
     return 0
 
 
@@ -129,7 +137,8 @@ SENTENCES = {
     "rank 0 stopped": r"Rank 1 has not moved for \d+ s, in step 3, .*; the process at 127\.0\.0\.1:\d+ through which "
     r"ranks know of each other does not answer: .*",
     "deaf": r"Rank 1 has given no sign of life for \d+ s, last seen in step 3, while rank 0 waits in step 3: .*",
-    "failed": r"Rank 1 has ended with ValueError \d+ s ago, in step 3, while rank 0 waits in step 3: see .*\.log\.",
+    "failed": r"Rank 1 on machine 0 \(.*\) ended with ValueError, in step 3: see \S*failed/logs/rank_1\.log\.",
+    "killed": r"Rank 1 on machine 0 \(.*\) is gone, last seen .*step 3: the process or its torchrun agent was killed, .*",
     "alone": r"Rank 0 has not moved for \d+ s, loading data for step 3, at hangs\.py:\d+ in sleep_forever: its .*",
 }
 # Lines of the logs: stacks, and that torch gives collectives up later than the watchdog does.
@@ -148,8 +157,11 @@ LASTING = {(name, culprit) for name, (_, culprit, what, _) in RUNS.items() if wh
 def look(name: str, folder: Path, codes: dict[int, int], limit: float) -> str:
     """What is not as it should be: every process that can ends, one sentence says why, logs hold the stacks."""
     screens = [path.read_text() for path in sorted(folder.glob("screen_*"))]
-    ends = HANG_EXIT_CODE if name in SENTENCES else 0  # a slow save takes longer than the limit, but it moves
+    # A slow save takes longer than the limit, but it moves; a rank that has failed is not waited for.
+    ends = {"failed": 1, "killed": 75, "slow save": 0}.get(name, HANG_EXIT_CODE)
     wanted = {rank: ends for rank in range(RUNS[name][0]) if (name, rank) not in LASTING}
+    if name == "killed":
+        wanted[1] = -signal.SIGKILL
     if codes != wanted:
         return f"exit codes are {codes}, not {wanted}; screens:\n" + "\n".join(screens)
     errors = [line for screen in screens for line in screen.splitlines() if line.startswith("ERROR")]

@@ -1,0 +1,135 @@
+"""Two machines, each an agent of torchrun on this one: either is lost, and the other ends, says so, and can resume."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.killing import Forker, alive, losses, said, steps_logged
+from tests.recipes.runs import RECIPES, write_config
+
+NAME = "full_finetune_distributed"
+STEPS = 150
+SETTINGS = {"epochs": 25, "batch_size": 2, "save_every_n_steps": 5, "checkpointer__keep_last_n_checkpoints": 2}
+# Long enough for a machine that is busy with other tests; what is waited for takes seconds.
+PATIENCE = 400
+
+
+class Machines:
+    """Agents in folders of their own; the first one has rank 0.
+
+    Args:
+        folder: holds a folder of each machine.
+        options: of torchrun, besides the address.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder, self.options = folder, options
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self.agents: list[subprocess.Popen] = []
+        self.workers: list[int] = []
+
+    def start(self, recipe: str, config: Path, *overrides: str, nnodes: str = "2") -> subprocess.Popen:
+        """Start the command of one more machine."""
+        place = self.folder / f"machine_{len(self.agents)}"
+        place.mkdir(exist_ok=True)
+        options = ["--nnodes", nnodes, "--nproc-per-node", "1", "--rdzv-endpoint", self.endpoint]
+        options += ["--local-addr", "127.0.0.1", *self.options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+        with open(place / "screen", "w") as screen:
+            agent = subprocess.Popen(
+                [sys.executable, "-m", "torchtune._cli.tune", "run", *options, recipe, "--config", config, *overrides],
+                cwd=place,
+                stdout=screen,
+                stderr=screen,
+                env={**environment, "PYTHONPATH": str(RECIPES.parent)},
+            )
+        self.agents.append(agent)
+        return agent
+
+    def screen(self, number: int) -> str:
+        """Everything that a machine has shown."""
+        return (self.folder / f"machine_{number}" / "screen").read_text()
+
+    def until(self, condition: Callable[[], bool], *, running: bool = True) -> None:
+        """Wait for a condition, while all machines run."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, self.screens()
+            assert not running or all(agent.poll() is None for agent in self.agents), self.screens()
+            time.sleep(0.05)
+
+    def find_workers(self) -> list[int]:
+        """The worker of each machine."""
+        found = subprocess.run(
+            ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+        )
+        rows = [line.split(None, 2) for line in found.stdout.splitlines()]
+        children = {int(parent): int(pid) for pid, parent, args in rows if "--config" in args}
+        self.workers = [children[agent.pid] for agent in self.agents if agent.pid in children]
+        return self.workers
+
+    def screens(self) -> str:
+        """All of them, for messages."""
+        return "\n".join(self.screen(number)[-4000:] for number in range(len(self.agents)))
+
+    def close(self) -> None:
+        """End what is left."""
+        for pid in [*(agent.pid for agent in self.agents if agent.poll() is None), *self.workers]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for agent in self.agents:
+            agent.wait()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    found = Machines(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "with_worker"), [(1, False), (0, True)], ids=["the agent", "the first machine"])
+def test_the_other_machine_ends_and_the_run_resumes(
+    machines: Machines, forker: Forker, tmp_path: Path, lost: int, with_worker: bool
+) -> None:
+    output_dir = tmp_path / "output"
+    config = write_config(NAME, tmp_path, output_dir, **SETTINGS)
+    for _ in range(2):
+        machines.start(NAME, config)
+    machines.until(lambda: steps_logged(output_dir) >= 12)
+    worker, survivor = machines.find_workers()[lost], machines.agents[1 - lost]
+    machines.agents[lost].kill()
+    if with_worker:
+        os.kill(worker, signal.SIGKILL)
+    machines.until(lambda: not alive(worker), running=False)
+    machines.until(lambda: survivor.poll() is not None, running=False)
+    screen = machines.screen(1 - lost)
+    assert survivor.returncode == 75, screen
+    errors = re.findall(r"^error: (.*)", screen, re.MULTILINE)
+    assert errors, screen
+    assert all(
+        re.match(rf"(Ranks? {lost} on machine {lost} \(|Machine 0, |{machines.endpoint} does not)", error)
+        for error in errors
+    ), screen
+    assert all("resume_from_checkpoint=True" in error for error in errors), screen
+    assert "Traceback" not in screen
+    assert "frame #" not in screen
+    assert len(losses(output_dir)) < STEPS
+    if not with_worker:
+        assert f"process {machines.agents[lost].pid}, which started it, has died" in machines.screen(lost)
+    forker.start(NAME, config, "resume_from_checkpoint=True", ranks=2)
+    assert forker.wait() == [0, 0], said(config)
+    assert list(losses(output_dir)) == list(range(1, STEPS + 1))
