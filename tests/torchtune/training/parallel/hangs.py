@@ -138,7 +138,7 @@ SENTENCES = {
     r"ranks know of each other does not answer: .*",
     "deaf": r"Rank 1 has given no sign of life for \d+ s, last seen in step 3, while rank 0 waits in step 3: .*",
     "failed": r"Rank 1 on machine 0 \(.*\) ended with ValueError, in step 3: see \S*failed/logs/rank_1\.log\.",
-    "killed": r"Rank 1 on machine 0 \(.*\) is gone, last seen .*step 3: the process or its torchrun agent was killed, .*",
+    "killed": r"Rank 1 on machine 0 \(.*\) is gone, last seen .*step 3: the process or its torchrun agent .*",
     "alone": r"Rank 0 has not moved for \d+ s, loading data for step 3, at hangs\.py:\d+ in sleep_forever: its .*",
 }
 # Lines of the logs: stacks, and that torch gives collectives up later than the watchdog does.
