@@ -14,7 +14,7 @@ class LostRankError(RuntimeError):
 
     Args:
         message: one sentence that names the rank and says what to do.
-        exit_code: of this process; 75 if the same command can go on, else 1.
+        exit_code: of this process; 75 if the same command can go on, 2 after a user error there, else 1.
 
     Attributes:
         is_told: whether the lost rank has said it on the screen of this machine.

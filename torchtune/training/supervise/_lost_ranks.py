@@ -59,7 +59,7 @@ def explain_loss(lost: dict[int, Beat] | None, address: str) -> LostRankError:
     spot = place(beat.step, beat.phase)
     if beat.failed:
         reason = beat.words or f"see {log or 'its output'}."
-        error = LostRankError(f"{who} ended with {beat.left}, {spot}: {reason}", 1)
+        error = LostRankError(f"{who} ended with {beat.left}, {spot}: {reason}", 2 if beat.words else 1)
         error.is_told = all(other.machine == machine() for other in lost.values())  # there, they say it themselves
         return error
     verb = "is" if len(lost) == 1 else "are"

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.torchtune.training.parallel.hangs import RUNS
 from torchtune import training
 from torchtune.training.supervise._heartbeats import Beat, explain, list_ranks
+from torchtune.training.supervise._lost_ranks import explain_loss
 
 ROOT = Path(__file__).parents[4]
 
@@ -51,6 +53,22 @@ def test_who_is_behind() -> None:
     assert explain({0: finished, 1: behind}, set(), 0.0).startswith("Rank 1 has not moved")
     # All at the same place, as where a device does not answer: nobody is made up.
     assert explain({0: behind, 1: behind}, set(), 0.0).startswith("Ranks 0 and 1 have not moved")
+
+
+def test_a_lost_rank_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    beat = Beat(step=6, phase="training", machine="machine 1 (b)")
+    lost = explain_loss({3: beat, 2: beat}, "a:1")
+    assert str(lost).startswith("Ranks 2 and 3 on machine 1 (b) are gone, last seen in step 7: ")
+    assert (lost.exit_code, "resume_from_checkpoint=True" in str(lost)) == (75, True)
+    mistake = replace(beat, left="DataError", words="x.jsonl has shrunk: put it back.")
+    failed = explain_loss({2: mistake}, "a:1")
+    assert str(failed) == "Rank 2 on machine 1 (b) ended with DataError, in step 7: x.jsonl has shrunk: put it back."
+    assert (failed.exit_code, failed.is_told) == (2, False)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    gone = explain_loss(None, "a:1")
+    assert str(gone).startswith("Machine 0, which serves the store of all ranks at a:1, does not answer: ")
+    assert "torchrun starts all ranks again" in str(gone)
 
 
 def test_no_time_limit_watches_nothing() -> None:
