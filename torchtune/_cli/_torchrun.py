@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 
-from torchtune.utils import AGENT_VARIABLE, UserError
+from torchtune.utils import AGENT_VARIABLE, MACHINES_VARIABLE, UserError
 
 # Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C; saved after a signal, or another
 # machine lost.
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for module in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{module}").addFilter(_says_more)
-    os.environ[AGENT_VARIABLE] = str(os.getpid())
+    os.environ |= {AGENT_VARIABLE: str(os.getpid()), MACHINES_VARIABLE: args.nnodes}
     try:
         torchrun(args)
     except SignalException as error:  # the workers got the signal and have saved

@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = attach(
         "ForeignPathError": "_ownership",
         "LOOP_PHASES": "_activity",
         "LOST": "_log_files",
+        "MACHINES_VARIABLE": "_log_files",
         "LostRankError": "_errors",
         "UserError": "_errors",
         "allocates_on_host": "_simulated",

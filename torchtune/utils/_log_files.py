@@ -19,6 +19,8 @@ LOG_DIR = "logs"
 LOST = "another rank is lost"
 # Environment variable with the process id of `tune run`, for the workers that torchrun starts in it.
 AGENT_VARIABLE = "TORCHTUNE_AGENT_PID"
+# Environment variable with the number of machines that `tune run` was started for, or its range.
+MACHINES_VARIABLE = "TORCHTUNE_NNODES"
 _SAID = "said_"
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 

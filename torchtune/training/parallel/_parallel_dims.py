@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtune.data import Batch
 from torchtune.training._distributed import get_distributed_backend, is_distributed, join_process_group
 from torchtune.training.parallel._ranks import all_gather_object
-from torchtune.utils import UserError, flatten_mesh
+from torchtune.utils import MACHINES_VARIABLE, UserError, flatten_mesh
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -124,6 +124,12 @@ class ParallelDims:
             ParallelDimsError: see the class; raised before any process waits for another.
         """
         world_size = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+        wanted, found = os.environ.get(MACHINES_VARIABLE, ""), os.environ.get("GROUP_WORLD_SIZE", "")
+        if wanted.isdigit() and found.isdigit() and int(wanted) != int(found):
+            raise ParallelDimsError(
+                f"This machine was started with --nnodes {wanted}, but the run has {found}: give all machines the same "
+                "--nnodes."
+            )
         dims = cls(**sizes, world_size=world_size)
         if is_distributed():
             if not dist.is_initialized():

@@ -39,6 +39,15 @@ def test_what_does_not_fit_is_refused(sizes: dict[str, int], message: str) -> No
         ParallelDims(**sizes)
 
 
+def test_machines_that_were_told_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rendezvous is complete as soon as one of the machines says so."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "nobody", "MASTER_PORT": "0", "GROUP_WORLD_SIZE": "2"}
+    for name, value in {**torchrun, "TORCHTUNE_NNODES": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="was started with --nnodes 3, but the run has 2: "):
+        ParallelDims.start(torch.device("cpu"), dp_shard=-1)
+
+
 def test_one_process_changes_nothing() -> None:
     dims = ParallelDims()
     assert dims.sum(3, 2.5) == [3, 2.5]
