@@ -112,7 +112,7 @@ def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, use_rslora: 
     settings = read(saved / "adapter_config.json")
     assert sorted(settings["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj"]
     assert settings["lora_dropout"] == 0  # peft refuses to load any other
-    assert (settings["lora_alpha"], settings["use_rslora"]) == (12 if use_rslora else 6, False)  # 12 / 4 = 6 / sqrt(4)
+    assert (settings["lora_alpha"], settings["use_rslora"]) == (6, use_rslora)
     in_peft = PeftModel.from_pretrained(hf_model("qwen3_moe"), saved)
     torch.testing.assert_close(logits(in_peft), expected, atol=1e-4, rtol=1e-4)
 
@@ -123,7 +123,6 @@ def test_adapters_of_experts_load_in_peft_and_merge(dropout: float, use_rslora: 
     assert same_bits(adapters(again), adapters(model))
     (report,) = apply_conversions(build(source), [conversion])
     assert ("files say lora_dropout 0" in str(report)) == (dropout > 0)
-    assert ("files say LoRA of alpha 12," in str(report)) == use_rslora
     plain = build(source, LoRA(2, 4, dropout=dropout)).conversions[0]
     assert plain.peft_config(build(source))["lora_dropout"] == dropout
 
