@@ -1,9 +1,8 @@
-"""Random mistakes in whole configs: each must be refused, by name, with the right name suggested, and fast."""
+"""Random mistakes in whole configs: each must be refused, by name, with the right name suggested, at little cost."""
 
 import functools
 import importlib.util
 import random
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.torchtune.config.assets import typed_recipe
 from tests.torchtune.config.mutator import Edit, Mutator
+from tests.work import at_most
 from torchtune import config
 from torchtune.config import ConfigError
 
@@ -52,7 +52,7 @@ def _run(cases: list[tuple[Path, object]], edits: int, folder: Path) -> None:
     kinds = list(Mutator(cases[0][0].read_text(), cases[0][1].Settings, rng).kinds)
     tried: Counter[str] = Counter()
     suggested: Counter[bool] = Counter()
-    misses, slowest = [], 0.0
+    misses = []
     for number in range(10 * edits):
         if sum(tried.values()) >= edits:
             break
@@ -60,9 +60,8 @@ def _run(cases: list[tuple[Path, object]], edits: int, folder: Path) -> None:
         edit = Mutator(path.read_text(), recipe.Settings, rng).edit(kinds[(number + number // len(cases)) % len(kinds)])
         if edit is None:
             continue
-        started = time.process_time()
-        error = _refusal(edit, recipe, folder)
-        slowest = max(slowest, time.process_time() - started)
+        with at_most(10**6):
+            error = _refusal(edit, recipe, folder)
         what = f"{path.name}: {edit.kind}: {edit.key} {edit.overrides}"
         assert error is not None, f"{what} was accepted"
         named = [mistake for mistake in error.errors if mistake.key == edit.key]
@@ -76,7 +75,6 @@ def _run(cases: list[tuple[Path, object]], edits: int, folder: Path) -> None:
             misses += [] if right else [f"{what}: {named[0].reason}"]
     assert sum(tried.values()) >= edits
     assert suggested[True] >= 0.95 * suggested.total(), "\n".join(misses)
-    assert slowest < 1.0
 
 
 @pytest.mark.parametrize("path", [path for path, _ in FIXTURES], ids=lambda path: path.name)

@@ -197,10 +197,13 @@ def test_a_fork_of_the_run_reads_by_itself(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_was_asked_for_before_a_resume_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = os.getpid()
+    here, begun = os.getpid(), tmp_path / "begun"
 
     def slow(row: Mapping[str, Any]) -> Any:
-        time.sleep(0.2 if os.getpid() != here and row["id"] < 150 else 0)  # of the first window: 30 s
+        if os.getpid() != here and row["id"] < 150:  # of the first window
+            with begun.open("a") as file:
+                file.write(".")
+            time.sleep(1.0)
         return transform(row)
 
     how = {"transform": slow, "pack_length": CAPACITY, "shuffle_buffer": 150}
@@ -208,11 +211,11 @@ def test_what_was_asked_for_before_a_resume_is_not_waited_for(tmp_path: Path, mo
     expected = steps(streams.loader(False), 30)
     assert expected[20][2]["stream"]["window"] > 0
     loader = streams.loader(True)
-    time.sleep(0.3)  # it has begun
-    started = time.monotonic()
+    while not begun.exists():
+        time.sleep(0.01)
     loader.load_state_dict(expected[20][2])
     assert steps(loader, 9) == expected[21:]
-    assert time.monotonic() - started < 10
+    assert len(begun.read_text()) < 150, "the first window is read to its end"
 
 
 def test_a_run_that_may_start_no_process_reads_by_itself(

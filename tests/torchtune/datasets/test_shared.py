@@ -129,7 +129,7 @@ def test_two_processes_transform_every_row_once(folder: Path, forker: Any, finge
 
 
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder: Path, forker: Any) -> None:
-    killed = Rank(forker, folder, 0, "first version", seconds=1.0)
+    killed = Rank(forker, folder, 0, "first version", seconds=600.0)
     while not (folder / "calls").exists():
         time.sleep(0.02)
     waiting = Rank(forker, folder, 1, "first version", seconds=0.0)

@@ -1,13 +1,13 @@
 """A ``config.json`` of absurd sizes and wrong types: refused in one sentence that names the field, at once."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.torchtune.models.test_left_out_fields import _FILES, _SIZES, _filled
+from tests.work import at_most
 from torchtune.models import ModelError, from_hf_config
 
 _ABSURD = ["7", -3, 0.5, 1e30, float("nan"), float("inf"), [8], {"a": 1}, True, 10**12, 10**30, "x" * 10_000]
@@ -15,16 +15,14 @@ _ABSURD = ["7", -3, 0.5, 1e30, float("nan"), float("inf"), [8], {"a": 1}, True, 
 
 def _refusal(folder: Path) -> str | None:
     """What reading the folder says; None if it is read."""
-    start = time.process_time()
     try:
-        with torch.device("meta"):
+        with at_most(5 * 10**6), torch.device("meta"):
             from_hf_config(folder)
         text = None
     except ModelError as error:
         text = str(error)
         assert "\n" not in text
         assert len(text) < 600
-    assert time.process_time() - start < 5
     return text
 
 
@@ -59,7 +57,7 @@ def test_layers_by_the_billion_and_widths_by_the_trillion(tmp_path: Path) -> Non
     for field, value in {"num_hidden_layers": 10**9, "hidden_size": 10**12, "vocab_size": 2**62}.items():
         (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
         assert field in (_refusal(tmp_path) or ""), field
-    large = {"num_hidden_layers": 2000, "hidden_size": 2**20, "vocab_size": 2**28, "intermediate_size": 2**22}
+    large = {"num_hidden_layers": 200, "hidden_size": 2**20, "vocab_size": 2**28, "intermediate_size": 2**22}
     (tmp_path / "config.json").write_text(
         json.dumps({**config, **large, "num_attention_heads": 2**6, "head_dim": 2**14})
     )

@@ -2,7 +2,6 @@
 
 import resource
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtune.data import DataError
+from torchtune.modules.transforms.tokenizers import _template_limits
 from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -95,14 +95,14 @@ def render(source: str, caught: list[Exception]) -> None:
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_template_is_refused(source: str) -> None:
-    """In a thread of its own, where no signal can interrupt it."""
-    before, start, caught = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time(), []
+def test_a_hostile_template_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, where no signal can interrupt it; by the counts alone, so without the limit in seconds."""
+    monkeypatch.setattr(_template_limits, "SECONDS", float("inf"))
+    before, caught = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     thread = threading.Thread(target=render, args=(source, caught), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert not thread.is_alive()
-    assert time.process_time() - start < 8
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000, "KiB"
     (error,) = caught
     assert isinstance(error, DataError)
