@@ -10,11 +10,21 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
     """Join all dimensions of a device mesh into one, a process group of its own; torch has no public way."""
     return mesh._flatten(name)
+
+
+class FrozenIntegers(TorchFunctionMode):
+    """Context in which ``fully_shard`` accepts integer parameters: PyTorch 2.11 first lets all require gradients."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.requires_grad_ and not (args[0].is_floating_point() or args[0].is_complex()):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def set_collective_timeout(seconds: float, known: int = 0) -> int:

@@ -24,6 +24,7 @@ from torchtune.utils import (
     torch_version_ge,
 )
 from torchtune.utils._optional import without_noise
+from torchtune.utils._torch_private import FrozenIntegers
 
 
 def test_get_device() -> None:
@@ -136,3 +137,12 @@ def test_only_what_torchao_says_of_missing_kernels_is_left_out(caplog):
     with without_noise("other"):
         logger.warning("Failed to load something")
     assert [record.message.split()[-1] for record in caplog.records] == ["broken", "later", "something"]
+
+
+def test_integers_are_frozen_where_a_release_of_torch_asks_them_for_gradients() -> None:
+    """PyTorch 2.11 makes the shard of every parameter with gradients first, and takes them away after that."""
+    with FrozenIntegers():
+        assert not torch.zeros(2, dtype=torch.int8).requires_grad_().requires_grad
+        assert torch.zeros(2).requires_grad_().requires_grad
+    with pytest.raises(RuntimeError, match="floating point"):
+        torch.zeros(2, dtype=torch.int8).requires_grad_()

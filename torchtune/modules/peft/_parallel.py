@@ -65,8 +65,9 @@ class AdapterColwise(_Adapted, ColwiseParallel):
         """See the base class."""
         if module.disabled:
             return super().project(module, x, group)
-        weight, bias = local_weight(module), local_shard(module.bias)
         a, b = replicated(module.lora_a.weight, group), local_shard(module.lora_b.weight)
+        # After what breaks the graph: no Stored can be in scope there under PyTorch 2.11.
+        weight, bias = local_weight(module), local_shard(module.bias)
         if not isinstance(module, DoRALinear):
             return lora_projection(x, weight, bias, a, b, scale=module.scaling)
         y = lora_projection(x, weight, bias, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
@@ -81,11 +82,10 @@ class AdapterRowwise(_Adapted, RowwiseParallel):
         """See the base class."""
         if module.disabled:
             return super().project(module, x, group)
-        weight = local_weight(module)
         a, b = local_shard(module.lora_a.weight), replicated(module.lora_b.weight, group)
-        y = lora_projection(x, weight, None, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
+        y = lora_projection(x, local_weight(module), None, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
         y = sum_and_split_sequence(y, group)
         if not isinstance(module, DoRALinear):
             return y
-        length = replicated(module.magnitude, group) / _norm(module, weight, a, b, group)
+        length = replicated(module.magnitude, group) / _norm(module, local_weight(module), a, b, group)
         return scale_rows(y, length, None).to(x.dtype)

@@ -13,6 +13,7 @@ from torchtune.modules.transformer import text_decoder
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.parallel._split_experts import check_split_experts, split_experts
 from torchtune.utils import get_logger, log_rank_zero
+from torchtune.utils._torch_private import FrozenIntegers
 
 ShardCondition = Callable[[str, nn.Module], bool]
 
@@ -295,9 +296,10 @@ def shard_model(
     ]
     if not chosen:
         raise ValueError("No module matches the shard conditions: nothing was sharded by itself.")
-    for module, mesh in chosen:
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, mesh=dp_mesh, **options)
+    with FrozenIntegers():
+        for module, mesh in chosen:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+        fully_shard(model, mesh=dp_mesh, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torchtune.training import ParallelDims, parallelize
+from torchtune.utils._torch_private import FrozenIntegers
 
 TIMEOUT = 600
 
@@ -92,9 +93,10 @@ def shard(model: nn.Module, how: str) -> nn.Module:
     else:
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
     if how != "tp":
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        with FrozenIntegers():
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
     return model
 
 

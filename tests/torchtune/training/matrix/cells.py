@@ -105,7 +105,14 @@ def settings(cell: Cell) -> dict[str, Any]:
 
 
 @patch.object(_low_precision_optimizer, "SMALLEST", 64)  # so that states of small matrices have few bits, too
-def train(checkpoint: Path, cell: Cell, dims: ParallelDims, *, rounded_like: str | None = None) -> Run:
+def train(
+    checkpoint: Path,
+    cell: Cell,
+    dims: ParallelDims,
+    *,
+    rounded_like: str | None = None,
+    start: dict[str, torch.Tensor] | None = None,
+) -> Run:
     """Train a cell for three steps.
 
     Args:
@@ -113,6 +120,7 @@ def train(checkpoint: Path, cell: Cell, dims: ParallelDims, *, rounded_like: str
         cell: see ``tools/composition_table.py``.
         dims: its mesh.
         rounded_like: a quantised base: the base weights are rounded to what it stores before training.
+        start: initial values of the trained parameters, by name; by default, adapters are drawn at random.
     """
     for name, problem in training.check_settings(settings(cell)):
         raise UserError(f"{name}: {problem}.")
@@ -128,6 +136,8 @@ def train(checkpoint: Path, cell: Cell, dims: ParallelDims, *, rounded_like: str
     store.load_model(model, device=CPU)
     if rounded_like is not None:
         round_base(model, checkpoint, rounded_like)
+    if start is not None:
+        model.load_state_dict(start, strict=False)
     training.checkpoint_activations(model, *CHECKPOINTING[cell["checkpointing"]])
     if cell["compile"] == "on":
         training.compile_model(model)

@@ -68,7 +68,7 @@ class Runs:
         for cell, found in zip(cells, torch.load(folder / "found.pt"), strict=True):
             self._split[label(cell)] = found
 
-    def get(self, cell: Cell, rounded_like: str | None = None) -> Run:
+    def get(self, cell: Cell, rounded_like: str | None = None, start: Run | None = None) -> Run:
         """What came of a cell.
 
         Raises:
@@ -80,9 +80,12 @@ class Runs:
             if "refused" in found:
                 raise UserError(found["refused"])
             return Run(**found)
-        key = (label(cell), rounded_like)
+        key = (label(cell), rounded_like, id(start))
         if key not in self._alone:
-            self._alone[key] = train(self.folder / "model", cell, ParallelDims(), rounded_like=rounded_like)
+            before = None if start is None else start.before
+            self._alone[key] = train(
+                self.folder / "model", cell, ParallelDims(), rounded_like=rounded_like, start=before
+            )
         return self._alone[key]
 
 
@@ -140,7 +143,8 @@ def test_learns_what_adamw_does_in_full_precision(runs: Runs, cell: Cell):
         assert found.losses == exact.losses
         assert torch.equal(found.update(), exact.update())
     plainest = {name: values[0] for name, values in DIMENSIONS.items()} | {"adapter": cell["adapter"]}
-    reference = runs.get(plainest, rounded_like)
+    # Adapters are drawn in the dtype of the model, from which releases of torch draw other numbers.
+    reference = runs.get(plainest, rounded_like, found if cell["dtype"] == "bf16" else None)
     assert found.losses == pytest.approx(reference.losses, rel=0.05)
     least = [bound for pair, bound in ALIKE.items() if pair in cell.items()]
     assert alike(found, reference) > min(least, default=0.9)

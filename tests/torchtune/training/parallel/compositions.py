@@ -16,7 +16,7 @@ from torchtune.modules.fake_quant import FakeQuantize
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer, ParallelDims
-from torchtune.training.quantization import Int8DynActInt4WeightQuantizer
+from torchtune.training.quantization import Int4WeightOnlyQuantizer
 
 STEPS = 5
 GLOBAL_BATCH = 4
@@ -70,7 +70,7 @@ def run(
     with training.set_default_dtype(dtype), torch.device("meta"):
         model = from_hf_config(checkpoint)
         if adapter == "qat":
-            apply_conversions(model, [FakeQuantize(Int8DynActInt4WeightQuantizer(groupsize=16).base_config)])
+            apply_conversions(model, [FakeQuantize(Int4WeightOnlyQuantizer(groupsize=32).base_config)])
         elif adapter:
             apply_conversions(model, [LoRA(rank=4, alpha=8, apply_to_mlp=True, use_dora=adapter == "dora")])
     training.parallelize(model, dims, device=CPU, **options)
