@@ -55,8 +55,8 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Device of the tensors that a process group communicates."""
-    is_gloo = dist.get_backend(group) == "gloo"
-    return torch.device("cpu") if is_gloo else torch.accelerator.current_accelerator()
+    on_host = dist.get_backend(group) in ("gloo", "fake")  # fake: a simulation, whose tensors are on the CPU
+    return torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
 
 
 class Ranks:
