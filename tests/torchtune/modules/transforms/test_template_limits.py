@@ -2,6 +2,7 @@
 
 import resource
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torchtune.data import DataError
 from torchtune.modules.transforms.tokenizers import _template_limits
 from torchtune.modules.transforms.tokenizers._chat_template import ChatTemplate
 
-PUBLISHED = Path(__file__).parent / "published"
+PUBLISHED = Path(find_spec("trl").origin).parent / "chat_templates"
 CHAT = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
 ROUNDS = "{% for i in range(9999) %}"
 HOSTILE = {
@@ -123,7 +124,11 @@ def test_long_conversations_are_not_hostile() -> None:
     assert len(text) > 4_000_000 - 400
 
 
-@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.jinja")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(PUBLISHED.glob("*.jinja")) if not path.stem.startswith("llava_next")],  # no texts
+    ids=lambda path: path.stem,
+)
 def test_published_templates_use_nothing_that_is_left_out(path: Path) -> None:
     assert ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"}).render(CHAT)[0]
 
