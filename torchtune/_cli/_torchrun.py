@@ -48,6 +48,8 @@ def count_options(tokens: list[str], usage: str) -> int:
 def is_option(token: str) -> bool:
     """Whether ``token`` is an option of torchrun, with or without its value."""
     known = re.findall(r"(?<!\S)--?[a-z][\w-]*", _parser("").format_help())
+    if not token.startswith("--") and token[:2] in known:  # its value may follow at once
+        return True
     return any(option.startswith(token.partition("=")[0].replace("_", "-")) for option in known)
 
 

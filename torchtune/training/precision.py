@@ -72,8 +72,8 @@ def computes_fast(dtype: torch.dtype, device: torch.device) -> bool:
         return onednn_computes(dtype)
     if dtype == torch.float16:
         return True
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cuda":  # one that is not here is asked about by --dry-run, and taken for a current one
+        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     return verify_bf16_support(device)
 
 

@@ -98,7 +98,7 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
     found: dict[OnResume, list[str]] = {kind: [] for kind in OnResume}
     for name in sorted(shared):
         for part, old, new in _changes(name, saved[name], now[name]):
-            remark = _EXACT.get((part, old, new)) if isinstance(new, str) else None
+            remark = _EXACT.get((part, old, new)) if isinstance(old, str) and isinstance(new, str) else None
             kind = _kind(part) if remark is None else OnResume.NEW
             if kind is not OnResume.KEPT or new is not None:
                 found[kind].append(f"{part} was {old} and is {new} now" + (f" ({remark})" if remark else ""))

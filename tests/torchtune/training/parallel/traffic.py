@@ -53,7 +53,7 @@ def measured(checkpoint: Path, dims: ParallelDims) -> dict[str, float]:
     tokens = torch.arange(LENGTH)[None]
 
     def step() -> None:
-        batch = dims.collate(lambda _: {"tokens": tokens, "labels": tokens})([])
+        batch = dims.collate(lambda _: {"tokens": tokens, "labels": tokens.roll(-1)})([])
         labels = batch.pop("labels")
         loss_fn(model(**batch), labels).backward()
 
