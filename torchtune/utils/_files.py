@@ -93,7 +93,12 @@ def os_errors_of(path: Path) -> Iterator[None]:
 
 @contextmanager
 def file_limits() -> Iterator[None]:
-    """Inside the block, an ``OSError`` for too many open files is raised as :class:`UserError`."""
+    """Context manager that raises :class:`UserError` for too many open files, instead of ``OSError``.
+
+    Example:
+        >>> with torchtune.utils.file_limits():
+        ...     files = [open(folder / str(number), "w") for number in range(3)]
+    """
     try:
         yield
     except OSError as error:
