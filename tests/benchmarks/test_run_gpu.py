@@ -62,7 +62,7 @@ def test_slices_go_on_where_they_stopped(tmp_path: Path) -> None:
     first = (folder / "a.json").read_text()
     assert json.loads(first)["eager"] == {"tokens_per_second": 5.0, "peak_gib": 1.0}
     shutil.rmtree(results)  # as where the checkout is sent anew
-    said = call("--total", "60")
+    said = call("--total", "59")  # less than the limit of a task
     assert "2 of 4 done before this call" in said
     assert "Left: c, d; all calls together took" in said
     said = call()
