@@ -9,7 +9,7 @@ INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-versio
 # Threads that spin while they wait slow down everything else on a shared machine.
 ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help quickstart dpo grpo test lint format docs bench cuda gpu configs sync clean
+.PHONY: help quickstart dpo grpo test lint format docs bench cuda gpu configs clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,9 +51,6 @@ configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table
 	$(BIN)/python tools/make_model_table.py
 	$(BIN)/python tools/make_dataflow.py
 	$(BIN)/python tools/make_tables.py
-
-sync: $(BIN)/.test  ## Copy what recipes share from the first recipe of each group into the others
-	$(BIN)/python tools/sync_recipes.py
 
 clean:  ## Remove what the other verbs made
 	rm -rf .venv build dist docs/_build quickstart *.egg-info

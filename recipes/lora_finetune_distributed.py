@@ -3,7 +3,8 @@
 For models whose weights do not fit on one device, or take too long there: they are sharded over all of them (FSDP2),
 layers can be split (tensor parallel; adapters follow their layer) and so can long sequences (context parallel);
 docs/distributed.rst says which to choose. The loop is that of lora_finetune_single_device: the same examples a step
-give the same losses. Runs on GPUs, and on CPUs.
+give the same losses. Runs on GPUs, and on CPUs. With ``quantizer`` the adapters learn for the weights of the quantised
+model.
 
     tune run --nproc-per-node 2 lora_finetune_distributed --config llama3_2/1B_lora epochs=2
 """
@@ -17,7 +18,17 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from torchtune import config, datasets, training, utils
-from torchtune.config import Component, HandedOver, Range
+from torchtune.config import (
+    CheckpointerComponent,
+    Component,
+    DatasetComponent,
+    LossComponent,
+    OptimizerComponent,
+    PositiveInt,
+    Range,
+    RuntimeArgs,
+    SchedulerComponent,
+)
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import setup_loss
@@ -28,108 +39,47 @@ from torchtune.modules.peft import require_adapters
 class Settings:
     """Settings of LoRA fine-tuning on several devices."""
 
-    # twin of adapters: model
     # Builder of the model with adapters, for example torchtune.models.llama3_2.lora_llama3_2_1b.
     model: Component
-    # Save only adapters, never the merged model.
-    save_adapter_weights_only: bool = False
-
-    # twin of training: inputs
-    # Where checkpoints, logs and the resolved config are written.
-    output_dir: str
-    # Conversions of the described model, applied in order before any weight exists.
-    model_converters: list[Component] = field(default_factory=list)
     # Tokenizer of the model, with its prompt layout.
     tokenizer: Component
     # Where weights come from and where checkpoints go.
-    checkpointer: Annotated[Component, HandedOver(rules={"keep_last_n_checkpoints": Range(min=1)})]
+    checkpointer: CheckpointerComponent
+    # Training data; several datasets are concatenated.
+    dataset: DatasetComponent
+    # Where checkpoints, logs and the resolved config are written.
+    output_dir: str
     # Continue from the newest complete checkpoint of output_dir.
     resume_from_checkpoint: bool = False
 
-    # twin of training: data
-    # Training data; several datasets are concatenated.
-    dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
-    # Data on which the loss is measured every run_val_every_n_steps.
-    dataset_val: Annotated[Component | list[Component] | None, HandedOver("tokenizer")] = None
-    # Seed of everything random; null draws one and writes it into the saved config.
-    seed: Annotated[int | None, Range(min=0)] = None
-    # Visit the examples of an epoch in random order.
-    shuffle: bool = True
-    # Examples (or packs) per micro-batch.
-    batch_size: Annotated[int, Range(min=1)] = 2
-    # Examples per batch of validation; null means batch_size.
-    batch_size_val: Annotated[int | None, Range(min=1)] = None
-
-    # twin of supervised: collation
-    # Function that turns a list of examples into a batch; the default never pads.
-    collate_fn: str = "torchtune.data.collate_documents"
-    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
-    optimizer_in_bwd: bool = False
-
-    # twin of training: steps
     # Passes over the training data.
-    epochs: Annotated[int, Range(min=1)] = 1
+    epochs: PositiveInt = 1
     # Most optimizer steps per epoch; null takes all of them.
-    max_steps_per_epoch: Annotated[int | None, Range(min=1)] = None
+    max_steps_per_epoch: PositiveInt | None = None
+    # Examples (or packs) per micro-batch.
+    batch_size: PositiveInt = 2
     # Micro-batches per optimizer step.
-    gradient_accumulation_steps: Annotated[int, Range(min=1)] = 1
+    gradient_accumulation_steps: PositiveInt = 1
     # Optimizer of the trained parameters.
-    optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
-    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
-    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
+    optimizer: OptimizerComponent
     # Schedule of the learning rate, stepped after every optimizer step.
-    lr_scheduler: Annotated[
-        Component | None,
-        HandedOver(
-            "optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}
-        ),
-    ] = None
+    lr_scheduler: SchedulerComponent | None = None
     # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
-    loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
+    loss: LossComponent
     # Largest norm of the gradients; larger ones are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
-    # Steps between two measurements of the validation loss; null never measures it.
-    run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
-    keep_best: str | None = None
-    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
-    early_stopping_patience: Annotated[int | None, Range(min=1)] = None
-    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
-    save_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
-    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
-    # Write checkpoints in the background, from a copy in host memory.
-    enable_async_checkpointing: bool = False
-    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
-    max_skipped_steps: Annotated[int, Range(min=1)] = 10
-    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
-    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
 
-    # twin of distributed: mesh
-    # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
-    data_parallel_replicate_dim: Annotated[int, Range(min=1)] = 1
-    # Ranks over which FSDP shards a replica, each with its own examples; -1 takes the remaining ranks.
-    data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
-    # Tensor parallel ranks, best within one machine.
-    tensor_parallel_dim: Annotated[int, Range(min=1)] = 1
-    # Tensor parallel plan; null takes that of the model's family.
-    tensor_parallel_plan: Annotated[Component | None, HandedOver("model")] = None
-    # Context parallel ranks: each sequence is split over them.
-    context_parallel_dim: Annotated[int, Range(min=1)] = 1
-    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
-    expert_parallel_dim: Annotated[int, Range(min=1)] = 1
-    # Keep parameters, gradients and optimizer states in host memory.
-    fsdp_cpu_offload: bool = False
-    # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
-    fsdp_reshard_after_forward: bool = True
-    # Modules to shard separately, besides the layers, for example [tok_embeddings, output].
-    custom_sharded_layers: list[str] | None = None
-
-    # twin of training: runtime
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
     # Data type of weights and activations; null takes the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
+    # Seed of everything random; null draws one and writes it into the saved config.
+    seed: Annotated[int | None, Range(min=0)] = None
+    # Where metrics go.
+    metric_logger: Component
+    # Steps between two records of metrics.
+    log_every_n_steps: PositiveInt = 1
+
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
     # Recompute some activations: full (every layer), or selective, which ac_option explains.
@@ -140,14 +90,70 @@ class Settings:
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
+    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
+    optimizer_in_bwd: bool = False
+
+    # Data on which the loss is measured every run_val_every_n_steps.
+    dataset_val: DatasetComponent | None = None
+    # Examples per batch of validation; null means batch_size.
+    batch_size_val: PositiveInt | None = None
+    # Steps between two measurements of the validation loss; null never measures it.
+    run_val_every_n_steps: PositiveInt | None = None
+    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    keep_best: str | None = None
+    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    early_stopping_patience: PositiveInt | None = None
+
+    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
+    save_every_n_steps: PositiveInt | None = None
+    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
+    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
+    # Write checkpoints in the background, from a copy in host memory.
+    enable_async_checkpointing: bool = False
+    # Save only adapters, never the merged model.
+    save_adapter_weights_only: bool = False
+
+    # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
+    data_parallel_replicate_dim: PositiveInt = 1
+    # Ranks over which FSDP shards a replica, each with its own examples; -1 takes the remaining ranks.
+    data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
+    # Tensor parallel ranks, best within one machine.
+    tensor_parallel_dim: PositiveInt = 1
+    # Tensor parallel plan; null takes that of the model's family.
+    tensor_parallel_plan: Annotated[Component | None, RuntimeArgs("model")] = None
+    # Context parallel ranks: each sequence is split over them.
+    context_parallel_dim: PositiveInt = 1
+    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    expert_parallel_dim: PositiveInt = 1
+    # Keep parameters, gradients and optimizer states in host memory.
+    fsdp_cpu_offload: bool = False
+    # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
+    fsdp_reshard_after_forward: bool = True
+    # Modules to shard separately, besides the layers, for example [tok_embeddings, output].
+    custom_sharded_layers: list[str] | None = None
+
+    # Conversions of the described model, applied in order before any weight exists.
+    model_converters: list[Component] = field(default_factory=list)
+    # Quantizer that training simulates, such as torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer; the
+    # last checkpoint is also written quantised. null simulates none.
+    quantizer: Component | None = None
+    # Train so many steps without fake quantisation first; null simulates the quantizer from the first step.
+    fake_quant_after_n_steps: PositiveInt | None = None
+
+    # Visit the examples of an epoch in random order.
+    shuffle: bool = True
+    # Function that turns a list of examples into a batch; the default never pads.
+    collate_fn: str = "torchtune.data.collate_documents"
+    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
+    max_skipped_steps: PositiveInt = 10
+    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
+    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
     # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Where metrics go.
-    metric_logger: Component
-    # Steps between two records of metrics.
-    log_every_n_steps: Annotated[int, Range(min=1)] = 1
     # Log the peak memory with the metrics.
     log_peak_memory_stats: bool = True
     # Level of the messages on the terminal.
@@ -182,30 +188,25 @@ class LoRAFinetuneRecipeDistributed:
         self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         cfg.dtype, self.dtype = training.choose_dtype(cfg.dtype, self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
+        self.quantizer = config.instantiate(cfg.quantizer)
         resume = cfg.resume_from_checkpoint or training.is_restart()
-        self.checkpointer.check_output_dir(resume=resume)
-        self.checkpointer.lock_output_dir()
-        self.resume_point = self.checkpointer.find_resume_point(cfg) if resume else None
+        self.resume_point = self.checkpointer.open_output_dir(cfg, resume=resume)
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
 
-    # twin of training
     def setup(self, cfg: Settings) -> None:
         """Build everything that training needs; nothing is trained or written yet."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
-        self.loader_val = None
-        if cfg.dataset_val is not None:
-            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
+        self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
         self.total_steps = cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
         self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
         if cfg.compile:
             training.compile_loss(self.loss_fn)
-        offload = cfg.enable_activation_offloading
-        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(self.model, offload)
+        self.offloading = training.get_act_offloading_ctx_manager(self.model, cfg.enable_activation_offloading)
         self.optimizer = training.setup_optimizer(
             partial(config.instantiate, cfg.optimizer),
             self.model,
@@ -218,8 +219,11 @@ class LoRAFinetuneRecipeDistributed:
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
         self.profiler = training.profiler_from_config(cfg.profiler)
-        limits = cfg.max_skipped_steps, cfg.loss_spike_threshold, cfg.keep_best, cfg.early_stopping_patience
-        self.guard = training.StepGuard(self.optimizer, self.loader, self.dims, cfg.output_dir, *limits)
+        self.step_metrics = training.StepMetrics()
+        self.guard = training.StepGuard(
+            self.step_metrics, self.loader, self.dims, cfg.output_dir, cfg.max_skipped_steps, cfg.loss_spike_threshold
+        )
+        self.best = training.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         if self.resume_point is not None:
             state = self.training_state()
             self.checkpointer.resume(self.resume_point, self.model, state)
@@ -228,11 +232,18 @@ class LoRAFinetuneRecipeDistributed:
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Describe, convert, split, load, then wrap: each process reads its own share of the weights."""
+        converters = [config.instantiate(converter) for converter in cfg.model_converters]
+        if self.quantizer is not None:
+            converters.append(
+                training.fake_quantization(
+                    self.quantizer, cfg.fake_quant_after_n_steps, lambda: self.global_step, self.total_steps
+                )
+            )
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model)
-            apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+            apply_conversions(model, converters)
         require_adapters(model)
-        contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
+        contents = training.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents)
         training.parallelize(
             model,
@@ -250,7 +261,6 @@ class LoRAFinetuneRecipeDistributed:
             training.compile_model(model)
         return model
 
-    # twin of distributed
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """This rank's batches of a dataset; their order depends only on the seed and the epoch."""
         return BatchLoader(
@@ -265,23 +275,22 @@ class LoRAFinetuneRecipeDistributed:
             world_size=self.dims.data_size,
         )
 
-    # twin of supervised
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Loss summed over the labels of one batch, as a scalar."""
         batch = batch.to(self.device, non_blocking=True)
-        with self.activations_handling_ctx, self.guard.by_source(batch):
+        with self.offloading, self.step_metrics.by_source(batch):
             hidden = self.model(**batch.model_inputs(), output="hidden")
             total, _ = self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output)
             return total
 
-    # twin of training
     def train(self) -> int:
         """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
         cfg = self.cfg
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
-        saves = {"every_n_steps": cfg.save_every_n_steps, "every_n_minutes": cfg.save_every_n_minutes}
-        control = training.RunControl(self.dims, cfg.output_dir, **saves, guard=self.guard, throughput=throughput)
+        control = training.RunControl(
+            self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
+        )
         training.reset_memory_stats(self.device)
         with (
             control,
@@ -289,22 +298,26 @@ class LoRAFinetuneRecipeDistributed:
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
-            for step in control.steps(self.loader, cfg.epochs):
+            for step in control.steps(self.loader, cfg.epochs, throughput):
                 # The mean is over all labels (pairs, …) of the step, so that its gradient does not depend on the split.
                 for batch in step.batches:
                     loss = self.compute_loss(batch) / max(step.num_terms, 1)
-                    self.guard.add(loss)
+                    self.step_metrics.add_loss(loss)
+                    if cfg.optimizer_in_bwd:  # the backward pass changes weights, so that all ranks must agree before
+                        metrics = control.synchronize(self.global_step + 1, self.step_metrics)
+                        accepted = self.guard.accepts(self.global_step + 1, metrics)
+                        self.optimizer.skip_step = not accepted
                     loss.backward()
-
-                metrics = {"lr": training.get_lr(self.optimizer)}
                 run_pre_optimizer_hooks(self.model)
                 if not cfg.optimizer_in_bwd:
-                    metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
-                metrics["loss"] = self.guard.total_loss(metrics.get("grad_norm"))
-                if self.guard.accepts(self.global_step + 1, metrics):
+                    grad_norm = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                    metrics = control.synchronize(self.global_step + 1, self.step_metrics, grad_norm)
+                    accepted = self.guard.accepts(self.global_step + 1, metrics)
+                if accepted:
                     self.optimizer.step()
                     run_post_optimizer_hooks(self.model)
                 self.optimizer.zero_grad(set_to_none=True)
+                metrics["lr"] = training.get_lr(self.optimizer)
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()
                 self.global_step += 1
@@ -312,36 +325,33 @@ class LoRAFinetuneRecipeDistributed:
                 profiler.step()
 
                 if self.global_step % cfg.log_every_n_steps == 0:
-                    metrics |= throughput.metrics()
+                    metrics |= self.guard.metrics() | throughput.metrics()
                     metrics |= training.get_memory_stats(self.device) if cfg.log_peak_memory_stats else {}
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
-
                 if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
                     with throughput.paused("validation"):
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
-                    control.validated(self.global_step, metrics)
+                    control.record_validation(self.global_step, metrics)
                 if name := control.checkpoint_due(self.global_step):
                     with throughput.paused("saving"):
                         self.save_checkpoint(name, optional=not control.ending)
         self.checkpointer.close()
         return control.finish(self.global_step, self.total_steps)
 
-    # twin of training
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Means over the validation data: of the loss, and of what ``compute_loss`` notes."""
+        """Means over the validation data: of the loss, and of what ``compute_loss`` logs."""
         self.model.eval()
-        with self.guard.validation() as means:
+        with self.step_metrics.validation() as means:
             for (batch,) in self.loader_val:
                 means.add({"loss": (self.compute_loss(batch), batch.num_terms)})
         self.model.train()
         return means.over(self.dims)
 
-    # twin of training
     def training_state(self) -> dict[str, Any]:
         """Everything besides the weights that decides the next step."""
         state = {
@@ -349,20 +359,23 @@ class LoRAFinetuneRecipeDistributed:
             "loader": self.loader,
             "rng": training.RNGState(),
             "guard": self.guard,
+            "best": self.best,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
         return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
-    # twin of adapters
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
         """Write the adapter, the merged model after an epoch, and, unless training is over, what a resume needs."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
-        contents = ("adapter", "merged") if merge else "adapter"
-        how = {"async_save": self.cfg.enable_async_checkpointing and optional, "optional": optional}
-        self.checkpointer.save(name, self.model, contents=contents, state=state, cfg=self.cfg, **how)
+        contents = training.checkpoint_contents(self.model, merge=merge)
+        behind = self.cfg.enable_async_checkpointing and optional
+        self.checkpointer.save(
+            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=behind, optional=optional
+        )
+        if self.quantizer is not None and state is None and merge:
+            self.checkpointer.save_quantized(name, self.model, self.quantizer)
 
-    # twin of training
     def cleanup(self) -> None:
         """Close what was opened, and leave the process group."""
         try:

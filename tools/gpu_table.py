@@ -136,7 +136,7 @@ def simulate_cases() -> dict[str, dict[str, float]]:
     """Peak and step time of each case, by its recipe with the benchmark's settings."""
     from torchtune._cli._target import recipe_named_by
     from torchtune.config import load_and_check
-    from torchtune.training._recipe_settings import RecipeSettings
+    from torchtune.training._settings_view import SettingsView
     from torchtune.training.plan._plan import build_on_meta
     from torchtune.training.simulate._depths import extrapolate, peak_of_all, two_depths
     from torchtune.training.simulate._devices import parse_cluster
@@ -151,7 +151,7 @@ def simulate_cases() -> dict[str, dict[str, float]]:
         config = ROOT / "recipes" / "configs" / f"{case.config}.yaml"
         main = recipe_named_by(config).load_main()
         settings = load_and_check(config, overrides(case), main)
-        depths = None if case.layers else two_depths(build_on_meta(RecipeSettings.of(settings))[0])
+        depths = None if case.layers else two_depths(build_on_meta(SettingsView.of(settings))[0])
         runs = [simulate(main, settings, 1, layers=depth) for depth in depths or (case.layers,)]
         if depths is None:
             peak, total = peak_bytes(runs[0]), step_time(runs[0].observer, device).total

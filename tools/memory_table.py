@@ -19,7 +19,7 @@ from torch import nn
 
 from torchtune._cli._target import recipe_named_by
 from torchtune.config import load_and_check
-from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training._settings_view import SettingsView
 from torchtune.training.parallel._parallel_dims import ParallelDimsError
 from torchtune.training.plan._plan import MemoryEstimate, build_on_meta, memory_by_processes
 from torchtune.training.simulate._cluster import simulated_cluster
@@ -83,7 +83,7 @@ def cell(name: str, processes: int, known: dict[str, str] | None = None) -> str:
     path = CONFIGS / f"{name}.yaml"
     main = recipe_named_by(path).load_main()
     settings = load_and_check(path, [], main)
-    model = build_on_meta(RecipeSettings.of(settings))[0]
+    model = build_on_meta(SettingsView.of(settings))[0]
     known = {} if known is None else known
     depends_on = _depends_on(settings, model)
     if depends_on not in known:
@@ -99,7 +99,7 @@ def _depends_on(settings: Any, model: nn.Module) -> str:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     shapes = [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in tensors]
     modules = [(name, type(module)) for name, module in model.named_modules()]
-    return repr((given, row_length(RecipeSettings.of(settings)), shapes, modules))
+    return repr((given, row_length(SettingsView.of(settings)), shapes, modules))
 
 
 def _cell(main: Any, settings: Any, model: nn.Module, processes: int) -> str:

@@ -1,6 +1,6 @@
 """Read ``recipes/features.yaml``: which groups each recipe belongs to, and which features it has.
 
-Tests, ``make sync`` and the documentation take their lists of recipes from here, never from the name of a file.
+Tests and the documentation take their lists of recipes from here, never from the name of a file.
 """
 
 from pathlib import Path

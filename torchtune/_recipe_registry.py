@@ -98,6 +98,7 @@ def _scan() -> tuple[Recipe, ...]:
     for path in CONFIGS.rglob("*.yaml"):
         file_path = path.relative_to(CONFIGS).as_posix()
         recipe = recipe_of(path)
+        recipe = recipe and current_name(recipe)
         if recipe in recipes:
             recipes[recipe].configs.append(Config(file_path.removesuffix(".yaml"), file_path))
     for recipe in recipes.values():
@@ -112,14 +113,45 @@ def get_all_recipes() -> list[Recipe]:
 
 # Former name -> the recipe that older commands and configs mean.
 _FORMER = {
+    "qat_single_device": "full_finetune_single_device",
+    "qat_distributed": "full_finetune_distributed",
+    "qat_lora_finetune_single_device": "lora_finetune_single_device",
+    "qat_lora_finetune_distributed": "lora_finetune_distributed",
+    "full_dpo_single_device": "dpo",
+    "full_dpo_distributed": "dpo",
+    "lora_dpo_single_device": "dpo",
+    "lora_dpo_distributed": "dpo",
+    "full_grpo_single_device": "grpo",
+    "full_grpo_distributed": "grpo",
+    "lora_grpo_single_device": "grpo",
+    "lora_grpo_distributed": "grpo",
+    "ppo_full_finetune_single_device": "ppo",
+    "knowledge_distillation_single_device": "knowledge_distillation",
+    "knowledge_distillation_distributed": "knowledge_distillation",
     "dev/generate_v2": "generate",
-    "dev/grpo_full_finetune_distributed": "full_grpo_distributed",
+    "dev/grpo_full_finetune_distributed": "grpo",
 }
+
+
+def former_names(name: str) -> list[str]:
+    """The names that a recipe had in earlier releases."""
+    return [former for former, current in _FORMER.items() if current == name]
 
 
 def current_name(name: str) -> str:
     """The name that a recipe has now."""
     return _FORMER.get(name, name)
+
+
+def promises(name: object) -> frozenset[str]:
+    """What a recipe called by this name is asked for: ``"adapters"``, and ``"quantizer"`` for the setting.
+
+    A run under a former name that would do without it is refused.
+    """
+    words = {"lora_": "adapters", "knowledge_": "adapters", "qat_": "quantizer", "qat_lora_": "adapters"}
+    if not isinstance(name, str) or (name not in _FORMER and not name.startswith("lora_finetune")):
+        return frozenset()
+    return frozenset(promise for word, promise in words.items() if name.startswith(word))
 
 
 def find_recipe(name: str) -> Path | None:
@@ -149,5 +181,6 @@ def _settings_in(path: Path, changed: int) -> frozenset[str]:
 
 def find_config(name: str, recipe: str | None = None) -> Path | None:
     """The file of the config called ``name``, first among those of ``recipe``, then among all."""
+    recipe = recipe and current_name(recipe)
     ordered = sorted(_scan(), key=lambda candidate: candidate.name != recipe)
     return next((config.path for each in ordered for config in each.configs if config.name == name), None)

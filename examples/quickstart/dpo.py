@@ -60,7 +60,7 @@ def margins(folder: Path, pairs: Path, dtype: str | None = None) -> torch.Tensor
 def train(model: Path) -> Path:
     """Run the recipe as a user does."""
     return run_recipe(
-        "lora_dpo_single_device",
+        "dpo",
         "smol/135M_lora_dpo_single_device",
         model,
         RUN,

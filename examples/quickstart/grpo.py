@@ -21,7 +21,7 @@ def train(model: Path) -> Path:
     """Run the recipe as a user does."""
     rewards = ", ".join(f"{{_component_: torchtune.rlhf.reward_functions.{name}}}" for name in REWARDS)
     return run_recipe(
-        "lora_grpo_single_device",
+        "grpo",
         "smol/135M_lora_grpo_single_device",
         model,
         RUN,

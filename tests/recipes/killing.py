@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.recipes.runs import RECIPES, read_log, write_config
+from torchtune._recipe_registry import current_name
 
 Condition = Callable[[Path], bool]
 SETTINGS: dict[str, Any] = {
@@ -56,7 +57,7 @@ class Forker:
 
     def start(self, name: str, config: Path, *overrides: str, ranks: int = 1) -> list[int]:
         """Start a recipe; return the pids of its ranks."""
-        recipe, output = str(RECIPES / f"{name}.py"), str(config.with_suffix(".out"))
+        recipe, output = str(RECIPES / f"{current_name(name)}.py"), str(config.with_suffix(".out"))
         job = {"recipe": recipe, "argv": ["--config", str(config), *overrides], "output": output, "ranks": ranks}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())

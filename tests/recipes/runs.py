@@ -14,20 +14,19 @@ import yaml
 
 from tests.tiny import write_checkpoint, write_conversations, write_pairs
 from tools.recipe_table import recipes_in
+from torchtune._recipe_registry import current_name, promises
 from torchtune.config import load_and_check
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-# Recipes that simulate a quantised model: their losses are not those of plain torch, so test_qat.py runs them.
-QAT = recipes_in("training", "qat")
-# Recipes of fine-tuning, as recipes/features.yaml says: the whole contract suite runs on all of them. Those of
-# preferences share their loop and their checkpoints; test_preferences.py runs what they have of their own.
-TRAINING = [name for name in recipes_in("training", "supervised") if name not in QAT]
+# Recipes of fine-tuning, as recipes/features.yaml says: the whole contract suite runs on all of them.
+TRAINING = recipes_in("training", "supervised")
 WEIGHTS = [name for name in TRAINING if name in recipes_in("weights")]
-ADAPTERS = recipes_in("training", "supervised", "adapters")
-PREFERENCE = recipes_in("training", "preference")
-ROLLOUTS = recipes_in("training", "rollouts")
-ACTOR_CRITIC = recipes_in("training", "actor_critic")
-DISTILLATION = recipes_in("training", "distillation")
+ADAPTERS = [name for name in TRAINING if name in recipes_in("adapters")]
+# A recipe that trains all weights or adapters is run under the names of earlier releases, which say what it trains.
+PREFERENCE = ["full_dpo_distributed", "lora_dpo_single_device"]
+DISTILLATION = ["knowledge_distillation_single_device"]
+# They simulate a quantised model: their losses are not those of plain torch, so test_qat.py runs them.
+QAT = ["qat_single_device", "qat_distributed", "qat_lora_finetune_single_device", "qat_lora_finetune_distributed"]
 # More than the tokenizer has: embeddings are padded.
 TEACHER_VOCABULARY = 384
 # The last line of a step before it validates and saves; what is put after it is done after each step.
@@ -46,7 +45,7 @@ class NotInjected(Exception):
 
 def load_recipe(name: str, folder: Path, changes: dict[str, str] | None = None) -> ModuleType:
     """Import a recipe from its file; ``changes`` (old text -> new text) make a wrong copy of it first."""
-    path = RECIPES / f"{name}.py"
+    path = RECIPES / f"{current_name(name)}.py"
     if changes:
         text = path.read_text()
         for old, new in changes.items():
@@ -109,7 +108,8 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         "dtype": "fp32",
         "log_level": "ERROR",
     }
-    if name in PREFERENCE:
+    method = current_name(name)
+    if method == "dpo":
         pairs = folder / "pairs.jsonl"
         if not pairs.exists():
             write_pairs(pairs)
@@ -119,7 +119,7 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
             "data_files": str(pairs),
         }
         cfg["loss"] = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
-    if name in ROLLOUTS:
+    if method in ("grpo", "ppo"):
         cfg["dataset"] = {
             "_component_": "torchtune.datasets.prompt_dataset",
             "source": "json",
@@ -130,7 +130,7 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         cfg["sampler"] = {"_component_": "torchtune.rlhf.LocalSampler", "max_new_tokens": 8}
         reward = {"_component_": "torchtune.rlhf.reward_functions.LengthReward", "target": 0, "limit": 40}
         cfg |= {"rewards": [reward], "num_samples": 4}
-    if name in ACTOR_CRITIC:
+    if method == "ppo":
         if not (reward := folder / "reward").exists():
             write_checkpoint(reward, seed=3, is_reward=True)
         cfg["policy_model"] = cfg.pop("model")
@@ -147,17 +147,17 @@ def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> 
         cfg["max_generated_tokens"] = 8
         for key in ("sampler", "rewards", "num_samples"):
             del cfg[key]
-    if name in DISTILLATION:
+    if method == "knowledge_distillation":
         if not (teacher := folder / "teacher").exists():
             write_checkpoint(teacher, seed=1, width=48, vocab_size=TEACHER_VOCABULARY, tied=False)
         cfg["teacher_model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": str(teacher)}
         cfg["teacher_checkpointer"] = {**cfg["checkpointer"], "checkpoint_dir": str(teacher)}
         cfg["kd_loss"] = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"}
-    if name in recipes_in("adapters"):
+    if "adapters" in promises(name):
         cfg["model_converters"] = [
             {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "apply_to_mlp": True}
         ]
-    if name in QAT:
+    if "quantizer" in promises(name):
         cfg["quantizer"] = {
             "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
             "groupsize": 16,

@@ -15,8 +15,8 @@ from tests.recipes.killing import Forker
 from tests.recipes.runs import Run, load_recipe, start, write_config
 from tests.recipes.test_injected_bugs import caught, injected
 from tests.tiny import write_checkpoint
+from torchtune import rlhf
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.rlhf import _teacher
 from torchtune.utils import UserError
 
 ONE, MANY = "knowledge_distillation_single_device", "knowledge_distillation_distributed"
@@ -124,7 +124,7 @@ def test_a_cache_of_the_teacher_changes_nothing_and_needs_no_teacher(tmp_path: P
             assert once.losses == live.losses
             assert of(once, "val_kd_loss") == of(live, "val_kd_loss")
             assert all(torch.equal(value, once.trained[key]) for key, value in live.trained.items())
-            monkeypatch.setattr(_teacher, "_load", None)  # the teacher is not needed any more
+            monkeypatch.setattr(rlhf, "load_teacher", lambda *_, **__: pytest.fail("it is not needed any more"))
         else:
             assert once.losses == pytest.approx(live.losses, abs=1e-5)
 
@@ -216,6 +216,14 @@ def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path: Path) 
         file.unlink()
     (problem,) = find_problems(cfg, 1, thorough=True)
     assert str(tmp_path / "teacher") in problem
+
+
+def test_all_weights_of_a_student_learn_and_are_saved(tmp_path: Path) -> None:
+    run = start("knowledge_distillation", tmp_path, max_steps_per_epoch=6)
+    assert of(run, "kd_loss")[-1] < of(run, "kd_loss")[0]
+    assert not list(run.output_dir.glob("epoch_0/adapter*"))
+    before = start("knowledge_distillation", tmp_path, train=False).trained
+    assert all(not torch.equal(value, before[name]) for name, value in run.trained.items())
 
 
 def test_two_processes_train_as_one_however_they_share_the_work(forker: Forker, tmp_path: Path) -> None:

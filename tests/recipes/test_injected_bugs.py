@@ -300,7 +300,7 @@ def test_the_harness_is_not_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(NotInjected, match="stands 0 times"), caught("a promise"):
         checks.training_learns(FULL, tmp_path, changes=nowhere)
     with pytest.raises(NotInjected, match=r"stands [2-9] times"), caught("a promise"):
-        checks.training_learns(FULL, tmp_path, changes={"# twin of training\n": ""})
+        checks.training_learns(FULL, tmp_path, changes={"self.step_metrics": ""})
     with (
         pytest.raises(NotInjected, match="nobody called end_of_turn_is_trained"),
         injected(monkeypatch, checks, "end_of_turn_is_trained", end_token_unlabelled),

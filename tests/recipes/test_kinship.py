@@ -4,14 +4,12 @@ import ast
 import functools
 import itertools
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tools.recipe_table import RecipeTableError, groups, recipe_files, recipes_in, table
-from torchtune._recipe_registry import get_all_recipes
+from torchtune._recipe_registry import former_names, get_all_recipes
 
 ROOT = Path(__file__).parents[2]
 FILES = recipe_files()
@@ -51,7 +49,7 @@ def comment_above(path: Path, line: int) -> str:
     while lines[line - 2].strip().startswith("#"):
         line -= 1
         found.insert(0, lines[line - 1].strip("# "))
-    return " ".join(text for text in found if not (text.startswith("twin of ") and ":" in text))
+    return " ".join(found)
 
 
 @functools.cache
@@ -72,31 +70,6 @@ def settings(path: Path) -> dict[str, tuple[str, str | None, str]]:
 @functools.cache
 def methods(path: Path) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in recipe_class(path).body if isinstance(node, ast.FunctionDef)}
-
-
-def marked(path: Path, node: ast.FunctionDef) -> str | None:
-    """The group that a method is a twin of."""
-    above = comment_above(path, min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]))
-    return above.removeprefix("twin of ") if above.startswith("twin of ") else None
-
-
-@functools.cache
-def twins(path: Path) -> dict[tuple[str, str], str]:
-    """Methods under ``# twin of GROUP``: (group, name) -> text."""
-    found = methods(path).items()
-    return {(group, name): source(path, node) for name, node in found if (group := marked(path, node))}
-
-
-@functools.cache
-def blocks(path: Path) -> dict[tuple[str, str], str]:
-    """Paragraphs of settings under ``# twin of GROUP: NAME``: (group, name) -> text."""
-    paragraphs = (text.strip("\n") for text in source(path, classes(path)["Settings"]).split("\n\n"))
-    found = {}
-    for head, _, body in (paragraph.partition("\n") for paragraph in paragraphs):
-        if head.startswith("    # twin of "):
-            group, name = head.removeprefix("    # twin of ").split(": ")
-            found[group, name] = body
-    return found
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(RECIPES, 2)), ids=lambda path: path.stem)
@@ -137,84 +110,19 @@ def test_recipes_of_the_same_groups_would_be_one_method() -> None:
     assert one.method == several.method != found["full_finetune_distributed"].method
 
 
-@pytest.mark.parametrize("group", TABLE["groups"])
-def test_twins_are_equal_to_the_letter_within_their_group(group: str) -> None:
-    known: dict[tuple[str, str], tuple[str, str]] = {}
-    for name in recipes_in(group):
-        found = {**twins(FILES[name]), **blocks(FILES[name])}
-        for key in (key for key in found if key[0] == group):
-            first, expected = known.setdefault(key, (name, found[key]))
-            assert found[key] == expected, f"{key[1]} differs between {first} and {name}: run make sync"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_marks_twins_of_its_own_groups_and_forgets_none(name: str) -> None:
-    path, declared = FILES[name], TABLE["recipes"]
-    own = declared.get(name, [])
-    for group, twin in {**twins(path), **blocks(path)}:
-        assert group in own, f"{path.name}: '{twin}' is a twin of {group}, and {name} is not in that group"
-    for other in (other for other in FILES if set(declared.get(other, [])) & set(own)):
-        for (group, twin), text in twins(FILES[other]).items():
-            node = methods(path).get(twin)
-            if group in own and node is not None and source(path, node) == text:
-                assert marked(path, node) == group, f"{path.name}:{node.lineno}: mark {twin} '# twin of {group}'"
-
-
-@pytest.mark.parametrize("group", TABLE["groups"])
-def test_a_group_shares_few_methods(group: str) -> None:
-    """``setup``, ``compute_loss``, ``train``, ``validate``, ``training_state`` and ``cleanup``."""
-    shared = {twin for name in recipes_in(group) for of, twin in twins(FILES[name]) if of == group}
-    assert len(shared) <= 6, f"{sorted(shared)}: a seventh twin belongs in the library"
-
-
-def test_training_recipes_share_their_settings_in_blocks() -> None:
-    for path in TRAINING:
-        shared = sum(len(settings_in(body)) for (_, _), body in blocks(path).items())
-        assert shared == len(settings(path)), f"{path.name} has settings outside of the blocks of its groups"
-        assert marked(path, methods(path)["setup"]) == "training"
-        assert marked(path, methods(path)["train"]) == (
-            "rollouts" if path.stem in recipes_in("rollouts") else "training"
-        )
-
-
-def settings_in(body: str) -> list[str]:
-    tree = ast.parse("class Settings:\n" + body)
-    return [node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
+def test_former_names_lead_to_recipes() -> None:
+    found = {recipe.name for recipe in get_all_recipes()}
+    former = {name: recipe for recipe in found for name in former_names(recipe)}
+    assert len(former) >= 17
+    assert not former.keys() & found
+    assert former["lora_dpo_single_device"] == "dpo"
+    assert former["qat_lora_finetune_distributed"] == "lora_finetune_distributed"
 
 
 def copy_of_recipes(folder: Path) -> Path:
     shutil.copytree(ROOT / "recipes", folder / "recipes", ignore=shutil.ignore_patterns("configs", "__pycache__"))
     shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("configs", "__pycache__"))
     return folder / "recipes"
-
-
-def sync(folder: Path) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, folder / "tools" / "sync_recipes.py"], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_sync_copies_methods_and_blocks_from_the_first_recipe_of_a_group(tmp_path: Path) -> None:
-    recipes = copy_of_recipes(tmp_path)
-    originals = {path.name: path.read_text() for path in recipes.glob("*.py")}
-    source = recipes / f"{recipes_in('training')[0]}.py"
-    changed = source.read_text().replace("self.validate()\n", "self.validated()\n")
-    changed = changed.replace(
-        " = 2\n    # Examples per batch", " = 3\n    # How many\n    new: int = 5\n    # Examples per batch"
-    )
-    changed = changed.replace("the checkpoint.\n    resize", "the files.\n    resize")
-    source.write_text(changed)
-    alone = recipes / "generate.py"
-    last = recipes / f"{recipes_in('training')[-1]}.py"
-    last.write_text(last.read_text().replace("    context_parallel_dim: Annotated", "    renamed: Annotated"))
-    assert sync(tmp_path)[0] == 0
-    for name in recipes_in("training"):
-        text = (recipes / f"{name}.py").read_text()
-        assert ("self.validated()\n" in text) == (name not in recipes_in("rollouts"))
-        assert "    batch_size: Annotated[int, Range(min=1)] = 3\n    # How many\n    new: int = 5\n" in text
-        assert ("the files.\n    resize" in text) == (name in recipes_in("one_device", "supervised"))
-    assert "    context_parallel_dim: Annotated" in last.read_text(), "the first distributed recipe has the block"
-    assert alone.read_text() == originals[alone.name]
-    assert sync(tmp_path) == (0, "", "")
 
 
 def test_a_recipe_that_is_not_declared_is_named_with_the_line_to_edit(tmp_path: Path) -> None:
@@ -226,9 +134,6 @@ def test_a_recipe_that_is_not_declared_is_named_with_the_line_to_edit(tmp_path: 
         groups(recipes)
     assert str(caught.value).startswith(said)
     assert "'my_dpo: [...]'" in str(caught.value)
-    code, out, err = sync(tmp_path)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {said}")
 
 
 @pytest.mark.parametrize(
@@ -249,23 +154,12 @@ def test_a_wrong_line_of_the_table_is_named(old: str, new: str, said: str, tmp_p
     assert str(caught.value).startswith(f"recipes/features.yaml:{line}{said}")
 
 
-def test_a_twin_of_a_foreign_group_is_named(tmp_path: Path) -> None:
-    recipes = copy_of_recipes(tmp_path)
-    path = recipes / "generate.py"
-    path.write_text(path.read_text().replace("    def setup(", "    # twin of training\n    def setup("))
-    line = path.read_text().splitlines().index("    # twin of training") + 1
-    assert sync(tmp_path)[2].startswith(
-        f"error: recipes/generate.py:{line}: 'setup' is a twin of training, a group that"
-    )
-
-
 def test_training_recipes_have_one_order_and_one_set_of_names() -> None:
     for one, other in itertools.combinations(TRAINING, 2):
         for names in (settings, methods):
             mine, theirs = list(names(one)), list(names(other))
             assert [n for n in mine if n in theirs] == [n for n in theirs if n in mine], f"{one} and {other}"
-    for group in ("supervised", "preference"):
-        assert len({tuple(methods(FILES[name])) for name in recipes_in(group)}) == 1, group
+    assert len({tuple(methods(FILES[name])) for name in recipes_in("supervised")}) == 1
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
@@ -289,14 +183,30 @@ def depth(node: ast.AST) -> int:
     return max((isinstance(child, blocks) + depth(child) for child in ast.iter_child_nodes(node)), default=0)
 
 
+# PPO has settings, and checks, of four models.
+LONGER = {"grpo": 450, "ppo": 530}
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 def test_a_recipe_is_short(path: Path) -> None:
-    samples = path.stem in recipes_in("rollouts")  # where answers come from, and what they are worth, is in it too
-    assert len(path.read_text().splitlines()) <= (450 if samples else 400)
+    assert len(path.read_text().splitlines()) <= LONGER.get(path.stem, 420)
     for node in recipe_class(path).body:
         if isinstance(node, ast.FunctionDef) and node.name == "train":
-            assert node.end_lineno - node.lineno <= 60
+            assert node.end_lineno - node.lineno < 60
             assert depth(node) <= 4, "train is at most four levels deep"
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_the_loop_tells_the_truth(path: Path) -> None:
+    """Ranks agree in one visible line, no function of the library gets the recipe, and what a user edits is plain."""
+    text = path.read_text()
+    for node in ast.walk(recipe_class(path)):
+        if isinstance(node, ast.Call):
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            assert not any(isinstance(value, ast.Name) and value.id == "self" for value in given), ast.unparse(node)
+    assert 1 <= text.count("control.synchronize(") <= 2  # an optimizer in the backward pass asks before it
+    assert "make sync" not in text
+    assert "# twin" not in text
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)

@@ -12,7 +12,8 @@ import torch
 
 import torchtune.rlhf._ppo as ppo
 from tests.recipes.checks import promise
-from tests.recipes.runs import Run, start
+from tests.recipes.killing import Forker
+from tests.recipes.runs import Run, read_log, start, write_config
 from tests.recipes.test_injected_bugs import caught, injected
 from tests.tiny import write_checkpoint
 from torchtune.rlhf import RewardModel, Rollout
@@ -184,7 +185,8 @@ def test_injected_bugs(name: str, bug: Callable, at: str, plain: Any, monkeypatc
 
 
 def test_injected_mean_per_micro_batch(plain: Any) -> None:
-    wrong = {"self.compute_loss(batch) / num_terms": "self.compute_loss(batch) / batch.num_labels / len(batches)"}
+    loss = "self.compute_loss(batch)"
+    wrong = {f"{loss} / max(num_terms, 1)": f"{loss} / batch.num_labels / len(batches)"}
     with caught("after a step, policy/ has the weights of plain code"):
         a_step_is_that_of_plain_code(plain, changes=wrong, gradient_accumulation_steps=3)
 
@@ -285,10 +287,36 @@ def test_what_cannot_be_is_one_sentence(change: dict[str, Any], said: str, tmp_p
         start(PPO, tmp_path, train=False, **change)
 
 
+def test_two_processes_train_as_one(forker: Forker, tmp_path: Path) -> None:
+    """With as many answers on both, with one more on the first, and with none on the second."""
+    settings = {"clip_grad_norm": 1.0, "dataset__split": "train[:17]", "ppo_epochs": 2, "whiten_rewards": True}
+    whole = start(PPO, tmp_path, **settings, batch_size=8)
+    for split in ("data_parallel_shard_dim", "data_parallel_replicate_dim"):
+        output_dir = tmp_path / split
+        config = write_config(PPO, tmp_path, output_dir, **settings, **{split: 2, "batch_size": 4})
+        forker.start(PPO, config, ranks=2)
+        assert forker.wait() == [0, 0], config.with_suffix(".out").read_text()[-4000:]
+        records = [record for record in read_log(output_dir) if "loss" in record]
+        expected = [record for record in whole.records if "loss" in record]
+        assert len(records) == len(expected) == 3
+        for mine, alone in zip(records, expected, strict=True):
+            for name in ("loss", "grad_norm", "scores", "kl", "policy_loss", "value_loss", "num_stop_tokens"):
+                assert mine[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), (split, name)
+
+
+def test_adapters_of_a_policy_learn_and_all_weights_of_the_value_model(tmp_path: Path) -> None:
+    lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
+    run = start(PPO, tmp_path, model_converters=[lora], batch_size=4, max_steps_per_epoch=3, save_every_n_steps=2)
+    names = {name.rpartition(".")[0].rpartition(".")[2] for name in run.trained if name.startswith("policy")}
+    assert names == {"lora_a", "lora_b"}
+    assert (run.output_dir / "step_2" / "adapter_model.safetensors").is_file()
+    assert list((run.output_dir / "step_2" / "value").glob("*.safetensors"))
+
+
 def test_num_steps_counts_answers(tmp_path: Path) -> None:
     assert start(PPO, tmp_path, num_steps=11, batch_size=4).recipe.global_step == 2
 
 
 def test_other_recipes_refuse_its_loss(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="PPOLoss trains a policy and a value model: run ppo_full_finetune"):
+    with pytest.raises(UserError, match="PPOLoss trains a policy and a value model: run the recipe ppo"):
         start("full_dpo_single_device", tmp_path, train=False, loss={"_component_": "torchtune.rlhf.loss.PPOLoss"})

@@ -13,7 +13,7 @@ import torch
 from tests.recipes.runs import after_each_step, load_recipe, read_log, write_config
 from torchtune._cli import tune
 from torchtune.config import load_and_check
-from torchtune.training import RecipeSettings, RecipeSettingsError
+from torchtune.training import RecipeSettingsError, SettingsView
 from torchtune.training.supervise._run_report import _fingerprint, never_validated, short_epoch
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
@@ -123,13 +123,13 @@ def test_a_batch_larger_than_the_data_is_warned_of(tmp_path: Path, caplog: pytes
 def test_an_epoch_of_an_incomplete_step_has_advice(
     accumulation: int, ranks: int, examples: int | None, advice: str | None
 ) -> None:
-    cfg = RecipeSettings(batch_size=400, gradient_accumulation_steps=accumulation)
+    cfg = SettingsView({"batch_size": 400, "gradient_accumulation_steps": accumulation})
     found = short_epoch(cfg, ranks, examples)
     assert found is None if advice is None else str(found).endswith(f"one incomplete step: set {advice}")
 
 
 def test_a_best_validation_without_a_validation_is_refused() -> None:
-    cfg = RecipeSettings(dataset_val={"_component_": "a.b"}, run_val_every_n_steps=5, keep_best="val_loss")
+    cfg = SettingsView({"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 5, "keep_best": "val_loss"})
     assert never_validated(cfg, 5) is None
     with pytest.raises(RecipeSettingsError, match="keep_best: there would be no validation to compare"):
         never_validated(cfg, 4)

@@ -22,11 +22,11 @@ def prepare_config(settings: Any, output: Path, processes: int | None) -> None:
     from torchtune.datasets import instantiate_dataset
     from torchtune.datasets._parallel import workers
     from torchtune.datasets._shared import preparing
-    from torchtune.training._recipe_settings import RecipeSettings
+    from torchtune.training._settings_view import SettingsView
     from torchtune.training.plan._plan_data import nodes_of
     from torchtune.training.supervise._run_report import count_tokens
 
-    cfg = RecipeSettings.of(settings)
+    cfg = SettingsView.of(settings)
     if cfg.dataset is None:
         raise UserError("the config has no dataset: name a config of a recipe that trains.")
     tokenizer = config.instantiate(cfg.tokenizer)

@@ -179,11 +179,11 @@ def show_config(settings: Any, examples: int, everything: bool, sample: int) -> 
         RecipeSettingsError: a name that the library reads is missing, or its value has another type.
     """
     from torchtune import config
-    from torchtune.training._recipe_settings import RecipeSettings
+    from torchtune.training._settings_view import SettingsView
     from torchtune.training.plan._plan_data import _steps_per_epoch, is_mixture, measure
     from torchtune.training.supervise._run_report import count_steps, global_batch
 
-    cfg = RecipeSettings.of(settings)
+    cfg = SettingsView.of(settings)
     if cfg.dataset is None:
         raise UserError("the config has no dataset: name a config of a recipe that trains.")
     tokenizer = config.instantiate(cfg.tokenizer)

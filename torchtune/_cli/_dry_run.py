@@ -20,10 +20,10 @@ def dry_run(settings: Any, processes: int) -> None:
     """
     from torchtune.config._secrets import hide
     from torchtune.training import RunError, plan_data, plan_run
-    from torchtune.training._recipe_settings import DataSettings, RecipeSettings
+    from torchtune.training._settings_view import SettingsView
     from torchtune.training.plan._check_run import find_problems
 
-    settings = RecipeSettings.of(settings)
+    settings = SettingsView.of(settings)
     problems = find_problems(settings, processes, thorough=True)
 
     def show(make: Callable[[], str]) -> None:
@@ -37,7 +37,7 @@ def dry_run(settings: Any, processes: int) -> None:
 
     if settings.model is not None:
         show(lambda: plan_run(settings, processes))
-    if settings.has(DataSettings):
+    if settings.dataset is not None:
         show(lambda: "\n".join(f"{name:<12}{text}" for name, text in plan_data(settings, processes)))
     if problems:
         sys.stdout.flush()

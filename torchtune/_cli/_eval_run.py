@@ -34,14 +34,14 @@ def validation_data(model: str) -> tuple[Any, int | None]:
     Raises:
         UserError: the folder has no config, or its config no ``dataset_val``.
     """
-    from torchtune.training._recipe_settings import RecipeSettings
+    from torchtune.training._settings_view import SettingsView
 
     path = Path(model).expanduser() / _SETTINGS
     if not path.is_file():
         raise UserError(
             f"nothing is to be measured: {model} is no checkpoint of a run, give rows in --data, or --tasks."
         )
-    cfg = RecipeSettings.of(read_settings(str(path), []))
+    cfg = SettingsView.of(read_settings(str(path), []))
     if cfg.dataset_val is None:
         raise UserError(f"nothing is to be measured: {path} has no dataset_val, give rows in --data, or --tasks.")
     return cfg.dataset_val, cfg.tokenizer.get("max_seq_len")

@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtune._cli._target import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli._torchrun import count_options, count_processes, is_option, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
-from torchtune._recipe_registry import find_recipe, get_all_recipes
+from torchtune._recipe_registry import current_name, find_recipe, get_all_recipes, recipe_of
 from torchtune.utils import UserError
 
 _USAGE = (
@@ -101,6 +101,14 @@ def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
     simulate_run(recipe, config, command.overrides, command.simulate, command.fit)
 
 
+def _former_name(command: Command, config: Path) -> str | None:
+    """The name of an earlier release that was typed for the recipe of a config: it may ask for more, as qat_* does."""
+    name, of_config = command.recipe, recipe_of(config)
+    if name is None or current_name(name) == name or current_name(of_config or name) != current_name(name):
+        return None
+    return name
+
+
 class Run(Subcommand):
     """Runs a recipe."""
 
@@ -150,6 +158,8 @@ class Run(Subcommand):
         if config is None and is_config:
             self._parser.error(f"The '--config' argument is required: tune run --config {command.recipe}")
         recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
+        if config is not None and (former := _former_name(command, config)) is not None:
+            command.overrides.insert(0, f"recipe={former}")
         if command.help:
             self._print_settings(recipe)
             return
@@ -219,7 +229,7 @@ class Run(Subcommand):
                 f"Recipe {recipe.name} runs in one process and does not support distributed training: {other}leave "
                 "torchrun's options out."
             )
-        if supported and not wanted:
+        if supported and not wanted and "one_device" not in found.groups:
             self._parser.error(
                 f"Recipe {recipe.name} runs on several processes: say how many, for example "
                 f"tune run --nproc-per-node 2 {recipe.name} --config ..."

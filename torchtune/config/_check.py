@@ -9,7 +9,7 @@ from torchtune.config._locate import locate
 from torchtune.config._reader import Document
 from torchtune.config._schema import (
     PLAIN,
-    HandedOver,
+    RuntimeArgs,
     build_settings,
     is_configurable,
     members,
@@ -25,7 +25,7 @@ class Checker:
 
     def __init__(self, document: Document, caller_globals: dict[str, Any] | None = None) -> None:
         self.document, self.scope = document, caller_globals
-        self.queue: list[tuple[KeyPath, dict[str, Any], HandedOver | None]] = []
+        self.queue: list[tuple[KeyPath, dict[str, Any], RuntimeArgs | None]] = []
         self.components: set[KeyPath] = set()
         self.known: dict[str, list[str]] = {}  # every name of the schema -> where it belongs
         self.unknown: list[tuple[KeyPath, list[str], list[str], str]] = []
@@ -65,10 +65,10 @@ class Checker:
         except ValueError as error:
             self.document.add(path, str(error))
 
-    def component(self, path: KeyPath, node: dict[str, Any], hand: HandedOver | None) -> None:
+    def component(self, path: KeyPath, node: dict[str, Any], hand: RuntimeArgs | None) -> None:
         """Remember a component node; signatures are read after the shapes."""
         if hand is None and any(path[:end] in self.components for end in range(len(path))):
-            hand = HandedOver()  # an argument of another component: nobody hands it anything
+            hand = RuntimeArgs()  # an argument of another component: nobody hands it anything
         self.components.add(path)
         self.queue.append((path, node, hand))
 
@@ -79,7 +79,7 @@ class Checker:
         self._suggest()
         self.document.check()
 
-    def _bind(self, path: KeyPath, node: dict[str, Any], hand: HandedOver | None) -> None:
+    def _bind(self, path: KeyPath, node: dict[str, Any], hand: RuntimeArgs | None) -> None:
         name = node["_component_"]
         if isinstance(name, str) and UNRESOLVED in name:
             return
@@ -102,7 +102,7 @@ class Checker:
             self.document.add((*path, "_component_"), f"'{name}' is a {kind}, not a class or function")
 
     def _handed(
-        self, path: KeyPath, name: str, signature: Accepts, hand: HandedOver | None, given: set[str]
+        self, path: KeyPath, name: str, signature: Accepts, hand: RuntimeArgs | None, given: set[str]
     ) -> dict[str, str]:
         """Check what the recipe hands over; returns the names that it fills, and what with."""
         if hand is None:
@@ -122,7 +122,7 @@ class Checker:
         return taken
 
     def _arguments(
-        self, path: KeyPath, node: dict[str, Any], signature: Accepts, hand: HandedOver | None, taken: dict[str, str]
+        self, path: KeyPath, node: dict[str, Any], signature: Accepts, hand: RuntimeArgs | None, taken: dict[str, str]
     ) -> None:
         name = node["_component_"]
         for key, value in node.items():

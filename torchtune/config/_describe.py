@@ -4,15 +4,11 @@ import ast
 import dataclasses
 import inspect
 import json
-import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from torchtune.config._schema import settings_fields, settings_of, type_text
-
-# The first line of a paragraph of settings that several recipes share says so; it is no comment of the first of them.
-_TWIN = re.compile(r"twin of \w+: \w+")
 
 
 def field_comments(cls: type) -> dict[str, str]:
@@ -29,7 +25,6 @@ def field_comments(cls: type) -> dict[str, str]:
             while start > 0 and lines[start - 1].lstrip().startswith("#"):
                 start -= 1
             block = [line.lstrip().lstrip("#").strip() for line in lines[start : node.lineno - 1]]
-            block = block[1:] if block and _TWIN.fullmatch(block[0]) else block
             comments[node.target.id] = " ".join(part for part in block if part)
     return comments
 

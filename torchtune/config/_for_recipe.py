@@ -13,11 +13,12 @@ def named_recipe(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
 
 def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
     """Whether a shipped recipe runs a config for one of another method, and not just for another number of devices."""
-    from torchtune._recipe_registry import get_all_recipes, recipe_at
+    from torchtune._recipe_registry import current_name, get_all_recipes, recipe_at
 
     methods = {recipe.name: recipe.method for recipe in get_all_recipes()}
     own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
-    if own is None or not isinstance(named, str) or named not in methods:
+    named = current_name(named) if isinstance(named, str) else None
+    if own is None or named not in methods:
         return False
     return methods[own] != methods[named]
 
@@ -33,9 +34,10 @@ def remark_on_recipe(data: Mapping[str, Any], scope: Mapping[str, Any], own_sett
         scope: globals of the recipe.
         own_settings: names of the recipe's settings.
     """
-    from torchtune._recipe_registry import get_all_recipes, recipe_at, settings_of_recipe
+    from torchtune._recipe_registry import current_name, get_all_recipes, recipe_at, settings_of_recipe
 
     own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
+    named = current_name(named) if isinstance(named, str) else named
     shipped = {recipe.name: recipe for recipe in get_all_recipes()}
     if own is not None and named in shipped:
         if named == own:

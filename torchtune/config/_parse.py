@@ -112,8 +112,22 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # kept for save_config: the saved file still says which recipe it is for
+        _keep_promises(document, settings)
     keep_references(settings, document)
     return settings
+
+
+def _keep_promises(document: Document, settings: Any) -> None:
+    """Refuse a run under a name that asks for a quantizer, without one."""
+    from torchtune._recipe_registry import promises
+
+    if "quantizer" in promises(settings.recipe) and getattr(settings, "quantizer", None) is None:
+        document.add(
+            ("quantizer",),
+            f"is missing, and {settings.recipe} trains for a quantised model: name a quantizer, such as "
+            "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
+        )
+        document.check()
 
 
 def _refuse_foreign(document: Document) -> None:

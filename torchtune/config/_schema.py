@@ -24,7 +24,7 @@ class Component:
         >>> from dataclasses import dataclass
         >>> @dataclass
         ... class Settings:
-        ...     optimizer: Annotated[torchtune.config.Component, torchtune.config.HandedOver("params")]
+        ...     optimizer: Annotated[torchtune.config.Component, torchtune.config.RuntimeArgs("params")]
     """
 
 
@@ -58,13 +58,13 @@ class Range:
 
 
 @dataclass(frozen=True, init=False)
-class HandedOver:
+class RuntimeArgs:
     """Arguments that the recipe passes besides those in YAML: positional (named for messages) and keyword arguments.
 
     ``rules`` are constraints on arguments in YAML that the signature of a component cannot express.
 
     Example:
-        >>> torchtune.config.HandedOver("params", keywords=("lr",)).keywords
+        >>> torchtune.config.RuntimeArgs("params", keywords=("lr",)).keywords
         ('lr',)
     """
 
@@ -77,6 +77,21 @@ class HandedOver:
     ) -> None:
         for name, value in (("positional", positional), ("keywords", keywords), ("rules", dict(rules or {}))):
             object.__setattr__(self, name, value)
+
+
+# Common kinds of settings. The recipes pass a dataset the tokenizer, an optimizer the parameters, and a schedule the
+# optimizer, the number of steps and the last epoch.
+PositiveInt = Annotated[int, Range(min=1)]
+CheckpointerComponent = Annotated[Component, RuntimeArgs(rules={"keep_last_n_checkpoints": Range(min=1)})]
+DatasetComponent = Annotated[Component | list[Component], RuntimeArgs("tokenizer")]
+OptimizerComponent = Annotated[
+    Component, RuntimeArgs("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})
+]
+SchedulerComponent = Annotated[
+    Component,
+    RuntimeArgs("optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}),
+]
+LossComponent = Annotated[Component, RuntimeArgs(rules={"num_output_chunks": Range(min=1)})]
 
 
 @dataclass(frozen=True)
@@ -120,8 +135,18 @@ def split_annotated(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; a single type is its own alternative."""
-    return get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
+    """The alternatives of a union; a single type is its own alternative.
+
+    An annotated union inside a union, as in ``DatasetComponent | None``, is taken apart: each of its alternatives is
+    annotated then.
+    """
+    if get_origin(annotation) not in UNIONS:
+        return (annotation,)
+    found: list[Any] = []
+    for member in get_args(annotation):
+        base, extras = split_annotated(member)
+        found += [Annotated[(part, *extras)] for part in members(base)] if extras else [member]
+    return tuple(found)
 
 
 _NAMES = {type(None): "null", Any: "anything", Component: "component", dict: "mapping", list: "list"}

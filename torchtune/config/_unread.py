@@ -41,7 +41,7 @@ def check(document: Document, recipe_main: Callable[..., Any], references: set[s
         return
     source = _Source(ast.parse(Path(file).read_text(encoding="utf-8")), recipe_main.__globals__)
     _check_labels(document, source, Path(file).name)
-    used = source.read | _ALWAYS | _CARRIED | {name.partition(".")[0] for name in references}
+    used = source.read | _ALWAYS | (set() if is_typed else _CARRIED) | {name.partition(".")[0] for name in references}
     without_effect = []
     for key in document.data:
         if key in used or not isinstance(key, str):

@@ -10,14 +10,14 @@ from typing import Any, Literal, Protocol, get_args, get_origin
 from torchtune.config._errors import KeyPath, brief, did_you_mean
 from torchtune.config._interpolate import UNRESOLVED
 from torchtune.config._reader import Document, read_value
-from torchtune.config._schema import PLAIN, Component, HandedOver, Range, members, split_annotated, type_text
+from torchtune.config._schema import PLAIN, Component, Range, RuntimeArgs, members, split_annotated, type_text
 from torchtune.config._secrets import REDACTED, hide, is_secret, stands_for
 
 
 class Visitor(Protocol):
     """Receives the structured values that a check finds."""
 
-    def component(self, path: KeyPath, node: dict[str, Any], hand: HandedOver | None) -> None:
+    def component(self, path: KeyPath, node: dict[str, Any], hand: RuntimeArgs | None) -> None:
         """A component node, and what is handed over to it (``None``: unknown)."""
 
     def fields(self, path: KeyPath, data: dict[str, Any], cls: type) -> dict[str, Any]:
@@ -92,10 +92,11 @@ def check_value(document: Document, path: KeyPath, value: Any, annotation: Any, 
     chosen = alternatives[fits.index(True)]
     if is_component(value) and all(split_annotated(member)[0] is not Component for member in alternatives):
         return anything(path, value, visitor)
-    hand = next((extra for extra in extras if isinstance(extra, HandedOver)), HandedOver())
+    extras = (*extras, *split_annotated(chosen)[1])
+    hand = next((extra for extra in extras if isinstance(extra, RuntimeArgs)), RuntimeArgs())
     value = _inside(document, path, value, chosen, hand, visitor)
     if type(value) in (int, float):
-        for bounds in (*extras, *split_annotated(chosen)[1]):
+        for bounds in extras:
             if isinstance(bounds, Range) and not bounds.holds(value):
                 document.add(path, f"must be {bounds}, not {value}")
                 break
@@ -115,7 +116,7 @@ def anything(path: KeyPath, value: Any, visitor: Visitor) -> Any:
     return value
 
 
-def _inside(document: Document, path: KeyPath, value: Any, member: Any, hand: HandedOver, visitor: Visitor) -> Any:
+def _inside(document: Document, path: KeyPath, value: Any, member: Any, hand: RuntimeArgs, visitor: Visitor) -> Any:
     """Check what a value of the right kind contains, and convert it."""
     base, _ = split_annotated(member)
     origin, args = get_origin(base) or base, get_args(base)

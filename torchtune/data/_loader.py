@@ -1,5 +1,6 @@
 """Batches in an order that the seed and the epoch determine; epoch and step are the position."""
 
+import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,6 +162,39 @@ class BatchLoader:
                 parts = self._split(self._indices_of(self._step), self.rank)
                 self._ahead = (position, [self._collate(part) for part in parts])
         return self._ahead[1]
+
+    def peek_counts(self) -> tuple[int, int, int] | None:
+        """Load the next step, and count its tokens, labelled tokens and terms on this rank; see :meth:`peek`."""
+        batches = self.peek()
+        return None if batches is None else self.count(batches)
+
+    @staticmethod
+    def count(batches: Sequence[Any]) -> tuple[int, int, int]:
+        """Count tokens, labelled tokens and terms of the micro-batches of a step on this rank.
+
+        Args:
+            batches: with ``tokens`` and ``labels``; a batch without ``terms`` has as many as labelled tokens.
+        """
+        tokens = sum(batch["tokens"].numel() for batch in batches)
+        labels = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
+        others = [getattr(batch, "terms", None) is not None for batch in batches]
+        terms = sum(batch.num_terms if other else n for batch, n, other in zip(batches, labels, others, strict=True))
+        return tokens, sum(labels), terms
+
+    def derive(
+        self, *, dataset: Any = None, collate_fn: Callable[[list[Any]], Collated] | None = None
+    ) -> "BatchLoader":
+        """A loader at the same position and in the same order, with another dataset or another collate function.
+
+        Args:
+            dataset: has the same examples, with more in each; None keeps the dataset.
+            collate_fn: None keeps the collate function.
+        """
+        other = copy.copy(self)
+        other.dataset = self.dataset if dataset is None else dataset
+        other.collate_fn = self.collate_fn if collate_fn is None else collate_fn
+        other._ahead = None
+        return other
 
     def _tell_what_comes(self) -> None:
         if not hasattr(self.dataset, "read_ahead"):

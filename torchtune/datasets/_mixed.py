@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from torch.utils.data import Dataset
 
-from torchtune.config import Component, HandedOver
+from torchtune.config import Component, RuntimeArgs
 from torchtune.data import DataError
 from torchtune.data._common import SourceNumber
 from torchtune.data._loader import random_of
@@ -254,7 +254,7 @@ def mixture_counts(sizes: Sequence[int], weights: Sequence[float], stop: Stop) -
 def mixed_dataset(
     tokenizer: Any,
     *,
-    datasets: dict[str, Annotated[Component, HandedOver("tokenizer")]],
+    datasets: dict[str, Annotated[Component, RuntimeArgs("tokenizer")]],
     weights: dict[str, float] | None = None,
     temperature: float = 1.0,
     stop: Stop = "repeat",

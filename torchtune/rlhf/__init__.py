@@ -31,7 +31,7 @@ from torchtune.rlhf._ppo import (
     steps_per_epoch,
     token_values,
 )
-from torchtune.rlhf._reference import Reference, ReferenceScores, setup_reference
+from torchtune.rlhf._reference import Reference, ReferenceScores, cache_reference, check_pairs, load_reference
 from torchtune.rlhf._rollouts import (
     Rollout,
     RolloutError,
@@ -43,7 +43,7 @@ from torchtune.rlhf._rollouts import (
 )
 from torchtune.rlhf._server_sampler import ServerSampler
 from torchtune.rlhf._sharing import SharingError, can_share_prefixes, share_pairs
-from torchtune.rlhf._teacher import Teacher, setup_kd_loss, setup_teacher
+from torchtune.rlhf._teacher import Teacher, cache_teacher, check_teacher, load_teacher, setup_kd_loss
 from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
 from torchtune.rlhf.reward_functions import RewardSum
@@ -88,11 +88,15 @@ __all__ = [
     "TokenAdvantages",
     "Trajectory",
     "batched_logits_to_logprobs",
+    "cache_reference",
+    "cache_teacher",
     "can_share_prefixes",
+    "check_pairs",
     "check_ppo_models",
     "check_ppo_settings",
     "check_prompts",
     "check_rollout_settings",
+    "check_teacher",
     "collate_prompts",
     "collate_rollouts",
     "document_log_probs",
@@ -103,6 +107,8 @@ __all__ = [
     "get_rewards_ppo",
     "has_variance",
     "judge_rollouts",
+    "load_reference",
+    "load_teacher",
     "logits_to_logprobs",
     "loss",
     "make_advantages",
@@ -120,8 +126,6 @@ __all__ = [
     "setup_kd_loss",
     "setup_policy_loss",
     "setup_ppo_loss",
-    "setup_reference",
-    "setup_teacher",
     "share_pairs",
     "steps_per_epoch",
     "texts_of",

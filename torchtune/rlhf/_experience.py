@@ -182,11 +182,9 @@ class ScoredRollouts:
         advantages: Tensor,
         loss: GRPOLoss,
         dims: ParallelDims,
-        *,
         tokens_per_batch: int,
         drop_unfinished: bool = False,
         share_prefix: bool = False,
-        device: torch.device | str = "cpu",
     ) -> tuple[list[Batch], int, int]:
         """Micro-batches of answers with an advantage; groups with equal rewards have none.
 
@@ -197,7 +195,6 @@ class ScoredRollouts:
             tokens_per_batch: most tokens of a micro-batch; a longer answer has one for itself.
             drop_unfinished: leave out answers that have not ended.
             share_prefix: see :func:`collate_rollouts`.
-            device: of the micro-batches.
 
         Returns:
             as many micro-batches on every process, none if nothing is to be learned; their terms and their labels,
@@ -208,7 +205,7 @@ class ScoredRollouts:
             counts = counts & has_variance(self.rewards)[:, None]
         found = counts.flatten().nonzero().flatten().tolist()
         kept = [i for i in found if self.rollouts[i].finished or not drop_unfinished]
-        batches, num_terms, num_labels = rollout_batches(
+        return rollout_batches(
             [self.rollouts[i] for i in kept],
             advantages.flatten()[kept].tolist(),
             tokens_per_batch=tokens_per_batch,
@@ -217,7 +214,6 @@ class ScoredRollouts:
             count_documents=loss.normalize != "tokens",
             share_prefix=share_prefix,
         )
-        return [batch.to(device, non_blocking=True) for batch in batches], num_terms, num_labels
 
 
 def _known(values: Sequence[float]) -> int:

@@ -3,24 +3,25 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, Message, collate_documents
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, Message, collate_documents
 from torchtune.modules.loss import token_log_probs
 from torchtune.modules.loss._projection import Projection
-from torchtune.rlhf._experience import Prompt, ScoredRollouts, check_prompts
-from torchtune.rlhf._local_sampler import LocalSampler
+from torchtune.rlhf._experience import Prompt, ScoredRollouts
 from torchtune.rlhf._reference import _evaluating
-from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts, prompt_seed, texts_of
+from torchtune.rlhf._rollouts import Rollout, RolloutError, blank_batch, collate_rollouts, prompt_seed, texts_of
 from torchtune.rlhf._teacher import check_same_tokenizer
 from torchtune.rlhf.loss.ppo import PPOLoss
 from torchtune.rlhf.loss.reward import pooled_scores
 from torchtune.rlhf.rewards import estimate_advantages, get_rewards_ppo, whiten
+from torchtune.training import ParallelDims
 from torchtune.utils import get_logger
 
 
@@ -77,6 +78,7 @@ class RewardModel:
         penalty: takes the place of the score of an answer that has a fault.
         penalise_no_eos: whether an answer that has not ended has one.
         min_response_length: shorter answers have one.
+        dims: the processes over which the model is sharded, which score answers together; None is one process.
 
     Attributes:
         closing: tokens that are appended to a finished answer.
@@ -93,11 +95,13 @@ class RewardModel:
         model: nn.Module,
         tokenizer: Any,
         batch_size: int | None = None,
-        *,
         penalty: float = -3.0,
         penalise_no_eos: bool = False,
         min_response_length: int | None = None,
+        *,
+        dims: ParallelDims | None = None,
     ) -> None:
+        self._dims = ParallelDims() if dims is None else dims
         rows = model.output.weight.shape[0]
         if rows != 1:
             raise RolloutError(
@@ -113,7 +117,7 @@ class RewardModel:
     def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Score prompts with their answers: float64 ``[n]``, on the host."""
         device, found = self.model.tok_embeddings.weight.device, []
-        for part in _chunks(rollouts, self._batch_size):
+        for part in _chunks(rollouts, self._batch_size, self._dims):
             documents = []
             for rollout in part:
                 closing = self.closing if int(rollout.tokens[-1]) in self._stop else []
@@ -122,7 +126,7 @@ class RewardModel:
             batch = collate_documents(documents).to(device)
             hidden = self.model(**batch.model_inputs(), output="hidden")
             found.append(pooled_scores(hidden, batch, self.model.output).double().cpu())
-        return torch.cat(found)
+        return torch.cat(found)[: len(rollouts)]
 
     def penalised(self, rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
         """The scores ``[n]``, with the penalty in the place of those of answers with a fault."""
@@ -145,9 +149,12 @@ def _closing_tokens(tokenizer: Any) -> list[int]:
     return tokens[ends[-1] + 1 :] if ends else []
 
 
-def _chunks(rollouts: Sequence[Rollout], size: int | None) -> Iterator[Sequence[Rollout]]:
-    size = len(rollouts) if size is None else size
-    return (rollouts[start : start + size] for start in range(0, len(rollouts), max(size, 1)))
+def _chunks(rollouts: Sequence[Rollout], size: int | None, dims: ParallelDims) -> Iterator[Sequence[Rollout]]:
+    """Parts of at most ``size`` rollouts, as many on every process; a process that has fewer repeats its first one."""
+    size = max(len(rollouts) if size is None else size, 1)
+    parts = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+    yield from parts
+    yield from [rollouts[:1]] * (dims.max(len(parts)) - len(parts))
 
 
 def judge_rollouts(
@@ -223,6 +230,8 @@ def evaluate_rollouts(
     value: nn.Module,
     temperature: float,
     batch_size: int | None = None,
+    *,
+    dims: ParallelDims | None = None,
 ) -> AnswerTokens:
     """Run the reference and the value model over answers, in evaluation mode.
 
@@ -232,13 +241,14 @@ def evaluate_rollouts(
         value: that is trained.
         temperature: that the tokens were sampled with.
         batch_size: answers at once; None takes all.
+        dims: the processes over which the models are sharded, which call this together; None is one process.
     """
     device = value.tok_embeddings.weight.device
     found: dict[str, list[Tensor]] = {"reference": [], "values": []}
     with ExitStack() as stack:
         for model in (reference, value):
             stack.enter_context(_evaluating(model))
-        for part in _chunks(rollouts, batch_size):
+        for part in _chunks(rollouts, batch_size, ParallelDims() if dims is None else dims):
             batch = collate_rollouts(part, [0.0] * len(part)).to(device)
             lengths = [len(rollout.tokens) - rollout.prompt_len for rollout in part]
             labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
@@ -249,8 +259,8 @@ def evaluate_rollouts(
             values = token_values(hidden, batch, value.output)
             found["values"] += values[labelled].double().cpu().split(lengths)
     found["log_probs"] = [rollout.log_probs.double() for rollout in rollouts]
-    rows = {name: pad_sequence(parts, batch_first=True) for name, parts in found.items()}
-    lengths = torch.tensor([len(one) for one in found["values"]])
+    rows = {name: pad_sequence(parts[: len(rollouts)], batch_first=True) for name, parts in found.items()}
+    lengths = torch.tensor([len(one.answer) for one in rollouts])
     return AnswerTokens(torch.arange(rows["values"].shape[1]) < lengths[:, None], **rows)
 
 
@@ -274,7 +284,14 @@ class TokenAdvantages(NamedTuple):
 
 
 def ppo_advantages(
-    tokens: AnswerTokens, scored: ScoredRollouts, *, kl_coeff: float, gamma: float, lmbda: float, whiten_rewards: bool
+    tokens: AnswerTokens,
+    scored: ScoredRollouts,
+    kl_coeff: float,
+    gamma: float,
+    lmbda: float,
+    whiten_rewards: bool,
+    *,
+    dims: ParallelDims | None = None,
 ) -> TokenAdvantages:
     """Generalised advantage estimates of tokens.
 
@@ -282,77 +299,109 @@ def ppo_advantages(
 
     Args:
         tokens: of the answers.
-        scored: the answers, with their scores.
+        scored: the answers, with their scores; those to blank prompts do not count.
         kl_coeff: weight of the log-ratio to the reference.
         gamma: discount of later rewards.
         lmbda: mixes one-step (0) and whole (1) returns.
         whiten_rewards: divide the rewards by their standard deviation; their mean stays.
+        dims: the processes, over whose answers means and variances are taken; all of them call this together.
     """
-    mask, values, scores = tokens.mask, tokens.values, scored.rewards[:, 0]
+    dims = ParallelDims() if dims is None else dims
+    real = torch.tensor([not prompt.is_blank for prompt in scored.prompts])
+    mine = {"mask": tokens.mask & real[:, None], "scores": scored.rewards[:, 0], "real": real}
+    mine |= {"log_probs": tokens.log_probs, "reference": tokens.reference, "values": tokens.values}
+    every, place = _of_all_processes(mine, dims)
+    mask, values, scores = every["mask"], every["values"], every["scores"]
     lengths = mask.sum(1)
-    rewards, ratios, of_kl = get_rewards_ppo(scores, tokens.log_probs, tokens.reference, kl_coeff, lengths - 1)
-    total, number, num_stops = rewards.sum().item(), len(scores), sum(one.finished for one in scored.rollouts)
+    last = (lengths - 1).clamp(min=0)
+    rewards, ratios, of_kl = get_rewards_ppo(scores, every["log_probs"], every["reference"], kl_coeff, last)
+    totals = rewards.sum(1)
     if whiten_rewards:
-        rewards = whiten(rewards, mask).masked_fill(~mask, 0.0)
+        rewards = whiten(rewards, mask)
+    rewards = rewards.masked_fill(~mask, 0.0)
     advantages, returns = estimate_advantages(values, rewards, gamma, lmbda, mask, shift_mean=False)
     returns = returns.masked_fill(~mask, 0.0)
-    spread = returns[mask].var(correction=0)
+    own = slice(place, place + len(real))
+    own_real = [i for i, counts in zip(range(own.start, own.stop), real.tolist(), strict=True) if counts]
     figures = {
-        "scores": (scores.sum().item(), number),
-        "rlhf_reward": (total, number),
-        "kl": (ratios.sum().item(), number),
-        "kl_reward": (of_kl.sum().item(), number),
-        "response_lengths": (float(lengths.sum()), number),
-        "num_stop_tokens": (float(num_stops), 1),
+        "scores": (scores[own_real].sum().item(), len(own_real)),
+        "rlhf_reward": (totals[own_real].sum().item(), len(own_real)),
+        "kl": (ratios[own_real].sum().item(), len(own_real)),
+        "kl_reward": (of_kl[own_real].sum().item(), len(own_real)),
+        "response_lengths": (float(lengths[own_real].sum()), len(own_real)),
+        "num_stop_tokens": (float(sum(scored.rollouts[i - place].finished for i in own_real)), 1 / dims.data_size),
     }
+    spread = returns[mask].var(correction=0)
     if spread > 0:
         unexplained = (returns - values)[mask].var(correction=0) / spread
         figures["value/explained_variance"] = (1.0 - unexplained.item(), 1)
-    return TokenAdvantages(advantages, returns, figures)
+    longest = tokens.mask.shape[1]
+    return TokenAdvantages(advantages[own, :longest], returns[own, :longest], figures)
+
+
+def _of_all_processes(mine: dict[str, Tensor], dims: ParallelDims) -> tuple[dict[str, Tensor], int]:
+    """Rows of every data rank, padded to one length with zeros, and the place of this rank's first row."""
+    found = dict(sorted(dims.gather((dims.data_rank, mine))))  # ranks that split a layer have the same answers
+    longest = max(rows["mask"].shape[1] for rows in found.values())
+
+    def padded(rows: Tensor) -> Tensor:
+        return rows if rows.dim() == 1 else F.pad(rows, (0, longest - rows.shape[1]))
+
+    every = {name: torch.cat([padded(rows[name]) for rows in found.values()]) for name in mine}
+    return every, sum(len(found[rank]["mask"]) for rank in range(dims.data_rank))
 
 
 def ppo_updates(
-    rollouts: Sequence[Rollout],
+    scored: ScoredRollouts,
     tokens: AnswerTokens,
     found: TokenAdvantages,
-    *,
     epochs: int,
     batch_size: int | None,
     accumulation_steps: int,
+    *,
     seeds: Sequence[int],
     device: torch.device | str,
+    dims: ParallelDims | None = None,
 ) -> Iterator[tuple[list[Batch], int]]:
-    """The optimizer steps on some answers: micro-batches without padding, and their labels.
+    """The optimizer steps on some answers: micro-batches without padding, and the labels of all processes.
 
     Args:
-        rollouts: the answers.
+        scored: the answers; those to blank prompts are left out.
         tokens: what models say of them.
         found: their advantages and returns.
         epochs: passes over all answers.
-        batch_size: answers of an optimizer step; None takes all.
+        batch_size: answers of an optimizer step on a process; None takes all.
         accumulation_steps: micro-batches of an optimizer step.
         seeds: numbers that the order of the answers depends on, with the pass.
         device: of the micro-batches.
+        dims: the processes, which take as many steps with as many micro-batches; None is one process.
     """
+    dims, rollouts = ParallelDims() if dims is None else dims, scored.rollouts
     lengths = tokens.mask.sum(1).tolist()
     entries = {"advantages": found.advantages, "returns": found.returns, "values": tokens.values}
-    size, is_first = batch_size or len(rollouts), True
+    real = np.array([i for i, prompt in enumerate(scored.prompts) if not prompt.is_blank], dtype=np.int64)
+    most = dims.max(len(real))
+    size, is_first = batch_size or max(most, 1), True
     for epoch in range(epochs):
-        order = np.arange(len(rollouts))
-        if size < len(rollouts):
-            order = np.random.Generator(np.random.Philox(key=prompt_seed(*seeds, epoch))).permutation(order)
-        for start in range(0, len(order), size):
+        order = real
+        if size < most:
+            order = np.random.Generator(np.random.Philox(key=prompt_seed(*seeds, epoch))).permutation(real)
+        for start in range(0, most, size):
             batches = []
             for part in np.array_split(order[start : start + size], accumulation_steps):
                 if not len(part):
                     continue
                 per_token = {name: [rows[i, : lengths[i]] for i in part] for name, rows in entries.items()}
-                batch = collate_rollouts([rollouts[i] for i in part], [0.0] * len(part), per_token=per_token)
-                if is_first:
-                    batch.per_document["is_first"] = torch.ones(len(part))
-                batches.append(batch.to(device, non_blocking=True))
+                batches.append(collate_rollouts([rollouts[i] for i in part], [0.0] * len(part), per_token=per_token))
+            for _ in range(dims.max(len(batches)) - len(batches)):
+                batches.append(blank_batch(rollouts[0].tokens[:1].tolist(), entries=entries))
+            if is_first:
+                for batch in batches:
+                    batch.per_document["is_first"] = torch.ones(len(batch.per_document["label_counts"]))
             is_first = False
-            yield batches, sum(batch.num_labels for batch in batches)
+            num_labels = dims.sum(sum(batch.num_labels for batch in batches))[0]
+            ready = [batch.pad_to_multiple(dims.min_seq_len_divisor) for batch in batches]
+            yield [batch.to(device, non_blocking=True) for batch in ready], num_labels
 
 
 def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
@@ -360,36 +409,26 @@ def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
     if not isinstance(loss, PPOLoss):
         raise RolloutError(
             f"loss: {type(loss).__name__} trains no values: give torchtune.rlhf.loss.PPOLoss, or run "
-            "full_grpo_single_device with a loss of the GRPO family."
+            "the recipe grpo with a loss of the GRPO family."
         )
     loss.check_model(models)
     return loss
 
 
-class _Recipe(Protocol):
-    """What :func:`check_ppo_models` reads of a recipe."""
-
-    checkpointer: Any  # has a source of each model
-    tokenizer: Any
-    sampler: LocalSampler
-    reward_model: RewardModel
-    loader: BatchLoader
-    loader_val: BatchLoader | None
-
-
-def check_ppo_models(models: Mapping[str, nn.Module], recipe: _Recipe) -> None:
-    """See that all models read the same tokens, and prompts with an answer as a whole.
+def check_ppo_models(models: Mapping[str, nn.Module], checkpointer: Any, tokenizer: Any) -> None:
+    """See that all models read the same tokens.
 
     Args:
         models: by name, ``policy`` among them.
-        recipe: has the data.
+        checkpointer: has a source of each.
+        tokenizer: of the data.
 
     Raises:
-        RolloutError: one has another vocabulary, or a prompt is too long for one.
+        RolloutError: one has another vocabulary.
         TeacherError: one has another tokenizer.
     """
-    mine, needed = len(models["policy"].tok_embeddings.weight), recipe.tokenizer.vocab_size
-    folders = {name: Path(recipe.checkpointer.store.source(name).checkpoint_dir) for name in models}
+    mine, needed = len(models["policy"].tok_embeddings.weight), tokenizer.vocab_size
+    folders = {name: Path(checkpointer.store.source(name).checkpoint_dir) for name in models}
     for name, model in models.items():
         theirs = len(model.tok_embeddings.weight)
         if theirs != mine or theirs < needed:
@@ -399,9 +438,6 @@ def check_ppo_models(models: Mapping[str, nn.Module], recipe: _Recipe) -> None:
             )
         if name != "policy":
             check_same_tokenizer(folders[name], folders["policy"], _SETTING[name])
-    shortest = min(models, key=lambda name: models[name].max_seq_len)
-    for loader in filter(None, (recipe.loader, recipe.loader_val)):
-        check_prompts(loader.dataset, recipe.sampler, models[shortest], 1 + len(recipe.reward_model.closing))
 
 
 _SETTING = {

@@ -1,21 +1,20 @@
 """What a loss of preferences compares the trained model with: log-probs of a model that is not trained."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchtune import config
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.loss import LossError
 from torchtune.modules.peft import disable_adapter
 from torchtune.modules.peft._utils import adapter_modules
 from torchtune.rlhf._reference_cache import cache_log_probs
 from torchtune.rlhf._teacher import check_same_tokenizer, warn_of_itself
-from torchtune.rlhf.loss import AnswerLoss, setup_loss
+from torchtune.rlhf.loss import AnswerLoss
 from torchtune.training import ParallelDims
 from torchtune.training.parallel._shards import reshard
 from torchtune.utils import UserError
@@ -157,97 +156,124 @@ class Reference:
             )
 
 
-class PreferenceRecipe(Protocol):
-    """What :func:`setup_reference` reads of a recipe that has its data."""
-
-    cfg: Any  # has loss and epochs
-    checkpointer: Any  # has the sources policy and reference
-    loader: BatchLoader
-    loader_val: BatchLoader | None
-    dims: ParallelDims
-    resume_point: Any
+Load = Callable[[str], nn.Module]  # the name of a model of a run to that model
 
 
-def setup_reference(
-    recipe: PreferenceRecipe,
-    policy: nn.Module,
-    load: Callable[[str], nn.Module],
-    ref_checkpointer: Mapping[str, Any] | None = None,
-    reference_cache: str | None = None,
-    *,
-    loss: AnswerLoss | None = None,
-) -> Reference:
-    """Make the reference of a run, before its first step.
+def load_reference(
+    loss: AnswerLoss, policy: nn.Module, load: Load, checkpointer: Any, ref_checkpointer: Mapping[str, Any] | None
+) -> nn.Module | None:
+    """The other model that a run is compared with; None where that is the policy as the run starts with it.
 
     Args:
-        recipe: has its data; with ``reference_cache`` their examples get log-probs of the reference.
-        policy: the model that is trained, loaded and not trained yet.
-        load: the name of a model of the run to that model, for ``"reference"``.
+        loss: of the run.
+        policy: the model that is trained.
+        load: makes the model called ``"reference"``.
+        checkpointer: of the run, with the sources ``policy`` and ``reference``.
         ref_checkpointer: component of the checkpointer of another model, which :func:`torchtune.training.add_reference`
             has named; None takes the policy at the start.
-        reference_cache: folder in which log-probs are kept that are computed once; None computes them in every step.
-        loss: by default that of the recipe's settings.
 
     Raises:
-        LossError: the loss is no loss of preferences, the model does not end in what it reads, or a micro-batch would
-            have fewer examples than it needs.
-        ReferenceError: the loss does without a reference, the two models differ in vocabulary, or log-probs cannot be
-            kept.
+        ReferenceError: the loss does without a reference, or the two models differ in vocabulary.
         TeacherError: they have different tokenizers.
+
+    Example:
+        >>> second = rlhf.load_reference(loss, model, load, checkpointer, cfg.ref_checkpointer)  # doctest: +SKIP
     """
-    cfg, dims = recipe.cfg, recipe.dims
-    samples = loss is not None  # so that batches of the loader are prompts, no answers
-    loss = setup_loss(config.instantiate(cfg.loss), policy) if loss is None else loss
-    for name, loader in (("batch_size", recipe.loader), ("batch_size_val", recipe.loader_val)):
-        _check_batches(loss, loader, name)
-        if loader is not None:
-            collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
-            batch = Batch.from_dict(collate([loader.dataset[0]]))
-            if not samples:
-                loss.check_batch(batch)
+    if ref_checkpointer is None:
+        return None
     if not loss.needs_reference:
-        for name, given in (("ref_checkpointer", ref_checkpointer), ("reference_cache", reference_cache)):
-            if given is not None:
-                raise ReferenceError(f"{name}: {type(loss).__name__} does without a reference: set it to null.")
-        return Reference(loss, policy, dims)
-    fresh = recipe.resume_point is None
-    second = None
-    if ref_checkpointer is not None:
-        other, own = (recipe.checkpointer.store.source(name) for name in ("reference", "policy"))
-        check_same_tokenizer(Path(other.checkpoint_dir), Path(own.checkpoint_dir), "ref_checkpointer")
-        if not getattr(loss, "needs_rewards", True):
-            warn_of_itself(other, own, "ref_checkpointer")
-        second = load("reference").requires_grad_(False).eval()
-        mine, theirs = (model.tok_embeddings.weight.shape[0] for model in (policy, second))
-        if theirs < mine:
-            raise ReferenceError(
-                f"ref_checkpointer: the reference has a vocabulary of {theirs:,} tokens and the model one of "
-                f"{mine:,}: take a reference with the same tokenizer."
-            )
-        loss.check_model(second)
-    if reference_cache is None:
-        return Reference(loss, policy, dims, second=second, fresh=fresh)
+        raise ReferenceError(_needless("ref_checkpointer", loss))
+    other, own = (checkpointer.store.source(name) for name in ("reference", "policy"))
+    check_same_tokenizer(Path(other.checkpoint_dir), Path(own.checkpoint_dir), "ref_checkpointer")
+    if not getattr(loss, "needs_rewards", True):
+        warn_of_itself(other, own, "ref_checkpointer")
+    second = load("reference").requires_grad_(False).eval()
+    mine, theirs = (model.tok_embeddings.weight.shape[0] for model in (policy, second))
+    if theirs < mine:
+        raise ReferenceError(
+            f"ref_checkpointer: the reference has a vocabulary of {theirs:,} tokens and the model one of {mine:,}: "
+            "take a reference with the same tokenizer."
+        )
+    loss.check_model(second)
+    return second
+
+
+def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None:
+    """See that the loss can be computed of every micro-batch of a loader, the last one too.
+
+    Args:
+        loader: of pairs, or of labelled answers; None is left alone.
+        loss: of the run.
+        name: setting of the loader's batch size, for the message.
+
+    Raises:
+        LossError: a micro-batch would have fewer examples than the loss needs, or other entries.
+
+    Example:
+        >>> rlhf.check_pairs(loader, loss, "batch_size")  # doctest: +SKIP
+    """
+    if loader is None:
+        return
+    _check_batches(loss, loader, name)
+    collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
+    loss.check_batch(Batch.from_dict(collate([loader.dataset[0]])))
+
+
+def cache_reference(
+    loaders: Sequence[BatchLoader | None],
+    loss: AnswerLoss,
+    policy: nn.Module,
+    second: nn.Module | None,
+    dims: ParallelDims,
+    *,
+    folder: str,
+    epochs: int,
+) -> list[BatchLoader | None]:
+    """Loaders whose examples carry log-probs of the reference, which are computed once and kept in a folder.
+
+    Args:
+        loaders: of pairs; None stays None.
+        loss: scores documents.
+        policy: the model that is trained, loaded and not trained yet.
+        second: from :func:`load_reference`.
+        dims: the processes, which call this together.
+        folder: in which log-probs are kept.
+        epochs: of the run; rows that it does not come to are left out.
+
+    Raises:
+        ReferenceError: the loss does without a reference.
+        UserError: log-probs cannot be kept there, or not of these data.
+
+    Example:
+        >>> (loader,) = rlhf.cache_reference([loader], loss, model, None, dims, folder="cache", epochs=1)
+        ... # doctest: +SKIP
+    """
+    if not loss.needs_reference:
+        raise ReferenceError(_needless("reference_cache", loss))
     model = policy if second is None else second
     frozen_only = second is None and _changes_nothing(policy, dims)
     device = next(model.parameters()).device
     with _evaluating(model):
-        cache_log_probs(
-            [loader for loader in (recipe.loader, recipe.loader_val) if loader is not None],
+        found = cache_log_probs(
+            [loader for loader in loaders if loader is not None],
             lambda batch: _score(loss, model, batch.to(device), dims),
             parameters=[
                 (name, one) for name, one in model.named_parameters() if not (frozen_only and one.requires_grad)
             ],
             dims=dims,
-            folder=reference_cache,
-            epochs=cfg.epochs,
+            folder=folder,
+            epochs=epochs,
         )
     reshard(model)
-    return Reference(loss, policy, dims, cached=True, fresh=fresh and second is None)
+    return [None if loader is None else found.pop(0) for loader in loaders]
 
 
-def _check_batches(loss: AnswerLoss, loader: BatchLoader | None, name: str) -> None:
-    """See that the loss can be computed of every micro-batch, the last one too. Raises :class:`LossError`."""
-    if loader is None or loader.smallest_batch >= loss.min_examples:
+def _needless(name: str, loss: AnswerLoss) -> str:
+    return f"{name}: {type(loss).__name__} does without a reference: set it to null."
+
+
+def _check_batches(loss: AnswerLoss, loader: BatchLoader, name: str) -> None:
+    if loader.smallest_batch >= loss.min_examples:
         return
     size, rows, ranks, least = loader.batch_size, len(loader.dataset), loader.world_size, loss.min_examples
     left = {other: rows % (other * ranks) for other in range(least, size + 64)}

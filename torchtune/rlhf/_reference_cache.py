@@ -83,11 +83,11 @@ def cache_log_probs(
     dims: ParallelDims,
     folder: str,
     epochs: int,
-) -> None:
-    """Give the examples of some loaders log-probs of the reference: what is not in the folder is computed, and kept.
+) -> list[BatchLoader]:
+    """Loaders whose examples have log-probs of the reference: what is not in the folder is computed, and kept.
 
     Args:
-        loaders: of pairs; their datasets are replaced.
+        loaders: of pairs.
         score: a batch to the log-probs of its documents ``[n]``.
         parameters: of the reference, by name, that decide what it says.
         dims: the processes.
@@ -98,11 +98,13 @@ def cache_log_probs(
         CacheError: the data change from reading to reading, are no pairs, or a file is damaged.
     """
     if is_simulated():  # nothing is computed, and nothing kept
-        for loader in loaders:
-            loader.dataset = WithReference(loader.dataset, np.zeros((len(loader.dataset), 2), np.float32))
-        return
+        zeros = (np.zeros((len(loader.dataset), 2), np.float32) for loader in loaders)
+        return [
+            loader.derive(dataset=WithReference(loader.dataset, rows))
+            for loader, rows in zip(loaders, zeros, strict=True)
+        ]
     make_folder(Path(folder), CacheError, "reference_cache")
-    of_model = _fingerprint(parameters, dims)
+    of_model, found = _fingerprint(parameters, dims), []
     for loader in loaders:
         data = loader.dataset
         if getattr(data, "fingerprint", None) is None:
@@ -123,7 +125,8 @@ def cache_log_probs(
             if dims.is_main:
                 with atomic_write(path) as file:
                     file.write(save({"log_probs": known}, {"crc32": str(zlib.crc32(known.tobytes()))}))
-        loader.dataset = WithReference(data, known)
+        found.append(loader.derive(dataset=WithReference(data, known)))
+    return found
 
 
 def _fingerprint(parameters: Sequence[tuple[str, nn.Parameter]], dims: ParallelDims) -> tuple[str, int]:

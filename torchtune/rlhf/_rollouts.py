@@ -1,6 +1,6 @@
 """Answers that a model sampled: what a sampler returns, and the batches that are trained on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -207,16 +207,22 @@ def rollout_batches(
         sum("sampled" not in batch.per_token for batch in batches),
     )
     for _ in range(dims.max(len(batches)) - len(batches)):
-        batches.append(_blank_batch(blank, known=not unknown))
+        batches.append(blank_batch(blank, known=not unknown))
     batches = [batch.pad_to_multiple(dims.min_seq_len_divisor) for batch in batches]
     return batches, terms, labels
 
 
-def _blank_batch(tokens: Sequence[int], *, known: bool) -> Batch:
-    """A batch of one document without labels; with log-probs, where other batches have them."""
+def blank_batch(tokens: Sequence[int], *, known: bool = True, entries: Iterable[str] = ()) -> Batch:
+    """A batch of one document without labels, for a process that has fewer batches than others.
+
+    Args:
+        tokens: of the document.
+        known: whether it has log-probs, as other batches do.
+        entries: names of further entries per token that other batches have.
+    """
     log_probs = torch.zeros(1) if known else None
     rollout = Rollout(torch.tensor([*tokens, tokens[0]]), len(tokens), log_probs, True)
-    batch = collate_rollouts([rollout], [0.0])
+    batch = collate_rollouts([rollout], [0.0], per_token={name: [torch.zeros(1)] for name in entries})
     labels = torch.full_like(batch.labels, CROSS_ENTROPY_IGNORE_IDX)
     return replace(batch, labels=labels, per_document={"label_counts": torch.zeros(1, dtype=torch.int64)}, terms=0)
 

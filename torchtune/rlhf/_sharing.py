@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from torchtune import config
-from torchtune.data import Batch, DataError, share_prefixes
+from torchtune.data import Batch, BatchLoader, DataError, share_prefixes
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.transformer import text_decoder
-from torchtune.rlhf._reference import PreferenceRecipe
 from torchtune.rlhf.loss import AnswerLoss, RewardLoss
+from torchtune.training import ParallelDims
 from torchtune.utils import UserError, get_logger, log_once
 
 
@@ -43,14 +42,18 @@ def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bo
     return reason is None
 
 
-def share_pairs(recipe: PreferenceRecipe, model: nn.Module, share_prefix: bool | None = None) -> None:
-    """Let both answers of a pair share their beginning in the batches of a recipe.
+def share_pairs(
+    loader: BatchLoader | None, model: nn.Module, loss: Any, dims: ParallelDims, *, share_prefix: bool | None = None
+) -> BatchLoader | None:
+    """A loader in whose batches both answers of a pair share their beginning, which is computed once then.
 
     Labelled tokens are shared too where the loss takes one number from every answer, as those of this library do.
 
     Args:
-        recipe: has the loaders, whose ``collate_fn`` is replaced.
+        loader: of pairs; None stays None.
         model: that is trained.
+        loss: of the run.
+        dims: the processes, over which a batch may be split.
         share_prefix: ``None`` shares where model and data allow it, True requires it, False shares nothing.
 
     Raises:
@@ -59,15 +62,13 @@ def share_pairs(recipe: PreferenceRecipe, model: nn.Module, share_prefix: bool |
 
     Example:
         >>> # In the setup of a recipe:
-        >>> rlhf.share_pairs(self, model, cfg.share_prefix)  # doctest: +SKIP
+        >>> self.loader = rlhf.share_pairs(self.loader, model, self.loss_fn, self.dims)  # doctest: +SKIP
     """
-    if not can_share_prefixes(model, share_prefix):
-        return
-    score = getattr(type(config.instantiate(recipe.cfg.loss)), "score", None)
-    labelled = score in (AnswerLoss.score, RewardLoss.score)
-    for loader in filter(None, (recipe.loader, recipe.loader_val)):
-        collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
-        loader.collate_fn = recipe.dims.collate(partial(_share_pairs, collate, labelled, bool(share_prefix)))
+    if loader is None or not can_share_prefixes(model, share_prefix):
+        return loader
+    labelled = getattr(type(loss), "score", None) in (AnswerLoss.score, RewardLoss.score)
+    collate = getattr(loader.collate_fn, "of_whole_batch", loader.collate_fn)
+    return loader.derive(collate_fn=dims.collate(partial(_share_pairs, collate, labelled, bool(share_prefix))))
 
 
 def _share_pairs(collate: Callable[..., Any], labelled: bool, required: bool, examples: Sequence[Any]) -> Batch:

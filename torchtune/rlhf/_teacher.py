@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torchtune import config
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.loss import LikeliestTokens, LossError, TeacherOutputs, TeacherStates
 from torchtune.rlhf._teacher_cache import AT, CachedOutputs, TeacherCache, use_cache
-from torchtune.training import ParallelDims, compile_loss, compile_model, fit_vocabulary
+from torchtune.training import ParallelDims, compile_loss, compile_model
 from torchtune.training.parallel._shards import reshard
 from torchtune.utils import UserError, get_logger, log_rank_zero
 
@@ -69,60 +69,35 @@ class CachedTeacher:
         yield CachedOutputs(self._caches, batch.per_token[AT], self._vocab_size, self._temperature)
 
 
-class DistillationRecipe(Protocol):
-    """What :func:`setup_teacher` reads of a recipe."""
-
-    cfg: Any  # has compile, epochs, dtype and teacher_model
-    checkpointer: Any
-    tokenizer: Any
-    kd_loss_fn: Any
-    loader: BatchLoader
-    loader_val: BatchLoader | None
-    dims: ParallelDims
-
-
-def setup_teacher(
-    recipe: DistillationRecipe, student: nn.Module, load: Callable[[], nn.Module], teacher_cache: str | None = None
-) -> "Teacher | CachedTeacher":
-    """Load the teacher of a run, before its first step.
-
-    With a cache it is loaded only to compute what the folder does not have yet, and then let go.
-
-    Args:
-        recipe: has a checkpointer with the sources ``policy`` and ``teacher``, the tokenizer of its data and, for a
-            cache, its data, its processes and ``kd_loss_fn``.
-        student: the model that is trained.
-        load: returns the teacher.
-        teacher_cache: folder of what the teacher finds likeliest; None runs it in every step.
-
-    Raises:
-        UserError: the two have different tokenizers, one has fewer tokens than the data may have, or the cache is of
-            another run.
-    """
-    other, own = (recipe.checkpointer.store.source(name) for name in ("teacher", "policy"))
-    check_same_tokenizer(Path(other.checkpoint_dir), Path(own.checkpoint_dir))
-    warn_of_itself(other, own, "teacher_checkpointer")
-    fit_vocabulary(student, recipe.tokenizer)
-    if teacher_cache is None:
-        teacher = _load(recipe, student, load)
-        size = min(len(model.tok_embeddings.weight) for model in (teacher, student))
-        _check_top_k(getattr(recipe.kd_loss_fn, "top_k", None), size)
-        return Teacher(teacher)
-    return _setup_cache(recipe, student, load, Path(teacher_cache))
-
-
 def _check_top_k(k: int | None, size: int) -> None:
     if k is not None and k >= size:
         raise TeacherError(f"kd_loss.top_k is {k}: it must be below the {size:,} tokens that both models have.")
 
 
-def _load(recipe: DistillationRecipe, student: nn.Module, load: Callable[[], nn.Module]) -> nn.Module:
+def load_teacher(
+    load: Callable[[], nn.Module], student: nn.Module, tokenizer: Any, kd_loss: Any, *, compile: bool = False
+) -> Teacher:
+    """Load the teacher of a run, and see that it knows what the student is to learn.
+
+    Args:
+        load: returns the teacher's model.
+        student: the model that is trained.
+        tokenizer: of the data.
+        kd_loss: from :func:`setup_kd_loss`.
+        compile: compile the teacher's layers.
+
+    Raises:
+        TeacherError: one has fewer tokens than the data may have, or the teacher predicts none.
+
+    Example:
+        >>> teacher = rlhf.load_teacher(load, model, tokenizer, kd_loss)  # doctest: +SKIP
+    """
     teacher = load()
     theirs, mine = (len(model.tok_embeddings.weight) for model in (teacher, student))
-    if theirs < recipe.tokenizer.vocab_size:
+    if theirs < tokenizer.vocab_size:
         raise TeacherError(
-            f"teacher_model: it knows {theirs:,} tokens and the tokenizer has {recipe.tokenizer.vocab_size:,}: take a "
-            "teacher that knows all tokens of the data."
+            f"teacher_model: it knows {theirs:,} tokens and the tokenizer has {tokenizer.vocab_size:,}: take a teacher "
+            "that knows all tokens of the data."
         )
     rows = len(teacher.output.weight)
     if rows < theirs:
@@ -136,16 +111,45 @@ def _load(recipe: DistillationRecipe, student: nn.Module, load: Callable[[], nn.
             f"The teacher's vocabulary has {theirs:,} entries and the student's {mine:,}: the first "
             f"{min(theirs, mine):,}, which both have, are compared.",
         )
-    if recipe.cfg.compile:
+    _check_top_k(getattr(kd_loss, "top_k", None), min(theirs, mine))
+    if compile:
         compile_model(teacher)
-    return teacher
+    return Teacher(teacher)
 
 
-def _setup_cache(
-    recipe: DistillationRecipe, student: nn.Module, load: Callable[[], nn.Module], folder: Path
-) -> CachedTeacher:
-    cfg, loss = recipe.cfg, recipe.kd_loss_fn
-    k = getattr(loss, "top_k", None)
+def cache_teacher(
+    loaders: Sequence[BatchLoader | None],
+    load: Callable[[], Teacher],
+    student: nn.Module,
+    kd_loss: Any,
+    dims: ParallelDims,
+    *,
+    cfg: Any,
+    source: Any,
+) -> tuple[list[BatchLoader | None], CachedTeacher]:
+    """What the teacher finds likeliest, from a folder; it is loaded to compute what is missing there, and let go.
+
+    Args:
+        loaders: of the training data and of the validation data, or None where there are none.
+        load: returns the teacher, see :func:`load_teacher`.
+        student: the model that is trained.
+        kd_loss: has ``top_k``, the number of tokens that are kept.
+        dims: the processes, which call this together.
+        cfg: settings with ``teacher_model``, ``teacher_cache`` (the folder), ``dtype`` and ``epochs``.
+        source: of the teacher's weights.
+
+    Returns:
+        loaders whose batches say where the folder has them, and the teacher for these batches.
+
+    Raises:
+        TeacherError: the loss keeps all tokens.
+        UserError: the folder is of another run.
+
+    Example:
+        >>> loaders, teacher = rlhf.cache_teacher(loaders, load, model, kd_loss, dims, cfg=cfg, source=source)
+        ... # doctest: +SKIP
+    """
+    k, folder = getattr(kd_loss, "top_k", None), Path(cfg.teacher_cache)
     if k is None:
         raise TeacherError("teacher_cache: it keeps a teacher's likeliest tokens: set kd_loss.top_k, such as 64.")
     with torch.device("meta"):
@@ -153,33 +157,53 @@ def _setup_cache(
     size = min(len(described.tok_embeddings.weight), len(student.tok_embeddings.weight))
     _check_top_k(k, size)
     key = {
-        "teacher": recipe.checkpointer.store.source("teacher").fingerprint,
+        "teacher": source.fingerprint,
         "teacher_model": zlib.crc32(repr(getattr(described, "description", None)).encode()),
         "dtype": cfg.dtype,
         "vocabulary": size,
         "kd_loss.top_k": k,
-        "kd_loss.temperature": loss.temperature,
+        "kd_loss.temperature": kd_loss.temperature,
     }
-    loaders = {"train": recipe.loader, "val": recipe.loader_val}
-    loaders = {name: loader for name, loader in loaders.items() if loader is not None}
     caches, start = [], 0
-    for name, loader in loaders.items():
+    given = [loader for loader in loaders if loader is not None]
+    for name, loader in zip(("train", "val"), given, strict=False):
         caches.append((start, TeacherCache(folder / name, loader.dataset, key, k)))
         start += int(caches[-1][1].offsets[-1])
-    models: list[Teacher] = []
+    teachers: list[Teacher] = []
 
     @torch.no_grad()
     def likeliest(batch: Batch) -> LikeliestTokens:
-        if not models:
-            models.append(Teacher(_load(recipe, student, load)))
-        batch = batch.to(next(models[0].model.parameters()).device)
-        with models[0](batch) as found:
-            return loss.likeliest(batch.labels, found, size)
+        if not teachers:
+            teachers.append(load())
+        batch = batch.to(next(teachers[0].model.parameters()).device)
+        with teachers[0](batch) as found:
+            return kd_loss.likeliest(batch.labels, found, size)
 
-    for loader, (first, cache) in zip(loaders.values(), caches, strict=True):
-        use_cache(loader, cache, likeliest, start=first, epochs=cfg.epochs, dims=recipe.dims)
-    models.clear()
-    return CachedTeacher(caches, size, loss.temperature)
+    found = [
+        use_cache(loader, cache, likeliest, start=first, epochs=cfg.epochs, dims=dims)
+        for loader, (first, cache) in zip(given, caches, strict=True)
+    ]
+    teachers.clear()
+    return [None if loader is None else found.pop(0) for loader in loaders], CachedTeacher(
+        caches, size, kd_loss.temperature
+    )
+
+
+def check_teacher(checkpointer: Any) -> None:
+    """Compare the teacher's checkpoint with the student's: one tokenizer, other weights.
+
+    Args:
+        checkpointer: of the run, with the sources ``policy`` and ``teacher``.
+
+    Raises:
+        TeacherError: they have different tokenizers.
+
+    Example:
+        >>> rlhf.check_teacher(checkpointer)  # doctest: +SKIP
+    """
+    other, own = (checkpointer.store.source(name) for name in ("teacher", "policy"))
+    check_same_tokenizer(Path(other.checkpoint_dir), Path(own.checkpoint_dir))
+    warn_of_itself(other, own, "teacher_checkpointer")
 
 
 def setup_kd_loss(loss: Any, *, compile: bool = False) -> Any:

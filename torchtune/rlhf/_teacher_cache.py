@@ -221,11 +221,11 @@ def use_cache(
     start: int,
     epochs: int,
     dims: ParallelDims,
-) -> None:
-    """Let the batches of a loader say where the cache has them; compute what it does not have yet.
+) -> BatchLoader:
+    """A loader whose batches say where the cache has them; what the cache does not have yet is computed first.
 
     Args:
-        loader: its dataset and its collate function are replaced.
+        loader: of the data.
         cache: of its dataset.
         likeliest: a batch to what the teacher says of its labelled tokens.
         start: added to the positions, so that those of several caches differ.
@@ -254,7 +254,7 @@ def use_cache(
     if dims.any(len(missing) > 0):
         log_rank_zero(get_logger(), f"Running the teacher on {len(missing):,} rows, once: {cache.folder}")
         _fill(loader, cache, missing, dims.collate(with_positions), likeliest, start, dims)
-    loader.dataset, loader.collate_fn = _Numbered(loader.dataset), dims.collate(with_positions)
+    return loader.derive(dataset=_Numbered(loader.dataset), collate_fn=dims.collate(with_positions))
 
 
 def _fill(

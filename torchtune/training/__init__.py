@@ -25,6 +25,7 @@ _CHECKPOINTING = (
     "ModelSource",
     "ModelType",
     "add_reference",
+    "checkpoint_contents",
     "update_state_dict_for_classifier",
 )
 
@@ -47,6 +48,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         **dict.fromkeys(_CHECKPOINTING, "checkpointing"),
         **dict.fromkeys(_COMPAT, "compat"),
+        "BestValidation": "supervise._best_validation",
         "DEFAULT_PROFILER_ACTIVITIES": "_profiler",
         "DEFAULT_PROFILE_DIR": "_profiler",
         "DEFAULT_SCHEDULE": "_profiler",
@@ -67,11 +69,12 @@ __getattr__, __dir__, __all__ = attach(
         "RunReport": "supervise._run_report",
         "SkippedStepsError": "supervise._step_guard",
         "StepGuard": "supervise._step_guard",
+        "StepMetrics": "supervise._step_metrics",
         "StopSignal": "supervise._signals",
         "Throughput": "measure._throughput",
         "Watchdog": "supervise._watchdog",
-        "RecipeSettings": "_recipe_settings",
-        "RecipeSettingsError": "_recipe_settings",
+        "RecipeSettingsError": "_settings_view",
+        "SettingsView": "_settings_view",
         "VALID_BACKENDS_FOR_MEMORY_STATS": "memory",
         "apply_selective_activation_checkpointing": "activations",
         "RunError": "plan._check_run",

@@ -10,7 +10,7 @@ import pytest
 from tests.torchtune.config.assets import typed_recipe, untyped_recipe
 from torchtune import config
 from torchtune._cli._target import RecipeTarget
-from torchtune.config import Component, ConfigError, HandedOver, Range
+from torchtune.config import Component, ConfigError, Range, RuntimeArgs
 from torchtune.config._errors import nearest
 
 Mistakes = Callable[..., list[str]]
@@ -284,7 +284,7 @@ def test_the_nearest_name(name: str, found: str | None) -> None:
 
 
 def test_markers_can_be_members_of_unions() -> None:
-    assert Annotated[Component, HandedOver("x", rules={"lr": Range(min=0)})] | None
+    assert Annotated[Component, RuntimeArgs("x", rules={"lr": Range(min=0)})] | None
 
 
 def test_ranges() -> None:

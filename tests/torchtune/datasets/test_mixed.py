@@ -14,8 +14,7 @@ from torch import nn
 from torchtune.data import BatchLoader, DataError, collate_documents, collate_preference
 from torchtune.datasets import MixedDataset, PackedDataset, mixed_dataset
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
-from torchtune.training import ParallelDims
-from torchtune.training.supervise._step_guard import StepGuard
+from torchtune.training import ParallelDims, StepMetrics
 
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20)), min_size=1, max_size=4)
 
@@ -180,13 +179,12 @@ def test_losses_by_dataset_are_those_of_the_formula(kind: str) -> None:
         "plain": lambda: nn.CrossEntropyLoss(reduction="none"),
         "mean alone": nn.CrossEntropyLoss,
     }[kind]()
-    guard = StepGuard(torch.optim.SGD(model.parameters()), None, ParallelDims(), "", 1)
+    step_metrics = StepMetrics()
     loss_fn = setup_loss(loss, model)
-    with guard.by_source(batch):
+    with step_metrics.by_source(batch):
         total, _ = loss_fn.sum_and_count(hidden, batch.labels, model.output)
-    guard.add(total)
-    metrics: dict[str, Any] = {}
-    guard.accepts(1, metrics)
+    step_metrics.add_loss(total)
+    metrics = step_metrics.total(ParallelDims().exchange(step_metrics.numbers())[0])
     logits = hidden.detach().double() @ model.output.weight.detach().double().T
     every = nn.functional.cross_entropy(logits[0], batch.labels[0], reduction="none")
     source = batch.per_token["source"][0]

@@ -1,7 +1,6 @@
 """Answers that share the tokens of their prompt are what they are alone: log-probs, scores, losses, gradients."""
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,11 +149,6 @@ def test_models_that_cannot_share_do_not() -> None:
         replaced(**Batch.model_inputs(shared))
 
 
-def recipe(loader: BatchLoader, loss: type) -> Any:
-    cfg = SimpleNamespace(loss={"_component_": f"{loss.__module__}.{loss.__name__}"})
-    return SimpleNamespace(cfg=cfg, loader=loader, loader_val=None, dims=ParallelDims())
-
-
 class TokenLoss(DPOLoss):
     """Of a user, who adds up tokens."""
 
@@ -167,15 +161,16 @@ def test_labels_are_shared_for_losses_of_answers_alone() -> None:
     # All answers have 38; what is shared has 3 in the second pair, 4 in the third and 1 in the last.
     for loss, labels in ((DPOLoss, 30), (RewardLoss, 30), (TokenLoss, 38)):
         loader = BatchLoader(pairs(), batch_size=5, collate_fn=collate_preference, shuffle=False, seed=0)
-        share_pairs(recipe(loader, loss), make())
-        assert loader.peek()[0].num_labels == labels
+        assert share_pairs(loader, make(), loss(), ParallelDims()).peek()[0].num_labels == labels
 
 
 def test_single_answers_share_nothing() -> None:
     rows = [{"tokens": [*range(9), end], "labels": [1] * 10, "is_chosen": end > 1} for end in (1, 2)]
     loaders = [BatchLoader(rows, batch_size=2, collate_fn=collate_preference, shuffle=False, seed=0) for _ in range(2)]
-    for loader, share in zip(loaders, (None, True), strict=True):
-        share_pairs(recipe(loader, DPOLoss), make(), share)
+    loaders = [
+        share_pairs(loader, make(), DPOLoss(), ParallelDims(), share_prefix=share)
+        for loader, share in zip(loaders, (None, True), strict=True)
+    ]
     assert loaders[0].peek()[0].documents.lengths == (10, 10)
     with pytest.raises(DataError, match=r"^share_prefix: the batches have no pairs .*: set it to null"):
         loaders[1].peek()

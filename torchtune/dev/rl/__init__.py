@@ -2,6 +2,6 @@
 
 raise ImportError(
     "torchtune.dev.rl is not part of this library: its reinforcement learning is in torchtune.rlhf and the recipe "
-    "full_grpo_distributed (`tune cp full_grpo_distributed mine.py`); the Ray actors of torchtune.dev.rl.workers do "
+    "grpo (`tune cp grpo mine.py`); the Ray actors of torchtune.dev.rl.workers do "
     "not come."
 )

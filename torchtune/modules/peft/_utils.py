@@ -73,6 +73,16 @@ def owned_parameters(model: nn.Module) -> set[str]:
     return set().union(*(conversion.owned_parameters(model) for conversion in complete_conversions(model)))
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether the model has adapters, or other parameters that a conversion owns.
+
+    Example:
+        >>> torchtune.modules.peft.has_adapters(model)
+        False
+    """
+    return next(adapter_modules(model), None) is not None or bool(owned_parameters(model))
+
+
 def require_adapters(model: nn.Module) -> None:
     """Check that the model has adapters, or other parameters that a conversion owns.
 
@@ -86,7 +96,7 @@ def require_adapters(model: nn.Module) -> None:
             ...
         torchtune...
     """
-    if next(adapter_modules(model), None) is None and not owned_parameters(model):
+    if not has_adapters(model):
         raise ConversionError(
             "model: it has no adapters to train: use a lora_* builder or add torchtune.modules.peft.LoRA to "
             "model_converters; a conversion of your own names its parameters in owned_parameters(model)."

@@ -51,7 +51,7 @@ class PPOLoss(AnswerLoss):
         """See that there are a policy and a value model, which is trained. Raises :class:`LossError`."""
         if not isinstance(model, nn.ModuleDict) or not {"policy", "value"} <= set(model):
             raise LossError(
-                "loss: PPOLoss trains a policy and a value model: run ppo_full_finetune_single_device, or take a loss "
+                "loss: PPOLoss trains a policy and a value model: run the recipe ppo, or take a loss "
                 "of torchtune.rlhf.loss that needs one model."
             )
         super().check_model(model["policy"])
@@ -65,7 +65,7 @@ class PPOLoss(AnswerLoss):
             why = f"loss.value_coeff is {self.value_coeff}" if head.requires_grad else "its output layer is frozen"
             raise LossError(
                 f"value_checkpointer: the value model would not be trained, since {why}: advantages would be noise, so "
-                "train it, or run full_grpo_single_device, which needs no values."
+                "train it, or run the recipe grpo, which needs no values."
             )
 
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
@@ -87,10 +87,12 @@ class PPOLoss(AnswerLoss):
         if missing := set(_ENTRIES) - batch.per_token.keys():
             raise DataError(f"The batch has no '{min(missing)}' per token: make it with torchtune.rlhf.ppo_updates.")
         labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+        if not (is_any := bool(labelled.any())):  # a process that has fewer answers than others: one whose loss is 0
+            labelled = torch.ones_like(labelled)
         log_probs, values = (part[labelled] for part in scores)
         old, advantages, returns, old_values = (batch[name][labelled] for name in _ENTRIES)
         found = self(old, log_probs, advantages, old_values, values, returns)
-        count = labelled.sum()
+        count = labelled.sum() * is_any
         total = found[0] * count
         sums = dict(zip(("policy_loss", "value_loss", "ratios", "clipfrac"), found[1:], strict=True))
         difference = (log_probs - old).detach()

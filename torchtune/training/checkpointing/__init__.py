@@ -6,6 +6,7 @@ from torchtune.training.checkpointing._checkpointer import (
     FullModelTorchTuneCheckpointer,
 )
 from torchtune.training.checkpointing._classifier import update_state_dict_for_classifier
+from torchtune.training.checkpointing._contents import checkpoint_contents
 from torchtune.training.checkpointing._directories import ResumePoint, checkpoints_in, verify_checkpoint
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._gguf import GGUFFile
@@ -58,6 +59,7 @@ __all__ = [
     "ModelType",
     "ResumePoint",
     "add_reference",
+    "checkpoint_contents",
     "checkpoints_in",
     "get_largest_iter_folder",
     "gguf_to_hf",

@@ -97,6 +97,7 @@ class FullModelHFCheckpointer(LegacyInterface):
     check_contents = _of_store(CheckpointStore.check_contents)
     check_output_dir = _of_store(CheckpointStore.check_output_dir)
     lock_output_dir = _of_store(CheckpointStore.lock_output_dir)
+    open_output_dir = _of_store(CheckpointStore.open_output_dir)
     find_resume_point = _of_store(CheckpointStore.find_resume_point)
     check_resume = _of_store(CheckpointStore.check_resume)
     resume = _of_store(CheckpointStore.resume)

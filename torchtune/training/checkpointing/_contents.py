@@ -6,6 +6,7 @@ from typing import Literal
 from torch import nn
 
 from torchtune.modules.conversion import complete_conversions
+from torchtune.modules.peft import has_adapters
 from torchtune.training.checkpointing._errors import CheckpointError
 from torchtune.training.checkpointing._full_weights import FullWeights
 from torchtune.training.checkpointing._load import check_names, identity
@@ -16,6 +17,27 @@ Content = Literal["model", "adapter", "merged"]
 # Of one model, or of models by name.
 Contents = Content | Sequence[Content] | Mapping[str, Content | Sequence[Content]]
 _CHOICES = ({"model"}, {"adapter"}, {"merged"}, {"adapter", "merged"})
+
+
+def checkpoint_contents(models: nn.Module, *, merge: bool) -> Contents:
+    """What a checkpoint holds of what a run trains: adapters, or all weights of a model that has none.
+
+    Args:
+        models: the model, or several by name (``torch.nn.ModuleDict``).
+        merge: whether a model with adapters is also saved with them merged into its weights.
+
+    Returns:
+        for :meth:`CheckpointStore.save`.
+
+    Example:
+        >>> torchtune.training.checkpoint_contents(model, merge=True)
+        'model'
+    """
+    if isinstance(models, nn.ModuleDict):
+        return {name: checkpoint_contents(model, merge=merge) for name, model in models.items()}
+    if not has_adapters(models):
+        return "model"
+    return ("adapter", "merged") if merge else "adapter"
 
 
 def contents_of(contents: Contents, name: str) -> frozenset[str]:

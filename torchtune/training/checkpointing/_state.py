@@ -331,6 +331,9 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     """
     structure = _structure(folder)
     saved_names = structure.pop(_NAMES, {})
+    if "best" in state and "best" not in structure:  # earlier releases have it in the guard
+        guard = _decoded(structure, "guard", lambda *_: None, folder) if "guard" in structure else {}
+        structure["best"] = encode(guard.get("best", {}), "best", {})
     for key in sorted(state.keys() ^ (structure.keys() - {_FILES})):
         where = "this run has" if key in state else "the checkpoint has"
         raise CheckpointError(

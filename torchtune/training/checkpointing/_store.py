@@ -233,6 +233,23 @@ class CheckpointStore:
         self.require_output_dir()
         self._ranks.first(lambda: self.lock.acquire())
 
+    def open_output_dir(self, cfg: Any, *, resume: bool) -> ResumePoint | None:
+        """Take hold of the output folder until :meth:`close`; call it before anything is loaded.
+
+        Args:
+            cfg: settings of this run.
+            resume: whether it goes on with the run whose checkpoints are there.
+
+        Returns:
+            what to resume from; ``None`` for a new run.
+
+        Raises:
+            UserError: see :meth:`check_output_dir`, :meth:`lock_output_dir` and :meth:`find_resume_point`.
+        """
+        self.check_output_dir(resume=resume)
+        self.lock_output_dir()
+        return self.find_resume_point(cfg) if resume else None
+
     def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
         """The newest complete and undamaged checkpoint; ``None``, and a warning, if there is no checkpoint.
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from torchtune.data import BatchLoader
     from torchtune.training.parallel._parallel_dims import ParallelDims
 
 
@@ -99,16 +98,12 @@ class Throughput:
             self.activity.move("training")
             yield loaded
 
-    def load_ahead(self, loader: "BatchLoader") -> list[Any] | None:
-        """``loader.peek()``; its time counts as lost to data, unless the device is busy all the while.
-
-        Args:
-            loader: of the training data.
-        """
+    @contextmanager
+    def loading_ahead(self) -> Iterator[None]:
+        """Context manager: the time inside counts as lost to data, unless the device is busy all the while."""
         with self._waiting_for_data("loading ahead", while_computing=True):
-            loaded = loader.peek()
+            yield
         self.activity.move("training")
-        return loaded
 
     @contextmanager
     def _waiting_for_data(self, phase: str, while_computing: bool = False) -> Iterator[None]:

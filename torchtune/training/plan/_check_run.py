@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtune import config
-from torchtune._recipe_registry import recipe_at
+from torchtune._recipe_registry import promises, recipe_at
 from torchtune.config._locate import locate
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._instantiate import instantiate_collate
@@ -17,9 +17,9 @@ from torchtune.datasets._preview import NotRead, preview
 from torchtune.modules import text_decoder
 from torchtune.modules.peft import require_adapters
 from torchtune.training._distributed import is_distributed, is_restart
-from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training._settings_view import SettingsView
 from torchtune.training._vocabulary import fit_vocabulary
-from torchtune.training.checkpointing import add_reference
+from torchtune.training.checkpointing import add_reference, checkpoint_contents
 from torchtune.training.optim._prepare_optimizer import require_trained
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.parallel._parallelize import check_split
@@ -49,7 +49,7 @@ def check_run(cfg: Any, processes: int | None = None) -> None:
     in the checkpoint, data files, and the packages of optimizer and logger. Nothing is loaded or written.
 
     Args:
-        cfg: settings of a recipe; ``RecipeSettings`` has the names that are read.
+        cfg: settings of a recipe; ``SettingsView`` has the names that are read.
         processes: of the run; by default as many as torchrun has started.
 
     Raises:
@@ -74,7 +74,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         thorough: what a run finds out by itself before it tokenizes, too: build the tokenizer, and compare it with the
             embedding, and the settings with those of the checkpoint to resume from.
     """
-    cfg, problems = RecipeSettings.of(settings), []
+    cfg, problems = SettingsView.of(settings), []
 
     def attempt(check: Callable[[], Any]) -> Any:
         """The result of ``check``; if it raises a user error, record it as a problem and return None."""
@@ -146,7 +146,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
 _OF_TEXT = ("ref_checkpointer", "ref_policy_checkpointer", "sampler", "teacher_model")
 
 
-def _check_parts(cfg: RecipeSettings, model: torch.nn.Module) -> None:
+def _check_parts(cfg: SettingsView, model: torch.nn.Module) -> None:
     """Check that a model of text and images is trained by a recipe whose batches may have images."""
     if text_decoder(model) is not model and any(name in cfg.declared for name in _OF_TEXT):
         raise UserError(
@@ -155,26 +155,27 @@ def _check_parts(cfg: RecipeSettings, model: torch.nn.Module) -> None:
         )
 
 
-def _check_trained(cfg: RecipeSettings, model: torch.nn.Module, checkpointer: Any) -> None:
-    """Check that there are trained parameters and that all are saved; a recipe of adapters has a setting.
+def _check_trained(cfg: SettingsView, model: torch.nn.Module, checkpointer: Any) -> None:
+    """Check that there are trained parameters and that all are saved; a recipe that saves adapters has a setting.
 
     What else a recipe of the user's own saves, it alone knows.
     """
-    of_adapters = "save_adapter_weights_only" in cfg.declared
+    saves_adapters = "save_adapter_weights_only" in cfg.declared
     file = getattr(sys.modules.get(type(cfg.source).__module__), "__file__", None)
-    if of_adapters:
+    own = None if file is None else recipe_at(file)
+    if "adapters" in promises(cfg.recipe) | promises(own):
         require_adapters(model)
-    elif file is None or recipe_at(file) is None:
+    elif own is None and not saves_adapters:
         return
     else:
         require_trained(model)
     if hasattr(checkpointer, "check_contents"):
-        merged = of_adapters and not cfg.save_adapter_weights_only
-        contents = ("adapter", "merged") if merged else "adapter" if of_adapters else "model"
+        merge = saves_adapters and not cfg.save_adapter_weights_only
+        contents = checkpoint_contents(model, merge=merge) if saves_adapters else "model"
         checkpointer.check_contents(model, contents=contents)
 
 
-def _check_optimizer(cfg: RecipeSettings, device: torch.device | None, model: torch.nn.Module | None) -> None:
+def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torch.nn.Module | None) -> None:
     """Reject optimizers that the device or the recipe's loop does not support."""
     path = str(cfg.optimizer["_component_"])
     offloads = path.endswith(".CPUOffloadOptimizer")
@@ -197,7 +198,7 @@ def _check_optimizer(cfg: RecipeSettings, device: torch.device | None, model: to
             raise UserError(f"optimizer: {path} is for matrices, {name} is none: use torchtune.training.MuonWithAdamW.")
 
 
-def _plan(cfg: RecipeSettings) -> Callable[[torch.nn.Module], Any] | None:
+def _plan(cfg: SettingsView) -> Callable[[torch.nn.Module], Any] | None:
     """The tensor-parallel plan of the config, if it has one."""
     node = cfg.tensor_parallel_plan
     return None if node is None else lambda model: config.instantiate(node, model)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training._settings_view import SettingsView
 from torchtune.utils import UserError
 from torchtune.utils._device import parse_device
 
@@ -18,7 +18,7 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
     Raises:
         RecipeSettingsError: a name that the library reads is missing, or its value has another type.
     """
-    cfg = RecipeSettings.of(settings)
+    cfg = SettingsView.of(settings)
     if cfg.optimizer_in_bwd and cfg.clip_grad_norm is not None:
         yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
     if cfg.optimizer_in_bwd and cfg.gradient_accumulation_steps > 1:

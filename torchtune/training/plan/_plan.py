@@ -41,7 +41,7 @@ from torchtune.modules.loss._linear_cross_entropy import LOGITS_BLOCK
 from torchtune.modules.loss.cross_entropy_loss import rows_of_a_chunk
 from torchtune.modules.peft import owned_parameters
 from torchtune.modules.transformer import text_decoder
-from torchtune.training._recipe_settings import MeshSettings, RecipeSettings, RecipeSettingsError
+from torchtune.training._settings_view import RecipeSettingsError, SettingsView
 from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
 from torchtune.training.optim._low_precision_optimizer import HALF
 from torchtune.training.optim._prepare_optimizer import prepare_optimizer
@@ -254,19 +254,19 @@ def _distributed_experts(model: torch.nn.Module, dims: ParallelDims) -> dict[int
     return {id(parameter): dims.ep for module in experts for parameter in module.parameters()}
 
 
-def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
+def arrange(settings: SettingsView, processes: int) -> ParallelDims:
     """The device mesh of a recipe.
 
     Raises:
         ParallelDimsError: the sizes do not fit the number of processes.
         RecipeSettingsError: there are several processes, and the dataclass of a training recipe does not say how.
     """
-    if not settings.has(MeshSettings):
+    if "data_parallel_shard_dim" not in settings.declared:
         trains = "optimizer" in settings.declared  # what else several processes do is a recipe's own affair
         if processes > 1 and trains and dataclasses.is_dataclass(settings.source):
             raise RecipeSettingsError(
                 f"the recipe runs on one device, but there are {processes} processes: start one, or declare "
-                f"{', '.join(item.name for item in dataclasses.fields(MeshSettings))} in its Settings."
+                "data_parallel_shard_dim and the other settings of the mesh, as full_finetune_distributed does."
             )
         return ParallelDims()
     return ParallelDims(
@@ -279,11 +279,11 @@ def arrange(settings: RecipeSettings, processes: int) -> ParallelDims:
     )
 
 
-def _place(settings: RecipeSettings) -> str:
+def _place(settings: SettingsView) -> str:
     return " (weights, gradients and optimizer in host memory)" if settings.fsdp_cpu_offload else ""
 
 
-def _row_length(settings: RecipeSettings, model: torch.nn.Module) -> tuple[int, str]:
+def _row_length(settings: SettingsView, model: torch.nn.Module) -> tuple[int, str]:
     """(tokens of the longest row, what to say about it)."""
     if settings.max_seq_len:
         return settings.max_seq_len, "at most"
@@ -295,7 +295,7 @@ def _show(number_of_bytes: float) -> str:
     return f"{number_of_bytes / 2**30:8.2f} GiB"
 
 
-def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
+def build_on_meta(settings: SettingsView) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
     """(model on the meta device, dtype of its weights, reports of the conversions)."""
     from torchtune import config
     from torchtune.modules.conversion import apply_conversions
@@ -306,7 +306,7 @@ def build_on_meta(settings: RecipeSettings) -> tuple[torch.nn.Module, torch.dtyp
         return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
 
 
-def _frozen_bytes(settings: RecipeSettings, model: torch.nn.Module, build: Callable[[RecipeSettings], Any]) -> int:
+def _frozen_bytes(settings: SettingsView, model: torch.nn.Module, build: Callable[[SettingsView], Any]) -> int:
     """Bytes of the weights of other models: a teacher, those of PPO, or the reference of a loss that needs one."""
     from torchtune import config
 
@@ -323,7 +323,7 @@ def _frozen_bytes(settings: RecipeSettings, model: torch.nn.Module, build: Calla
     return sum(map(_num_bytes, model.parameters())) if is_changed or settings.ref_checkpointer is not None else 0
 
 
-def _recomputed(settings: RecipeSettings) -> bool | int | str:
+def _recomputed(settings: SettingsView) -> bool | int | str:
     """Which layers use activation checkpointing, as :func:`estimate_memory` takes it."""
     if settings.ac_mode != "selective":
         return settings.enable_activation_checkpointing or settings.ac_mode == "full"
@@ -331,10 +331,10 @@ def _recomputed(settings: RecipeSettings) -> bool | int | str:
 
 
 def _estimate(
-    settings: RecipeSettings,
+    settings: SettingsView,
     model: torch.nn.Module,
     state_bytes: float,
-    build: Callable[[RecipeSettings], Any] = lambda settings: build_on_meta(settings)[0],
+    build: Callable[[SettingsView], Any] = lambda settings: build_on_meta(settings)[0],
 ) -> MemoryEstimate:
     """Memory of a run on one process; ``build`` makes a second model on the meta device."""
     found = estimate_memory(
@@ -371,14 +371,14 @@ class ClosedForm:
 
     def model(self, settings: Any) -> tuple[torch.nn.Module, torch.dtype]:
         """The model of a run on the meta device, and the dtype of its weights."""
-        cfg = RecipeSettings.of(settings)
+        cfg = SettingsView.of(settings)
         key = self._key(cfg)
         if key not in self._models:
             self._models[key] = build_on_meta(cfg)[:2]
         return self._models[key]
 
     @staticmethod
-    def _key(cfg: RecipeSettings) -> str:
+    def _key(cfg: SettingsView) -> str:
         return repr((cfg.model, cfg.model_converters, cfg.resolved_dtype()))
 
     def estimate(self, settings: Any, processes: int, what: str = "") -> MemoryEstimate:
@@ -392,7 +392,7 @@ class ClosedForm:
         Raises:
             ParallelDimsError, RecipeSettingsError: the mesh does not fit the number of processes.
         """
-        cfg = RecipeSettings.of(settings)
+        cfg = SettingsView.of(settings)
         dims, (model, dtype) = arrange(cfg, processes), self.model(cfg)
         key = self._key(cfg) + repr((cfg.optimizer, cfg.optimizer_precision))
         if key not in self._states:
@@ -413,7 +413,7 @@ def memory_by_processes(settings: Any, counts: Sequence[int]) -> dict[int, Memor
         settings: see :func:`plan_run`.
         counts: numbers of processes.
     """
-    settings = RecipeSettings.of(settings)
+    settings = SettingsView.of(settings)
     model, dtype, _ = build_on_meta(settings)
     state_bytes = optimizer_bytes_per_element(settings.optimizer, dtype, settings.optimizer_precision, model)
     whole, found = _estimate(settings, model, state_bytes), {}
@@ -430,7 +430,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
     """Describe a run: parameters, types, mesh and memory by component. Nothing is loaded and no file is opened.
 
     Args:
-        settings: of a recipe. ``RecipeSettings`` has the names that are read; a recipe that does not train declares
+        settings: of a recipe. ``SettingsView`` has the names that are read; a recipe that does not train declares
             those of the model alone.
         processes: of the run.
 
@@ -441,7 +441,7 @@ def plan_run(settings: Any, processes: int = 1) -> str:
         RecipeSettingsError: a name that the library reads is missing, or its value has another type.
         ParallelDimsError: the mesh does not fit the number of processes.
     """
-    settings = RecipeSettings.of(settings)
+    settings = SettingsView.of(settings)
     dims = arrange(settings, processes)
     model, dtype, reports = build_on_meta(settings)
     total = sum(map(math.prod, full_shapes(model).values()))

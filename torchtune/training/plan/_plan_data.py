@@ -11,7 +11,7 @@ from torchtune.data import BatchLoader, DataError
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._mixed import mixture_counts, mixture_weights
 from torchtune.datasets._preview import NotRead, preview
-from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training._settings_view import SettingsView
 from torchtune.training.plan._plan import arrange
 from torchtune.training.supervise._run_report import count_steps, count_tokens, global_batch, never_validated
 
@@ -47,7 +47,7 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
         DataError: a row cannot be trained on, or see the datasets.
         RecipeSettingsError: a name that the library reads is missing, or its value has another type.
     """
-    cfg = RecipeSettings.of(settings)
+    cfg = SettingsView.of(settings)
     tokenizer = config.instantiate(cfg.tokenizer)
     if cfg.dataset_val is not None:
         _, shown = measure(cfg.dataset_val, tokenizer, sample)
@@ -115,7 +115,7 @@ def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:
     return sum(mixture_counts(sizes, weights, node.get("stop", "repeat")))
 
 
-def _steps_per_epoch(cfg: RecipeSettings, examples: int, data_size: int) -> int:
+def _steps_per_epoch(cfg: SettingsView, examples: int, data_size: int) -> int:
     loader = BatchLoader(
         range(examples),
         batch_size=cfg.batch_size,
@@ -129,7 +129,7 @@ def _steps_per_epoch(cfg: RecipeSettings, examples: int, data_size: int) -> int:
     return len(loader)
 
 
-def _try_schedule(cfg: RecipeSettings, steps: int) -> None:
+def _try_schedule(cfg: SettingsView, steps: int) -> None:
     """Build the schedule, so that it can say what it thinks of the number of steps."""
     probe = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     config.instantiate(cfg.lr_scheduler, probe, num_training_steps=steps, last_epoch=-1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune.modules.moe import MoE
-from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training._settings_view import SettingsView
 from torchtune.training.plan._plan import ClosedForm
 from torchtune.training.simulate._depths import extrapolate, peak_of_all, two_depths
 from torchtune.training.simulate._devices import Accelerator
@@ -52,7 +52,7 @@ class Candidate:
     seconds: float
 
 
-def _batches(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+def _batches(cfg: SettingsView, processes: int) -> Iterator[Option]:
     """The same rows a step and rank, more or fewer of them at a time."""
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     for size in (size for size in range(rows, 0, -1) if rows % size == 0 and (size & (size - 1) == 0 or size == rows)):
@@ -60,15 +60,15 @@ def _batches(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
         yield (f"batch_size={size}", f"gradient_accumulation_steps={rows // size}"), slower
 
 
-def _switch(key: str, slower: float, *more: str) -> Callable[[RecipeSettings, int], Iterator[Option]]:
-    def options(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+def _switch(key: str, slower: float, *more: str) -> Callable[[SettingsView, int], Iterator[Option]]:
+    def options(cfg: SettingsView, processes: int) -> Iterator[Option]:
         yield (f"{key}=False",), 1.0
         yield (f"{key}=True", *more), slower
 
     return options
 
 
-def _recomputing(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+def _recomputing(cfg: SettingsView, processes: int) -> Iterator[Option]:
     """Activations of no layer, of cheap operators, of every second layer, of all."""
     yield ("enable_activation_checkpointing=False", *(("ac_mode=null", "ac_option=null") if _selects(cfg) else ())), 1.0
     if _selects(cfg):
@@ -77,14 +77,14 @@ def _recomputing(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
     yield ("enable_activation_checkpointing=True", *(("ac_mode=null", "ac_option=null") if _selects(cfg) else ())), 1.33
 
 
-def _selects(cfg: RecipeSettings) -> bool:
+def _selects(cfg: SettingsView) -> bool:
     return cfg.can_set("ac_mode") and cfg.can_set("ac_option")
 
 
-def _splits(key: str, slower: float, *more: str) -> Callable[[RecipeSettings, int], Iterator[Option]]:
+def _splits(key: str, slower: float, *more: str) -> Callable[[SettingsView, int], Iterator[Option]]:
     """More ranks for each layer, sequence or set of experts, in powers of two within a machine."""
 
-    def options(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+    def options(cfg: SettingsView, processes: int) -> Iterator[Option]:
         given = getattr(cfg, key)
         for size in sorted({given, 2 * given, 4 * given, 8 * given}):
             if size <= min(8, processes) and processes % size == 0:
@@ -93,13 +93,13 @@ def _splits(key: str, slower: float, *more: str) -> Callable[[RecipeSettings, in
     return options
 
 
-def _shards(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+def _shards(cfg: SettingsView, processes: int) -> Iterator[Option]:
     yield (f"data_parallel_replicate_dim={cfg.data_parallel_replicate_dim}",), 1.0
     if cfg.data_parallel_replicate_dim > 1:
         yield ("data_parallel_replicate_dim=1", "data_parallel_shard_dim=-1"), 1.1
 
 
-def _optimizers(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+def _optimizers(cfg: SettingsView, processes: int) -> Iterator[Option]:
     """States of 8 bits instead of 16 or 32."""
     given = str(cfg.optimizer.get("_component_"))
     yield (f"optimizer._component_={given}",), 1.0
@@ -107,7 +107,7 @@ def _optimizers(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
         yield ("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"), 1.05
 
 
-def _bases(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
+def _bases(cfg: SettingsView, processes: int) -> Iterator[Option]:
     """Frozen weights of 4 bits."""
     given = str(cfg.model.get("_component_"))
     yield (f"model._component_={given}",), 1.0
@@ -117,7 +117,7 @@ def _bases(cfg: RecipeSettings, processes: int) -> Iterator[Option]:
 
 
 # What a recipe must declare for a lever -> its options. A setting that the recipe lacks leaves its lever out.
-LEVERS: tuple[tuple[str, Callable[[RecipeSettings, int], Iterator[Option]]], ...] = (
+LEVERS: tuple[tuple[str, Callable[[SettingsView, int], Iterator[Option]]], ...] = (
     ("gradient_accumulation_steps", _batches),
     ("enable_activation_checkpointing", _recomputing),
     ("enable_activation_offloading", _switch("enable_activation_offloading", 1.25)),
@@ -160,7 +160,7 @@ def candidates(
     """
     levers = [
         [(changed, (costs or {}).get(changed, factor)) for changed, factor in options]
-        for options in _levers(RecipeSettings.of(settings), processes, last=last, experts=experts)
+        for options in _levers(SettingsView.of(settings), processes, last=last, experts=experts)
     ]
     found: dict[tuple[str, ...], float] = {}
     for chosen in itertools.product(*levers):
@@ -171,7 +171,7 @@ def candidates(
     return dict(sorted(found.items(), key=lambda item: (item[1], len(item[0]))))
 
 
-def _levers(cfg: RecipeSettings, processes: int, *, last: bool, experts: bool) -> list[list[Option]]:
+def _levers(cfg: SettingsView, processes: int, *, last: bool, experts: bool) -> list[list[Option]]:
     """The options of every lever: what each changes, and the time of a step relative to that as given."""
     found = []
     for key, make in LEVERS:
@@ -190,7 +190,7 @@ def _levers(cfg: RecipeSettings, processes: int, *, last: bool, experts: bool) -
     return found
 
 
-def _is_given(cfg: RecipeSettings, text: str) -> bool:
+def _is_given(cfg: SettingsView, text: str) -> bool:
     """Whether the settings say so already."""
     key, _, value = text.partition("=")
     section, _, leaf = key.lstrip("~").partition(".")
@@ -259,7 +259,7 @@ class Search:
         found: dict[tuple[str, ...], float] = {}
         if given is None:
             return found
-        for options in _levers(RecipeSettings.of(self.settings), self.processes, last=last, experts=self.experts):
+        for options in _levers(SettingsView.of(self.settings), self.processes, last=last, experts=self.experts):
             for changed, slower in options:
                 if not changed or (slower >= 1 and not self._saves(changed)):
                     continue

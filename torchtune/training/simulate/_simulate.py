@@ -15,7 +15,7 @@ from torch import nn
 
 from torchtune import config
 from torchtune.modules.conversion import full_shapes
-from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training._settings_view import SettingsView
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.plan._plan import arrange
 from torchtune.training.plan._plan_data import nodes_of
@@ -46,7 +46,7 @@ class Simulation:
     """
 
     observer: Observer
-    settings: RecipeSettings
+    settings: SettingsView
     dims: ParallelDims
     length: int
     length_is_assumed: bool
@@ -82,7 +82,7 @@ def simulate(
         SimulationError: the recipe asks for something that a simulated run does not have.
         UserError: as the run itself.
     """
-    cfg = RecipeSettings.of(settings)
+    cfg = SettingsView.of(settings)
     dims = arrange(cfg, processes)
     length, is_assumed = row_length(cfg)
     observer = Observer() if observer is None else observer
@@ -125,7 +125,7 @@ def simulate(
     return Simulation(observer, cfg, dims, length, is_assumed, (total, trained), depth)
 
 
-def row_length(cfg: RecipeSettings) -> tuple[int, bool]:
+def row_length(cfg: SettingsView) -> tuple[int, bool]:
     """(tokens of a row, whether that is assumed)."""
     nodes = nodes_of(cfg.dataset)
     given = [cfg.max_seq_len, *(node.get("max_seq_len") for node in nodes if node is not None)]
@@ -133,7 +133,7 @@ def row_length(cfg: RecipeSettings) -> tuple[int, bool]:
     return (min(known), False) if known else (ASSUMED_LENGTH, True)
 
 
-def _cut(cfg: RecipeSettings, layers: int | None) -> dict[str, Any]:
+def _cut(cfg: SettingsView, layers: int | None) -> dict[str, Any]:
     """The setting of a model with few layers."""
     if layers is None:
         return {}
@@ -142,13 +142,11 @@ def _cut(cfg: RecipeSettings, layers: int | None) -> dict[str, Any]:
 
 def check_simulated(settings: Any) -> None:
     """Raise :class:`SimulationError` for data that have no stand-in."""
-    if "images" in str(RecipeSettings.of(settings).collate_fn):
+    if "images" in str(SettingsView.of(settings).collate_fn):
         raise SimulationError("collate_fn: a run with images cannot be simulated: use --dry-run.")
 
 
-def _replaced(
-    settings: Any, cfg: RecipeSettings, folder: str, rows: int, length: int, changes: Mapping[str, Any]
-) -> Any:
+def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: int, changes: Mapping[str, Any]) -> Any:
     """The settings with these changes, stand-ins for files, and two steps to do."""
     check_simulated(cfg)
     kind = "texts" if cfg.loss is None else getattr(config.instantiate(cfg.loss), "trains_on", "texts")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.training.checkpointing._directories import BEST, newest_record
+from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.utils import UserError, atomic_write, get_logger
 
 _MOST = "max:"  # before a metric of which more is better
@@ -29,18 +30,27 @@ class BestValidation:
         metric: of validation, such as ``val_loss``; with ``max:`` before it more is better. None: ``val_loss`` if there
             is a patience, else nothing is compared.
         patience: validations without a new best after which the run ends; None never ends it.
-        writes: whether this rank writes ``best.json``.
+        dims: the processes, of which the main one writes ``best.json``; None is one process.
 
     Attributes:
         metric: its name without ``max:``, or None.
+
+    Example:
+        >>> best = torchtune.training.BestValidation("run", "val_loss", patience=1)
+        >>> best.judge(10, {"val_loss": 2.0}), best.judge(20, {"val_loss": 2.5}), best.stops
+        (True, False, True)
     """
 
     def __init__(
-        self, output_dir: str | Path, metric: str | None = None, patience: int | None = None, *, writes: bool = True
+        self,
+        output_dir: str | Path,
+        metric: str | None = None,
+        patience: int | None = None,
+        dims: ParallelDims | None = None,
     ) -> None:
         if metric is None and patience is not None:
             metric = "val_loss"
-        self._dir, self._patience, self._writes = Path(output_dir), patience, writes
+        self._dir, self._patience, self._writes = Path(output_dir), patience, dims is None or dims.is_main
         self._rule = metric
         self.metric = None if metric is None else metric.removeprefix(_MOST)
         self._records: list[dict[str, Any]] = []
@@ -112,7 +122,7 @@ class BestValidation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; a run that goes on with another metric compares anew."""
-        if self.metric is None or state["keep_best"] != self._rule:
+        if self.metric is None or state.get("keep_best") != self._rule:
             return
         self._records, self._waited = [dict(record) for record in state["records"]], int(state["waited"])
         self._best = None if state["best"] is None else (int(state["best"][0]), float(state["best"][1]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtune.training._recipe_settings import AdapterSettings, RecipeSettings
+from torchtune.training._settings_view import SettingsView
 from torchtune.training.memory import get_memory_stats
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.utils import (
@@ -61,7 +61,7 @@ def explain_out_of_memory(
         OutOfMemoryError: in place of torch's error for device or host memory, or of a ``MemoryError``.
         RecipeSettingsError: a setting is missing, when the block is entered.
     """
-    cfg = RecipeSettings.of(settings)
+    cfg = SettingsView.of(settings)
     on_cuda = torch.cuda.is_available()
     if record_history and on_cuda:
         record_memory_history(True)
@@ -82,7 +82,7 @@ def explain_out_of_memory(
             record_memory_history(False)
 
 
-def _write_snapshot(cfg: RecipeSettings, rank: int, activity: Activity) -> Path | None:
+def _write_snapshot(cfg: SettingsView, rank: int, activity: Activity) -> Path | None:
     path = Path(cfg.output_dir or ".") / "memory" / f"rank_{rank}_step_{activity.step + 1}.pickle"
     try:
         with atomic_write(path) as file:
@@ -93,7 +93,7 @@ def _write_snapshot(cfg: RecipeSettings, rank: int, activity: Activity) -> Path 
     return path
 
 
-def _sentence(cfg: RecipeSettings, activity: Activity, dims: ParallelDims, rank: int, kind: str) -> str:
+def _sentence(cfg: SettingsView, activity: Activity, dims: ParallelDims, rank: int, kind: str) -> str:
     on_cuda = kind == "device" and torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
     what = f"rank {rank}'s process" if dims.world_size > 1 else "the process"
@@ -118,7 +118,7 @@ def _show(changes: Changes) -> str:
 
 def _advice(settings: Any, activity: Activity, dims: ParallelDims, kind: str) -> Iterator[Changes]:
     """Changes that need less memory and that the recipe accepts, the cheapest first."""
-    cfg = RecipeSettings.of(settings)
+    cfg = SettingsView.of(settings)
     on_cuda = torch.cuda.is_available()
     if kind == "host" and on_cuda:  # offloading fills the host
         found = ({key: False} for key in ("fsdp_cpu_offload", "enable_activation_offloading") if getattr(cfg, key))
@@ -136,7 +136,7 @@ def _accepted(cfg: Any, changes: Changes) -> bool:
     return not list(dataclasses.replace(cfg, **changes).check())
 
 
-def _smaller_steps(cfg: RecipeSettings, activity: Activity) -> Iterator[Changes]:
+def _smaller_steps(cfg: SettingsView, activity: Activity) -> Iterator[Changes]:
     """Fewer tokens or activations."""
     if not cfg.enable_activation_checkpointing:
         yield {"enable_activation_checkpointing": True}
@@ -146,7 +146,8 @@ def _smaller_steps(cfg: RecipeSettings, activity: Activity) -> Iterator[Changes]
     elif cfg.batch_size > 1:
         steps = {"gradient_accumulation_steps": cfg.batch_size * cfg.gradient_accumulation_steps}
         yield {"batch_size": 1} | ({} if cfg.optimizer_in_bwd else steps)
-    if not cfg.optimizer_in_bwd and not cfg.has(AdapterSettings):  # gradients of adapters are small
+    adapts = "lora" in f"{cfg.model} {cfg.model_converters}".lower()  # whose gradients are small
+    if not cfg.optimizer_in_bwd and not adapts:
         yield {"optimizer_in_bwd": True}
     longest = cfg.max_seq_len
     if longest is None and cfg.batch_size == 1 and activity.shape:
@@ -155,7 +156,7 @@ def _smaller_steps(cfg: RecipeSettings, activity: Activity) -> Iterator[Changes]
         yield {"tokenizer.max_seq_len": longest // 2}
 
 
-def _smaller_numbers(cfg: RecipeSettings, on_cuda: bool) -> Iterator[Changes]:
+def _smaller_numbers(cfg: SettingsView, on_cuda: bool) -> Iterator[Changes]:
     """Smaller dtypes, or offloading to the host."""
     if cfg.dtype == "fp32":
         yield {"dtype": "bf16"}
@@ -163,7 +164,7 @@ def _smaller_numbers(cfg: RecipeSettings, on_cuda: bool) -> Iterator[Changes]:
         yield {"enable_activation_offloading": True}
 
 
-def _more_shards(cfg: RecipeSettings, dims: ParallelDims) -> Iterator[Changes]:
+def _more_shards(cfg: SettingsView, dims: ParallelDims) -> Iterator[Changes]:
     """Smaller shards."""
     if dims.world_size == 1:
         return

@@ -1,5 +1,6 @@
 """When a run saves, and when it stops."""
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -8,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
+from torchtune.data import BatchLoader
 from torchtune.training.measure._throughput import Throughput
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.parallel._ranks import all_gather_object, any_rank, broadcast_object
 from torchtune.training.supervise._best_validation import BestValidation, ValidationMetricError
 from torchtune.training.supervise._signals import StopSignal
-from torchtune.training.supervise._step_guard import StepGuard
+from torchtune.training.supervise._step_metrics import StepMetrics
 from torchtune.utils import UserError, get_logger, log_rank_zero
 
 # EX_TEMPFAIL of sysexits.h: schedulers can be set to requeue a job with this exit code.
@@ -47,9 +48,9 @@ class Step(NamedTuple):
 class RunControl:
     """Iterates over the steps of a run, and decides when it saves and stops: by settings, time, file and signals.
 
-    Ranks agree in one all-reduce per step, when the guard asks for the loss. It carries the loss and whether all is
-    finite, the wishes (time and file on rank 0, signals on any rank), and the counts of the next step, which is loaded
-    before the host waits for the device. Only the first step of an epoch or after a resume has a separate all-reduce.
+    Ranks agree in one all-reduce per step, :meth:`synchronize`. It carries the loss and whether all is finite, the
+    wishes (time and file on rank 0, signals on any rank), and the counts of the next step, which is loaded before
+    the host waits for the device. Only the first step of an epoch or after a resume has a separate all-reduce.
 
     Inside the block the run stops after the step in which any rank gets SIGTERM or SIGINT; a second signal ends that
     process at once.
@@ -60,9 +61,7 @@ class RunControl:
         every_n_steps: interval of checkpoints; None saves after every epoch.
         every_n_minutes: maximum time since the last checkpoint, or None.
         clock: monotonic time in seconds.
-        guard: gets :attr:`StepGuard.exchange` from here, which several ranks need to agree. Its best validation
-            asks for a checkpoint, and ends the run when the patience is over.
-        throughput: measures the time of data loading.
+        best: the best validation so far, which asks for a checkpoint, and ends the run when the patience is over.
 
     Attributes:
         finished: whether this is the last step of the run.
@@ -82,23 +81,20 @@ class RunControl:
         every_n_minutes: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        guard: StepGuard | None = None,
-        throughput: Throughput | None = None,
+        best: BestValidation | None = None,
     ) -> None:
         self._dims, self._file = dims, Path(output_dir) / "SAVE"
         self._steps, self._clock, self._saved_at = every_n_steps, clock, clock()
         self._seconds = None if every_n_minutes is None else 60 * every_n_minutes
         self._signals = StopSignal()
-        self._throughput = Throughput(dims=dims) if throughput is None else throughput
+        self._throughput = Throughput(dims=dims)
         self._loader: BatchLoader | None = None
         self._epochs = 0
         self._counts: list[int] | None = None  # tokens, labels and terms of the next step
         self._asked = self.finished = False
         self._failure: ValidationMetricError | None = None
         self.exit_code = 0
-        self._best = BestValidation(output_dir) if guard is None else guard.best
-        if guard is not None:
-            guard.exchange = self._exchange
+        self._best = BestValidation(output_dir) if best is None else best
 
     @property
     def stopping(self) -> bool:
@@ -110,31 +106,57 @@ class RunControl:
         """Whether this is the last step, so that the checkpoint is the last one."""
         return self.stopping or self.finished
 
-    def steps(self, loader: BatchLoader, epochs: int) -> Iterator[Step]:
+    def steps(self, loader: BatchLoader, epochs: int, throughput: Throughput | None = None) -> Iterator[Step]:
         """The steps from the loader's position to the end of the last of ``epochs``, or until the run stops.
+
+        Args:
+            loader: of the training data.
+            epochs: of the run.
+            throughput: measures the time of data loading.
 
         Raises:
             DifferentDataError: ranks read different data; they would train on rows of their own order, or wait for each
                 other at the end of an epoch.
         """
         self._loader, self._epochs = loader, epochs
+        self._throughput = self._throughput if throughput is None else throughput
         _check_same_data(loader.state_dict()["fingerprint"])
         while loader.epoch < epochs and not self.stopping:
             self._counts = None
             for batches in self._throughput.loading(loader):
-                counts = self._dims.sum(*_count(batches)) if self._counts is None else self._counts
+                counts = self._dims.sum(*loader.count(batches)) if self._counts is None else self._counts
                 yield Step(batches, *counts)
                 if self.stopping:
                     return
 
-    def _exchange(self, numbers: list[Any], bad: torch.Tensor | bool) -> tuple[list[float], bool]:
-        """The all-reduce of a step, see :class:`StepGuard`."""
-        upcoming = self._throughput.load_ahead(self._loader)
-        counts = _count(upcoming or [])
-        sums, (bad, *wishes) = self._dims.exchange([*counts, *numbers], [bad, *self._wishes()])
-        self._counts = sums[: len(counts)] if upcoming is not None else None
+    def synchronize(
+        self, step: int, step_metrics: StepMetrics, grad_norm: float | torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Agree on a step with all ranks, in the one all-reduce of a step; the host waits for the device here.
+
+        Args:
+            step: number of completed steps, this one included.
+            step_metrics: losses and other values of this rank's micro-batches.
+            grad_norm: norm of the gradients, which all ranks have computed together.
+
+        Returns:
+            The metrics of the step, the same on all ranks: ``loss``, the means of the values, and ``grad_norm``, which
+            is not a number if it is not finite on any rank.
+        """
+        bad = False if grad_norm is None else ~torch.isfinite(torch.as_tensor(grad_norm))
+        upcoming = None
+        if self._loader is not None:
+            with self._throughput.loading_ahead():
+                upcoming = self._loader.peek_counts()
+        counts = [0, 0, 0] if upcoming is None else upcoming
+        sums, (bad, *wishes) = self._dims.exchange([*counts, *step_metrics.numbers()], [bad, *self._wishes()])
+        self._counts = None if upcoming is None else sums[: len(counts)]
         self._obey(wishes)
-        return sums[len(counts) :], bad
+        metrics = step_metrics.total(sums[len(counts) :])
+        step_metrics.record(step, metrics)
+        if grad_norm is not None:
+            metrics["grad_norm"] = math.nan if bad and math.isfinite(grad_norm) else grad_norm
+        return metrics
 
     def _wishes(self) -> list[bool]:
         """Whether this rank asks for a checkpoint, and for a stop by each signal."""
@@ -151,7 +173,7 @@ class RunControl:
         self._asked = self._asked or wishes[0]
         self.exit_code = next((code for code, found in zip(_EXIT_CODES.values(), wishes[1:], strict=True) if found), 0)
 
-    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take note of a validation: the best one so far is saved. All ranks have the same values.
 
         If the metric to compare is none of validation, the run saves and stops, and :meth:`finish` raises.
@@ -229,12 +251,3 @@ def _check_same_data(own: Mapping[str, Any]) -> None:
         f"Rank {other} reads other training data than rank 0 ({differ}): give all machines the same files, or a folder "
         "that they share."
     )
-
-
-def _count(batches: list[Mapping[str, torch.Tensor]]) -> tuple[int, int, int]:
-    """Tokens, labelled tokens and terms of this rank's micro-batches."""
-    tokens = sum(batch["tokens"].numel() for batch in batches)
-    labels = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
-    others = [getattr(batch, "terms", None) is not None for batch in batches]
-    terms = sum(batch.num_terms if other else n for batch, n, other in zip(batches, labels, others, strict=True))
-    return tokens, sum(labels), terms

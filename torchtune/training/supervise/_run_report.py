@@ -15,11 +15,13 @@ import torch
 from torchtune.data import BatchLoader
 from torchtune.datasets._bad_rows import num_left_out
 from torchtune.modules.conversion import full_shapes
-from torchtune.training._recipe_settings import RecipeSettings, RecipeSettingsError
+from torchtune.training._settings_view import RecipeSettingsError, SettingsView
 from torchtune.training.checkpointing._adapter import ADAPTER_FILE
 from torchtune.training.checkpointing._directories import complete_directories
 from torchtune.training.parallel._parallel_dims import ParallelDims
-from torchtune.training.supervise._step_guard import COURSE, StepGuard
+from torchtune.training.supervise._best_validation import BestValidation
+from torchtune.training.supervise._step_guard import StepGuard
+from torchtune.training.supervise._step_metrics import COURSE, StepMetrics
 from torchtune.utils import UserError, get_logger, log_rank_zero
 
 _WIDTH = 12  # of the column of names
@@ -30,13 +32,13 @@ def aligned(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<{_WIDTH}}{text}" for name, text in rows)
 
 
-def count_steps(cfg: RecipeSettings, per_epoch: int) -> str:
+def count_steps(cfg: SettingsView, per_epoch: int) -> str:
     """``"12 = 2 epochs of 6"``."""
     epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
     return f"{cfg.epochs * per_epoch:,} = {epochs} of {per_epoch:,}"
 
 
-def never_validated(cfg: RecipeSettings, steps: int) -> str | None:
+def never_validated(cfg: SettingsView, steps: int) -> str | None:
     """Why a run of this many steps never measures its validation data; None if it does, or has none.
 
     Raises:
@@ -54,11 +56,11 @@ def never_validated(cfg: RecipeSettings, steps: int) -> str | None:
     return f"it is never measured: {reason}"
 
 
-def _rows_per_step(cfg: RecipeSettings, data_size: int) -> int:
+def _rows_per_step(cfg: SettingsView, data_size: int) -> int:
     return cfg.batch_size * cfg.gradient_accumulation_steps * data_size
 
 
-def global_batch(cfg: RecipeSettings, data_size: int, examples: int | None = None) -> str:
+def global_batch(cfg: SettingsView, data_size: int, examples: int | None = None) -> str:
     """The global batch: rows of an optimizer step.
 
     Args:
@@ -73,7 +75,7 @@ def global_batch(cfg: RecipeSettings, data_size: int, examples: int | None = Non
     return text if short is None else f"{text}; {short}"
 
 
-def short_epoch(cfg: RecipeSettings, data_size: int, examples: int | None) -> str | None:
+def short_epoch(cfg: SettingsView, data_size: int, examples: int | None) -> str | None:
     """Return a sentence if an epoch has too few examples for one step, else None; see :func:`global_batch`."""
     if examples is None or examples >= _rows_per_step(cfg, data_size):
         return None
@@ -133,6 +135,8 @@ class TrainedRecipe(Protocol):
     dims: ParallelDims
     device: torch.device
     guard: StepGuard
+    best: BestValidation
+    step_metrics: StepMetrics
     total_steps: int
     global_step: int
 
@@ -168,7 +172,7 @@ class RunReport:
                 "dataset: it has no images, and text alone trains nothing of this model, whose text decoder is frozen: "
                 "train that (decoder_trainable, or adapters on it), or use a dataset with images."
             )
-        self._recipe, self._cfg, self._started = recipe, RecipeSettings.of(recipe.cfg), time.monotonic()
+        self._recipe, self._cfg, self._started = recipe, SettingsView.of(recipe.cfg), time.monotonic()
         unused = never_validated(self._cfg, recipe.total_steps)
         self._first_step, self._before = recipe.global_step, _fingerprint(recipe.model)
         log_rank_zero(get_logger(), f"This run:\n{aligned(list(self._rows()))}")
@@ -209,8 +213,8 @@ class RunReport:
         took = _duration(time.monotonic() - self._started)
         if recipe.global_step >= recipe.total_steps:
             text = f"Finished {steps:,} steps in {took}.\n{aligned(list(self._results()))}"
-        elif code == 0 and recipe.guard.best.stops:
-            text = f"Stopped early, after {steps:,} steps in {took}: {recipe.guard.best.reason()}.\n"
+        elif code == 0 and recipe.best.stops:
+            text = f"Stopped early, after {steps:,} steps in {took}: {recipe.best.reason()}.\n"
             text += aligned(list(self._results()))
         else:
             resume = _resume_command(recipe)
@@ -228,18 +232,18 @@ class RunReport:
         return code
 
     def _results(self) -> Iterator[tuple[str, str]]:
-        course = self._recipe.guard.course
+        history = self._recipe.step_metrics.history
         for name, label in COURSE.items():
             # The loss of answers that are compared with others of their group stays near 0.
-            first, last = course.get(name, ((0, math.nan), (0, math.nan)))
-            if math.isfinite(last[1]) and not (name == "loss" and "rewards/total" in course):
+            first, last = history.get(name, ((0, math.nan), (0, math.nan)))
+            if math.isfinite(last[1]) and not (name == "loss" and "rewards/total" in history):
                 yield label, f"{first[1]:.4f} at step {first[0]:,}, {last[1]:.4f} at step {last[0]:,}"
         if left_out := num_left_out():
             yield (
                 "left out",
                 f"{left_out:,} rows of data, listed in {Path(self._cfg.output_dir) / 'skipped_rows.jsonl'}",
             )
-        kept = self._recipe.guard.best.kept()
+        kept = self._recipe.best.kept()
         if kept:
             yield "best", f"{kept[0]}, {kept[1]}"
         saved = complete_directories(Path(self._cfg.output_dir))
@@ -265,7 +269,7 @@ class RunReport:
 
 def _resume_command(recipe: TrainedRecipe) -> str:
     """The command that resumes a stopped run."""
-    from torchtune._recipe_registry import recipe_at
+    from torchtune._recipe_registry import current_name, recipe_at
 
     processes, local = recipe.dims.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if processes != local:
@@ -273,6 +277,6 @@ def _resume_command(recipe: TrainedRecipe) -> str:
     words = ["tune", "run", *(["--nproc-per-node", str(processes)] if processes > 1 else [])]
     file = type(recipe).setup.__code__.co_filename
     name = recipe_at(file) or file
-    words += [] if name == getattr(recipe.cfg, "recipe", None) else [name]  # else the config says it
-    settings = Path(RecipeSettings.of(recipe.cfg).output_dir) / "torchtune_config.yaml"
+    words += [] if name == current_name(getattr(recipe.cfg, "recipe", None)) else [name]  # else the config says it
+    settings = Path(SettingsView.of(recipe.cfg).output_dir) / "torchtune_config.yaml"
     return shlex.join([*words, "--config", str(settings), "resume_from_checkpoint=True"])

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torchtune.training._distributed import is_distributed
-from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training._settings_view import SettingsView
 from torchtune.training.measure._throughput import Throughput
 from torchtune.training.parallel._parallel_dims import ParallelDims
 from torchtune.training.supervise._heartbeats import BEREFT, FINISHED, ORPHANED, Beat, Heartbeats, explain
@@ -60,7 +60,7 @@ def watched(recipe_main: Callable[[Any], T]) -> Callable[[Any], T]:
 
     @functools.wraps(recipe_main)
     def run(cfg: Any) -> T:
-        activity, timeout = Activity(None, "set-up"), _seconds(RecipeSettings.of(cfg).hang_timeout_minutes)
+        activity, timeout = Activity(None, "set-up"), _seconds(SettingsView.of(cfg).hang_timeout_minutes)
         with watch_activity(activity), Watchdog(activity, None, timeout):
             return recipe_main(cfg)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from torchtune import config
-from torchtune.config import Component, HandedOver, Range
+from torchtune.config import Component, Range, RuntimeArgs
 
 
 @dataclass(kw_only=True)
@@ -21,14 +21,14 @@ class Settings:
     # Text to ids.
     tokenizer: Component
     # Training data; a list is concatenated.
-    dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
-    dataset_val: Annotated[Component | list[Component] | None, HandedOver("tokenizer")] = None
-    optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
+    dataset: Annotated[Component | list[Component], RuntimeArgs("tokenizer")]
+    dataset_val: Annotated[Component | list[Component] | None, RuntimeArgs("tokenizer")] = None
+    optimizer: Annotated[Component, RuntimeArgs("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
     lr_scheduler: Annotated[
-        Component | None, HandedOver("optimizer", keywords=("num_training_steps", "last_epoch"))
+        Component | None, RuntimeArgs("optimizer", keywords=("num_training_steps", "last_epoch"))
     ] = None
-    loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
-    sampler: Annotated[Component | None, HandedOver(keywords=("vocab_size",))] = None
+    loss: Annotated[Component, RuntimeArgs(rules={"num_output_chunks": Range(min=1)})]
+    sampler: Annotated[Component | None, RuntimeArgs(keywords=("vocab_size",))] = None
     metric_logger: Component | None = None
     # Examples per micro-batch.
     batch_size: Annotated[int, Range(min=1)] = 2

@@ -10,7 +10,7 @@ from torch import nn
 from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.training.simulate.measured import FULL, FULL_MANY, LLAMA
 from torchtune.config import load_and_check
-from torchtune.training._recipe_settings import RecipeSettings
+from torchtune.training._settings_view import SettingsView
 from torchtune.training.plan._plan import build_on_meta, memory_by_processes
 from torchtune.training.simulate._depths import extrapolate, peak_of_all, two_depths
 from torchtune.training.simulate._report import peak_bytes
@@ -54,7 +54,7 @@ def test_the_closed_form_and_the_line_through_two_depths_are_near_a_simulation(l
     whole = simulate(main, load(), processes)
     wanted = peak_bytes(whole)
     assert memory_by_processes(load(), [processes])[processes].total == pytest.approx(wanted, rel=0.12)
-    settings = RecipeSettings.of(load())
+    settings = SettingsView.of(load())
     if not settings.enable_activation_checkpointing:
         return  # two of the cases are enough for what follows
     depths = two_depths(build_on_meta(settings)[0])

@@ -1,137 +1,108 @@
-"""Reinforcement learning of adapters on one device with rewards that can be computed: GRPO and its kin.
+"""Reinforcement learning with rewards that can be computed: GRPO and its kin.
 
 A step samples several answers to each prompt, scores them, and makes those likelier that are better than the others
 of their group. Nothing is padded; answers stay token ids, with the log-probs that they were sampled with. The loss
 component says which method it is (GRPO, DAPO, Dr. GRPO, GSPO, CISPO, RLOO, on-policy distillation), the sampler where
 answers come from, the rewards what is wanted; docs/grpo.rst says how to choose and what to watch. Every answer is
-written to rollouts.jsonl. Checkpoints and resume are those of lora_finetune_single_device; a resumed run samples the
-same answers again.
+written to rollouts.jsonl; a resumed run samples the same answers again. A model with adapters trains these alone. Runs
+on one device, or on many, over which the model is sharded: every rank answers prompts of its own.
 
-    tune run lora_grpo_single_device --config qwen3/0.6B_lora_grpo_single_device num_samples=16
+    tune run grpo --config qwen3/0.6B_full_grpo_single_device num_samples=16
+    tune run --nproc-per-node 2 grpo --config qwen3/4B_lora_grpo
 """
 
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from torchtune import config, datasets, rlhf, training, utils
-from torchtune.config import Component, HandedOver, Range
+from torchtune.config import (
+    CheckpointerComponent,
+    Component,
+    DatasetComponent,
+    LossComponent,
+    OptimizerComponent,
+    PositiveInt,
+    Range,
+    RuntimeArgs,
+    SchedulerComponent,
+)
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
-from torchtune.modules.peft import require_adapters
-from torchtune.rlhf.loss import setup_loss
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """Settings of reinforcement learning of adapters on one device."""
+    """Settings of reinforcement learning with rewards."""
 
-    # twin of adapters: model
-    # Builder of the model with adapters, for example torchtune.models.llama3_2.lora_llama3_2_1b.
+    # Builder of the model: with adapters they are trained, without them all weights.
     model: Component
-    # Save only adapters, never the merged model.
-    save_adapter_weights_only: bool = False
-
-    # twin of training: inputs
-    # Where checkpoints, logs and the resolved config are written.
-    output_dir: str
-    # Conversions of the described model, applied in order before any weight exists.
-    model_converters: list[Component] = field(default_factory=list)
     # Tokenizer of the model, with its prompt layout.
     tokenizer: Component
     # Where weights come from and where checkpoints go.
-    checkpointer: Annotated[Component, HandedOver(rules={"keep_last_n_checkpoints": Range(min=1)})]
+    checkpointer: CheckpointerComponent
+    # Training data; several datasets are concatenated.
+    dataset: DatasetComponent
+    # Where checkpoints, logs and the resolved config are written.
+    output_dir: str
     # Continue from the newest complete checkpoint of output_dir.
     resume_from_checkpoint: bool = False
 
-    # twin of training: data
-    # Training data; several datasets are concatenated.
-    dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
-    # Data on which the loss is measured every run_val_every_n_steps.
-    dataset_val: Annotated[Component | list[Component] | None, HandedOver("tokenizer")] = None
-    # Seed of everything random; null draws one and writes it into the saved config.
-    seed: Annotated[int | None, Range(min=0)] = None
-    # Visit the examples of an epoch in random order.
-    shuffle: bool = True
+    # Passes over the training data.
+    epochs: PositiveInt = 1
+    # Most optimizer steps per epoch; null takes all of them.
+    max_steps_per_epoch: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
-    batch_size: Annotated[int, Range(min=1)] = 2
-    # Examples per batch of validation; null means batch_size.
-    batch_size_val: Annotated[int | None, Range(min=1)] = None
+    batch_size: PositiveInt = 2
+    # Micro-batches per optimizer step.
+    gradient_accumulation_steps: PositiveInt = 1
+    # Optimizer of the trained parameters.
+    optimizer: OptimizerComponent
+    # Schedule of the learning rate, stepped after every optimizer step.
+    lr_scheduler: SchedulerComponent | None = None
+    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    loss: LossComponent
+    # Largest norm of the gradients; larger ones are scaled down to it.
+    clip_grad_norm: Annotated[float | None, Range(above=0)] = None
 
-    # twin of rollouts: rollouts
-    # Function that turns a list of prompts into a batch.
-    collate_fn: str = "torchtune.rlhf.collate_prompts"
     # Answers that are sampled for each prompt: a group.
-    num_samples: Annotated[int, Range(min=1)] = 8
+    num_samples: PositiveInt = 8
     # Where answers come from: torchtune.rlhf.LocalSampler (the model itself) or ServerSampler (a server).
-    sampler: Annotated[Component, HandedOver("model", "tokenizer", rules={"max_new_tokens": Range(min=1)})]
+    sampler: Annotated[Component, RuntimeArgs("model", "tokenizer", rules={"max_new_tokens": Range(min=1)})]
     # What scores an answer; the weighted rewards are added up.
     rewards: list[Component] = field(default_factory=list)
     # What makes advantages of the rewards of a group; null takes off their mean.
     advantages: Component | None = None
     # Optimizer steps on the answers of a step.
-    num_iterations: Annotated[int, Range(min=1)] = 1
+    num_iterations: PositiveInt = 1
     # Most tokens of a micro-batch of whole answers.
-    tokens_per_batch: Annotated[int, Range(min=1)] = 8192
+    tokens_per_batch: PositiveInt = 8192
     # Leave answers that have not ended out of the loss; they count in their group's mean.
     drop_unfinished: bool = False
     # Checkpoint of the reference model; null takes the model as the run starts with it.
-    ref_checkpointer: Annotated[Component | None, HandedOver()] = None
+    ref_checkpointer: Component | None = None
     # Builder of the reference model, such as a larger teacher; null takes that of the model.
     ref_model: Component | None = None
     # Compute what answers to a prompt have in common at their beginning once; null does so if the model can.
     share_prefix: bool | None = None
     # Steps between two tables of answers in the log; null shows none.
-    show_samples_every_n_steps: Annotated[int | None, Range(min=1)] = 10
+    show_samples_every_n_steps: PositiveInt | None = 10
 
-    # twin of training: steps
-    # Passes over the training data.
-    epochs: Annotated[int, Range(min=1)] = 1
-    # Most optimizer steps per epoch; null takes all of them.
-    max_steps_per_epoch: Annotated[int | None, Range(min=1)] = None
-    # Micro-batches per optimizer step.
-    gradient_accumulation_steps: Annotated[int, Range(min=1)] = 1
-    # Optimizer of the trained parameters.
-    optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
-    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
-    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
-    # Schedule of the learning rate, stepped after every optimizer step.
-    lr_scheduler: Annotated[
-        Component | None,
-        HandedOver(
-            "optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}
-        ),
-    ] = None
-    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
-    loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
-    # Largest norm of the gradients; larger ones are scaled down to it.
-    clip_grad_norm: Annotated[float | None, Range(above=0)] = None
-    # Steps between two measurements of the validation loss; null never measures it.
-    run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
-    keep_best: str | None = None
-    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
-    early_stopping_patience: Annotated[int | None, Range(min=1)] = None
-    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
-    save_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
-    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
-    # Write checkpoints in the background, from a copy in host memory.
-    enable_async_checkpointing: bool = False
-    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
-    max_skipped_steps: Annotated[int, Range(min=1)] = 10
-    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
-    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
-
-    # twin of training: runtime
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
     # Data type of weights and activations; null takes the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
+    # Seed of everything random; null draws one and writes it into the saved config.
+    seed: Annotated[int | None, Range(min=0)] = None
+    # Where metrics go.
+    metric_logger: Component
+    # Steps between two records of metrics.
+    log_every_n_steps: PositiveInt = 1
+
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
     # Recompute some activations: full (every layer), or selective, which ac_option explains.
@@ -142,14 +113,63 @@ class Settings:
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
+
+    # Data on which the loss is measured every run_val_every_n_steps.
+    dataset_val: DatasetComponent | None = None
+    # Examples per batch of validation; null means batch_size.
+    batch_size_val: PositiveInt | None = None
+    # Steps between two measurements of the validation loss; null never measures it.
+    run_val_every_n_steps: PositiveInt | None = None
+    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    keep_best: str | None = None
+    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    early_stopping_patience: PositiveInt | None = None
+
+    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
+    save_every_n_steps: PositiveInt | None = None
+    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
+    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
+    # Write checkpoints in the background, from a copy in host memory.
+    enable_async_checkpointing: bool = False
+    # Save only adapters, never the merged model.
+    save_adapter_weights_only: bool = False
+
+    # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
+    data_parallel_replicate_dim: PositiveInt = 1
+    # Ranks over which FSDP shards a replica, each with its own examples; -1 takes the remaining ranks.
+    data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
+    # Tensor parallel ranks, best within one machine.
+    tensor_parallel_dim: PositiveInt = 1
+    # Tensor parallel plan; null takes that of the model's family.
+    tensor_parallel_plan: Annotated[Component | None, RuntimeArgs("model")] = None
+    # Context parallel ranks: each sequence is split over them.
+    context_parallel_dim: PositiveInt = 1
+    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    expert_parallel_dim: PositiveInt = 1
+    # Keep parameters, gradients and optimizer states in host memory.
+    fsdp_cpu_offload: bool = False
+    # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
+    fsdp_reshard_after_forward: bool = True
+    # Modules to shard separately, besides the layers, for example [tok_embeddings, output].
+    custom_sharded_layers: list[str] | None = None
+
+    # Conversions of the described model, applied in order before any weight exists.
+    model_converters: list[Component] = field(default_factory=list)
+
+    # Visit the examples of an epoch in random order.
+    shuffle: bool = True
+    # Function that turns a list of prompts into a batch.
+    collate_fn: str = "torchtune.rlhf.collate_prompts"
+    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
+    max_skipped_steps: PositiveInt = 10
+    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
+    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
     # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Where metrics go.
-    metric_logger: Component
-    # Steps between two records of metrics.
-    log_every_n_steps: Annotated[int, Range(min=1)] = 1
     # Log the peak memory with the metrics.
     log_peak_memory_stats: bool = True
     # Level of the messages on the terminal.
@@ -157,54 +177,51 @@ class Settings:
     # Profiler of a window of steps.
     profiler: Component | None = None
 
-    optimizer_in_bwd: ClassVar[bool] = False  # a step has several micro-batches, of whole answers
-
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what no single setting shows: (setting, what is wrong and what to do)."""
         yield from training.check_settings(self)
         yield from rlhf.check_rollout_settings(self)
 
 
-class LoRAGRPORecipeSingleDevice:
-    """Trains adapters of a frozen model on its own answers, on one device."""
+class GRPORecipe:
+    """Trains a model, or adapters of it, on its own answers."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
-        self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.device = utils.get_device(cfg.device)
-        self.dims = training.ParallelDims()
+        self.dims = training.ParallelDims.start(
+            self.device,
+            dp_replicate=cfg.data_parallel_replicate_dim,
+            dp_shard=cfg.data_parallel_shard_dim,
+            cp=cfg.context_parallel_dim,
+            tp=cfg.tensor_parallel_dim,
+            ep=cfg.expert_parallel_dim,
+        )
+        self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         cfg.dtype, self.dtype = training.choose_dtype(cfg.dtype, self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
         training.add_reference(self.checkpointer, cfg.ref_checkpointer, cfg.loss)
         resume = cfg.resume_from_checkpoint or training.is_restart()
-        self.checkpointer.check_output_dir(resume=resume)
-        self.checkpointer.lock_output_dir()
-        self.resume_point = self.checkpointer.find_resume_point(cfg) if resume else None
+        self.resume_point = self.checkpointer.open_output_dir(cfg, resume=resume)
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
 
-    # twin of training
     def setup(self, cfg: Settings) -> None:
         """Build everything that training needs; nothing is trained or written yet."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
-        self.loader_val = None
-        if cfg.dataset_val is not None:
-            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
+        self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
         self.total_steps = cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
-        self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
         if cfg.compile:
             training.compile_loss(self.loss_fn)
-        offload = cfg.enable_activation_offloading
-        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(self.model, offload)
+        self.offloading = training.get_act_offloading_ctx_manager(self.model, cfg.enable_activation_offloading)
         self.optimizer = training.setup_optimizer(
             partial(config.instantiate, cfg.optimizer),
             self.model,
             precision=cfg.optimizer_precision,
-            in_backward=cfg.optimizer_in_bwd,
         )
         self.lr_scheduler = config.instantiate(
             cfg.lr_scheduler, self.optimizer, num_training_steps=self.total_steps, last_epoch=-1
@@ -212,8 +229,11 @@ class LoRAGRPORecipeSingleDevice:
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
         self.profiler = training.profiler_from_config(cfg.profiler)
-        limits = cfg.max_skipped_steps, cfg.loss_spike_threshold, cfg.keep_best, cfg.early_stopping_patience
-        self.guard = training.StepGuard(self.optimizer, self.loader, self.dims, cfg.output_dir, *limits)
+        self.step_metrics = training.StepMetrics()
+        self.guard = training.StepGuard(
+            self.step_metrics, self.loader, self.dims, cfg.output_dir, cfg.max_skipped_steps, cfg.loss_spike_threshold
+        )
+        self.best = training.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         if self.resume_point is not None:
             state = self.training_state()
             self.checkpointer.resume(self.resume_point, self.model, state)
@@ -223,8 +243,7 @@ class LoRAGRPORecipeSingleDevice:
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Load the model and what answers and scores, then wrap it."""
         model = self.load_model(cfg)
-        require_adapters(model)
-        contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
+        contents = training.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents)
         training.fit_vocabulary(model, self.tokenizer)
         self.setup_rollouts(cfg, model)
@@ -234,27 +253,36 @@ class LoRAGRPORecipeSingleDevice:
         return model
 
     def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
-        """Describe, convert, then load: weights exist once, in their final form."""
+        """Describe, convert, split, then load: each process reads its own share of the weights."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model if name == "policy" else cfg.ref_model or cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
-        self.checkpointer.load_model(model, device=self.device, name=name)
+        training.parallelize(
+            model,
+            self.dims,
+            device=self.device,
+            cpu_offload=cfg.fsdp_cpu_offload,
+            reshard_after_forward=cfg.fsdp_reshard_after_forward,
+            custom_sharded_layers=cfg.custom_sharded_layers,
+            tensor_parallel_plan=cfg.tensor_parallel_plan and partial(config.instantiate, cfg.tensor_parallel_plan),
+        )
+        self.checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device, name=name)
         return model
 
-    # twin of one_device
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
-        """Batches of a dataset, in an order that depends on the seed and the epoch alone."""
+        """This rank's batches of a dataset; their order depends only on the seed and the epoch."""
         return BatchLoader(
             datasets.instantiate_dataset(dataset, self.tokenizer),
             batch_size=batch_size,
-            collate_fn=datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer),
+            collate_fn=self.dims.collate(datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer)),
             shuffle=self.cfg.shuffle and training_data,
             seed=self.seed,
             accumulation_steps=self.cfg.gradient_accumulation_steps if training_data else 1,
             max_steps_per_epoch=self.cfg.max_steps_per_epoch if training_data else None,
+            rank=self.dims.data_rank,
+            world_size=self.dims.data_size,
         )
 
-    # twin of rollouts
     def setup_rollouts(self, cfg: Settings, model: torch.nn.Module) -> None:
         """What answers prompts, scores the answers, and is compared with."""
         self.sampler = config.instantiate(cfg.sampler, model, self.tokenizer)
@@ -262,13 +290,14 @@ class LoRAGRPORecipeSingleDevice:
             rlhf.check_prompts(loader.dataset, self.sampler, model)
         self.rewards = rlhf.RewardSum([config.instantiate(reward) for reward in cfg.rewards])
         self.advantages = rlhf.make_advantages(config.instantiate(cfg.advantages))
-        loss = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler)
+        self.loss_fn = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler)
         load = partial(self.load_model, cfg)
-        self.reference = rlhf.setup_reference(self, model, load, cfg.ref_checkpointer, loss=loss)
+        second = rlhf.load_reference(self.loss_fn, model, load, self.checkpointer, cfg.ref_checkpointer)
+        is_fresh = self.resume_point is None and second is None
+        self.reference = rlhf.Reference(self.loss_fn, model, self.dims, second=second, fresh=is_fresh)
         self.shares_prefix = rlhf.can_share_prefixes(model, cfg.share_prefix)
         self.record = rlhf.RolloutRecord(cfg.output_dir, self.tokenizer, self.dims, cfg.show_samples_every_n_steps)
 
-    # twin of rollouts
     def sample(self, batches: list[Batch], num_samples: int, *, greedy: bool = False) -> rlhf.ScoredRollouts:
         """Answer prompts and score the answers, which depend on the seed, the step and the row alone."""
         prompts = [prompt for batch in batches for prompt in batch.prompts]
@@ -276,38 +305,37 @@ class LoRAGRPORecipeSingleDevice:
         rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, None if greedy else seeds)
         return rlhf.score_rollouts(prompts, rollouts, self.rewards, self.tokenizer)
 
-    # twin of rollouts
-    def collect(self, prompts: list[Batch]) -> tuple[Iterable[tuple[list[Batch], int]], int, int]:
+    def make_experience(self, prompts: list[Batch]) -> tuple[Iterable[tuple[list[Batch], int]], int, int]:
         """Rollouts, rewards, advantages, documents: micro-batches and terms of every update, tokens and labels."""
-        scored = self.sample(prompts, self.cfg.num_samples)
+        cfg = self.cfg
+        scored = self.sample(prompts, cfg.num_samples)
         advantages = self.advantages(scored.rewards, self.dims)
-        self.guard.note(scored.figures())
-        limits = {"tokens_per_batch": self.cfg.tokens_per_batch, "drop_unfinished": self.cfg.drop_unfinished}
-        limits |= {"share_prefix": self.shares_prefix, "device": self.device}
-        batches, num_terms, num_labels = scored.batches(advantages, self.loss_fn, self.dims, **limits)
+        self.step_metrics.log_mean(scored.figures())
+        batches, num_terms, num_labels = scored.batches(
+            advantages, self.loss_fn, self.dims, cfg.tokens_per_batch, cfg.drop_unfinished, self.shares_prefix
+        )
+        batches = [batch.to(self.device, non_blocking=True) for batch in batches]
         self.record.write(self.global_step + 1, scored, advantages, num_terms)
-        return [(batches, num_terms)] * self.cfg.num_iterations, sum(batch.num_tokens for batch in batches), num_labels
+        return [(batches, num_terms)] * cfg.num_iterations, sum(batch.num_tokens for batch in batches), num_labels
 
-    # twin of rollouts
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Loss summed over the tokens (or answers) of one batch, as a scalar."""
         reference, _ = self.reference(batch)
-        with self.activations_handling_ctx:
+        with self.offloading:
             hidden = self.model(**batch.model_inputs(), output="hidden")
             scores = self.loss_fn.score(hidden, batch, self.model.output)
             total, figures = self.loss_fn.sum_and_metrics(batch, scores, reference)
-            self.guard.note(figures)
+            self.step_metrics.log_mean(figures)
             return total
 
-    # twin of rollouts
     def train(self) -> int:
         """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
         cfg = self.cfg
-        self.loss_fn.temperature = self.sampler.temperature
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
-        saves = {"every_n_steps": cfg.save_every_n_steps, "every_n_minutes": cfg.save_every_n_minutes}
-        control = training.RunControl(self.dims, cfg.output_dir, **saves, guard=self.guard, throughput=throughput)
+        control = training.RunControl(
+            self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
+        )
         training.reset_memory_stats(self.device)
         with (
             control,
@@ -315,25 +343,24 @@ class LoRAGRPORecipeSingleDevice:
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
-            for step in control.steps(self.loader, cfg.epochs):
+            for step in control.steps(self.loader, cfg.epochs, throughput):
                 with throughput.paused("sampling"):
-                    updates, num_tokens, num_labels = self.collect(step.batches)
-                metrics = {"lr": training.get_lr(self.optimizer)}
+                    updates, num_tokens, num_labels = self.make_experience(step.batches)
+                metrics = {}
                 for batches, num_terms in updates:
-                    if not batches:  # in no group do rewards differ
-                        self.guard.add(torch.zeros((), device=self.device))
                     # The mean is over all terms of the update, so that its gradient does not depend on the split.
                     for batch in batches:
                         loss = self.compute_loss(batch) / num_terms
-                        self.guard.add(loss)
+                        self.step_metrics.add_loss(loss)
                         loss.backward()
                     run_pre_optimizer_hooks(self.model)
-                    if not cfg.optimizer_in_bwd:
-                        metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                    grad_norm = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                    metrics |= control.synchronize(self.global_step + 1, self.step_metrics, grad_norm)
                     if self.guard.accepts(self.global_step + 1, metrics):
                         self.optimizer.step()
                         run_post_optimizer_hooks(self.model)
                     self.optimizer.zero_grad(set_to_none=True)
+                metrics["lr"] = training.get_lr(self.optimizer)
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()
                 self.global_step += 1
@@ -341,34 +368,31 @@ class LoRAGRPORecipeSingleDevice:
                 profiler.step()
 
                 if self.global_step % cfg.log_every_n_steps == 0:
-                    metrics |= throughput.metrics()
+                    metrics |= self.guard.metrics() | throughput.metrics()
                     metrics |= training.get_memory_stats(self.device) if cfg.log_peak_memory_stats else {}
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
-
                 if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
                     with throughput.paused("validation"):
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
-                    control.validated(self.global_step, metrics)
+                    control.record_validation(self.global_step, metrics)
                 if name := control.checkpoint_due(self.global_step):
                     with throughput.paused("saving"):
                         self.save_checkpoint(name, optional=not control.ending)
         self.checkpointer.close()
         return control.finish(self.global_step, self.total_steps)
 
-    # twin of rollouts
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Means over the validation prompts of the likeliest answers' rewards."""
-        with self.guard.validation() as means:
+        with self.step_metrics.validation() as means:
             for batches in self.loader_val:
                 means.add(self.sample(batches, 1, greedy=True).figures())
         return means.over(self.dims)
 
-    # twin of training
     def training_state(self) -> dict[str, Any]:
         """Everything besides the weights that decides the next step."""
         state = {
@@ -376,20 +400,21 @@ class LoRAGRPORecipeSingleDevice:
             "loader": self.loader,
             "rng": training.RNGState(),
             "guard": self.guard,
+            "best": self.best,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
         return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
-    # twin of adapters
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
-        """Write the adapter, the merged model after an epoch, and, unless training is over, what a resume needs."""
+        """Write the model (adapters: merged, too, after an epoch) and, unless training is over, what a resume needs."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
-        contents = ("adapter", "merged") if merge else "adapter"
-        how = {"async_save": self.cfg.enable_async_checkpointing and optional, "optional": optional}
-        self.checkpointer.save(name, self.model, contents=contents, state=state, cfg=self.cfg, **how)
+        contents = training.checkpoint_contents(self.model, merge=merge)
+        behind = self.cfg.enable_async_checkpointing and optional
+        self.checkpointer.save(
+            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=behind, optional=optional
+        )
 
-    # twin of training
     def cleanup(self) -> None:
         """Close what was opened, and leave the process group."""
         try:
@@ -404,7 +429,7 @@ class LoRAGRPORecipeSingleDevice:
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
     training.check_run(cfg)
-    recipe = LoRAGRPORecipeSingleDevice(cfg)
+    recipe = GRPORecipe(cfg)
     recipe.setup(cfg)
     report = training.RunReport(recipe)
     try:

@@ -1,11 +1,12 @@
-"""Reinforcement learning of all weights on one device from a reward model: PPO, with a model of values.
+"""Reinforcement learning from a reward model: PPO, with a model of values.
 
 A step samples an answer to each prompt. The reward model scores it, every token pays for its distance to the reference,
 and the value model says what was to be expected: the policy makes likelier what went better. Policy and value model are
 trained together and saved together, the value model in the subfolder value; a resumed run samples the same answers
-again. Nothing is padded; every answer is written to rollouts.jsonl. docs/ppo.rst says when to use it and what to watch.
+again. Nothing is padded; every answer is written to rollouts.jsonl. A policy with adapters trains these alone. Runs on
+one device, or on many, over which all four models are sharded. docs/ppo.rst says when to use it and what to watch.
 
-    tune run ppo_full_finetune_single_device --config smol/135M_full_ppo_single_device kl_coeff=0.05
+    tune run ppo --config smol/135M_full_ppo_single_device kl_coeff=0.05
 """
 
 import sys
@@ -17,63 +18,69 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from torchtune import config, datasets, rlhf, training, utils
-from torchtune.config import Component, HandedOver, Range
+from torchtune.config import (
+    CheckpointerComponent,
+    Component,
+    DatasetComponent,
+    LossComponent,
+    OptimizerComponent,
+    PositiveInt,
+    Range,
+    SchedulerComponent,
+)
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
-from torchtune.rlhf.loss import setup_loss
+from torchtune.modules.peft import has_adapters
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """Settings of PPO of all weights on one device."""
+    """Settings of PPO."""
 
-    # twin of actor_critic: models
-    # Builder of the policy, the model that answers, for example torchtune.models.mistral.mistral_7b.
+    # Builder of the policy, the model that answers: with adapters they are trained, without them all weights.
     policy_model: Component
     # Builder of the reward model and of the value model: torchtune.modules.classifier_model with num_classes=1.
     reward_and_value_model: Component
-    # Weights that the value model begins with, usually those of the reward model.
-    value_checkpointer: Annotated[Component, HandedOver()]
-    # Weights of the reward model, which stays as it is.
-    reward_checkpointer: Annotated[Component, HandedOver()]
-    # Weights of the reference, usually those that the policy begins with; it stays as it is.
-    ref_policy_checkpointer: Annotated[Component, HandedOver()]
-
-    # twin of training: inputs
-    # Where checkpoints, logs and the resolved config are written.
-    output_dir: str
-    # Conversions of the described model, applied in order before any weight exists.
-    model_converters: list[Component] = field(default_factory=list)
     # Tokenizer of the model, with its prompt layout.
     tokenizer: Component
     # Where weights come from and where checkpoints go.
-    checkpointer: Annotated[Component, HandedOver(rules={"keep_last_n_checkpoints": Range(min=1)})]
+    checkpointer: CheckpointerComponent
+    # Weights that the value model begins with, usually those of the reward model.
+    value_checkpointer: Component
+    # Weights of the reward model, which stays as it is.
+    reward_checkpointer: Component
+    # Weights of the reference, usually those that the policy begins with; it stays as it is.
+    ref_policy_checkpointer: Component
+    # Training data; several datasets are concatenated.
+    dataset: DatasetComponent
+    # Where checkpoints, logs and the resolved config are written.
+    output_dir: str
     # Continue from the newest complete checkpoint of output_dir.
     resume_from_checkpoint: bool = False
 
-    # twin of training: data
-    # Training data; several datasets are concatenated.
-    dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
-    # Data on which the loss is measured every run_val_every_n_steps.
-    dataset_val: Annotated[Component | list[Component] | None, HandedOver("tokenizer")] = None
-    # Seed of everything random; null draws one and writes it into the saved config.
-    seed: Annotated[int | None, Range(min=0)] = None
-    # Visit the examples of an epoch in random order.
-    shuffle: bool = True
+    # Passes over the training data.
+    epochs: PositiveInt = 1
+    # Most optimizer steps per epoch; null takes all of them.
+    max_steps_per_epoch: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
-    batch_size: Annotated[int, Range(min=1)] = 2
-    # Examples per batch of validation; null means batch_size.
-    batch_size_val: Annotated[int | None, Range(min=1)] = None
+    batch_size: PositiveInt = 2
+    # Micro-batches per optimizer step.
+    gradient_accumulation_steps: PositiveInt = 1
+    # Optimizer of the trained parameters.
+    optimizer: OptimizerComponent
+    # Schedule of the learning rate, stepped after every optimizer step.
+    lr_scheduler: SchedulerComponent | None = None
+    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
+    loss: LossComponent
+    # Largest norm of the gradients; larger ones are scaled down to it.
+    clip_grad_norm: Annotated[float | None, Range(above=0)] = None
 
-    # twin of actor_critic: rollouts
-    # Function that turns a list of prompts into a batch.
-    collate_fn: str = "torchtune.rlhf.collate_prompts"
-    # Answers to sample in the whole run, one to a prompt; null answers the prompts of all epochs.
-    num_steps: Annotated[int | None, Range(min=1)] = None
+    # Answers to sample in the whole run on a device, one to a prompt; null answers the prompts of all epochs.
+    num_steps: PositiveInt | None = None
     # Answers that are sampled and scored at once, which bounds the memory of the KV cache; null takes all of a step.
-    forward_batch_size: Annotated[int | None, Range(min=1)] = None
+    forward_batch_size: PositiveInt | None = None
     # Most tokens of an answer.
-    max_generated_tokens: Annotated[int, Range(min=1)] = 256
+    max_generated_tokens: PositiveInt = 256
     # Divides the logits, when sampling and in the loss.
     temperature: Annotated[float, Range(above=0)] = 1.0
     # Must be null: tokens are sampled from the whole distribution, which ratios are taken of.
@@ -81,7 +88,7 @@ class Settings:
     # Tokens that end an answer; null takes those of the tokenizer.
     stop_token_ids: list[int] | None = None
     # Shorter answers get reward_penalty; null penalises none.
-    min_response_length: Annotated[int | None, Range(min=1)] = None
+    min_response_length: PositiveInt | None = None
     # Give reward_penalty to answers that do not end within max_generated_tokens.
     penalise_no_eos: bool = True
     # What a penalised answer gets in the place of its score.
@@ -95,58 +102,23 @@ class Settings:
     # Mixes the value model's next estimate (0) and the whole rest of the answer (1) into advantages.
     lmbda: Annotated[float, Range(min=0, max=1)] = 0.95
     # Passes over the answers of a step.
-    ppo_epochs: Annotated[int, Range(min=1)] = 1
-    # Answers of an optimizer step; null takes all answers of a step.
-    ppo_batch_size: Annotated[int | None, Range(min=1)] = None
-    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
-    optimizer_in_bwd: bool = False
+    ppo_epochs: PositiveInt = 1
+    # Answers of an optimizer step on a device; null takes all answers of a step.
+    ppo_batch_size: PositiveInt | None = None
     # Steps between two tables of answers in the log; null shows none.
-    show_samples_every_n_steps: Annotated[int | None, Range(min=1)] = 10
+    show_samples_every_n_steps: PositiveInt | None = 10
 
-    # twin of training: steps
-    # Passes over the training data.
-    epochs: Annotated[int, Range(min=1)] = 1
-    # Most optimizer steps per epoch; null takes all of them.
-    max_steps_per_epoch: Annotated[int | None, Range(min=1)] = None
-    # Micro-batches per optimizer step.
-    gradient_accumulation_steps: Annotated[int, Range(min=1)] = 1
-    # Optimizer of the trained parameters.
-    optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
-    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
-    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
-    # Schedule of the learning rate, stepped after every optimizer step.
-    lr_scheduler: Annotated[
-        Component | None,
-        HandedOver(
-            "optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}
-        ),
-    ] = None
-    # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
-    loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
-    # Largest norm of the gradients; larger ones are scaled down to it.
-    clip_grad_norm: Annotated[float | None, Range(above=0)] = None
-    # Steps between two measurements of the validation loss; null never measures it.
-    run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
-    keep_best: str | None = None
-    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
-    early_stopping_patience: Annotated[int | None, Range(min=1)] = None
-    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
-    save_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
-    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
-    # Write checkpoints in the background, from a copy in host memory.
-    enable_async_checkpointing: bool = False
-    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
-    max_skipped_steps: Annotated[int, Range(min=1)] = 10
-    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
-    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
-
-    # twin of training: runtime
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
     # Data type of weights and activations; null takes the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
+    # Seed of everything random; null draws one and writes it into the saved config.
+    seed: Annotated[int | None, Range(min=0)] = None
+    # Where metrics go.
+    metric_logger: Component
+    # Steps between two records of metrics.
+    log_every_n_steps: PositiveInt = 1
+
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
     # Recompute some activations: full (every layer), or selective, which ac_option explains.
@@ -157,14 +129,59 @@ class Settings:
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
+    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
+    optimizer_in_bwd: bool = False
+
+    # Data on which the loss is measured every run_val_every_n_steps.
+    dataset_val: DatasetComponent | None = None
+    # Examples per batch of validation; null means batch_size.
+    batch_size_val: PositiveInt | None = None
+    # Steps between two measurements of the validation loss; null never measures it.
+    run_val_every_n_steps: PositiveInt | None = None
+    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    keep_best: str | None = None
+    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    early_stopping_patience: PositiveInt | None = None
+
+    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
+    save_every_n_steps: PositiveInt | None = None
+    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
+    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
+    # Write checkpoints in the background, from a copy in host memory.
+    enable_async_checkpointing: bool = False
+    # Save only adapters, never the merged model.
+    save_adapter_weights_only: bool = False
+
+    # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
+    data_parallel_replicate_dim: PositiveInt = 1
+    # Ranks over which FSDP shards a replica, each with its own examples; -1 takes the remaining ranks.
+    data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
+    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    expert_parallel_dim: PositiveInt = 1
+    # Keep parameters, gradients and optimizer states in host memory.
+    fsdp_cpu_offload: bool = False
+    # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
+    fsdp_reshard_after_forward: bool = True
+    # Modules to shard separately, besides the layers, for example [tok_embeddings, output].
+    custom_sharded_layers: list[str] | None = None
+
+    # Conversions of the described model, applied in order before any weight exists.
+    model_converters: list[Component] = field(default_factory=list)
+
+    # Visit the examples of an epoch in random order.
+    shuffle: bool = True
+    # Function that turns a list of prompts into a batch.
+    collate_fn: str = "torchtune.rlhf.collate_prompts"
+    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
+    max_skipped_steps: PositiveInt = 10
+    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
+    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
     # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Where metrics go.
-    metric_logger: Component
-    # Steps between two records of metrics.
-    log_every_n_steps: Annotated[int, Range(min=1)] = 1
     # Log the peak memory with the metrics.
     log_peak_memory_stats: bool = True
     # Level of the messages on the terminal.
@@ -189,43 +206,41 @@ class Settings:
             yield "top_k", "changes the distribution that ratios are taken of: set it to null"
 
 
-class PPOFullFinetuneRecipeSingleDevice:
-    """Trains a policy on what a reward model says of its answers, and a value model with it, on one device."""
+class PPORecipe:
+    """Trains a policy on what a reward model says of its answers, and a value model with it."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
-        self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.device = utils.get_device(cfg.device)
-        self.dims = training.ParallelDims()
+        self.dims = training.ParallelDims.start(
+            self.device,
+            dp_replicate=cfg.data_parallel_replicate_dim,
+            dp_shard=cfg.data_parallel_shard_dim,
+            ep=cfg.expert_parallel_dim,
+        )
+        self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         cfg.dtype, self.dtype = training.choose_dtype(cfg.dtype, self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
-        others = {"value": cfg.value_checkpointer, "reward": cfg.reward_checkpointer}
-        for name, checkpointer in {**others, "reference": cfg.ref_policy_checkpointer}.items():
-            self.checkpointer.add_source(name, config.instantiate(checkpointer))
+        self.checkpointer.add_source("value", config.instantiate(cfg.value_checkpointer))
+        self.checkpointer.add_source("reward", config.instantiate(cfg.reward_checkpointer))
+        self.checkpointer.add_source("reference", config.instantiate(cfg.ref_policy_checkpointer))
         resume = cfg.resume_from_checkpoint or training.is_restart()
-        self.checkpointer.check_output_dir(resume=resume)
-        self.checkpointer.lock_output_dir()
-        self.resume_point = self.checkpointer.find_resume_point(cfg) if resume else None
+        self.resume_point = self.checkpointer.open_output_dir(cfg, resume=resume)
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
 
-    # twin of training
     def setup(self, cfg: Settings) -> None:
         """Build everything that training needs; nothing is trained or written yet."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
-        self.loader_val = None
-        if cfg.dataset_val is not None:
-            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
+        self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
         self.total_steps = cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
-        self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
         if cfg.compile:
             training.compile_loss(self.loss_fn)
-        offload = cfg.enable_activation_offloading
-        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(self.model, offload)
+        self.offloading = training.get_act_offloading_ctx_manager(self.model, cfg.enable_activation_offloading)
         self.optimizer = training.setup_optimizer(
             partial(config.instantiate, cfg.optimizer),
             self.model,
@@ -238,8 +253,11 @@ class PPOFullFinetuneRecipeSingleDevice:
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
         self.profiler = training.profiler_from_config(cfg.profiler)
-        limits = cfg.max_skipped_steps, cfg.loss_spike_threshold, cfg.keep_best, cfg.early_stopping_patience
-        self.guard = training.StepGuard(self.optimizer, self.loader, self.dims, cfg.output_dir, *limits)
+        self.step_metrics = training.StepMetrics()
+        self.guard = training.StepGuard(
+            self.step_metrics, self.loader, self.dims, cfg.output_dir, cfg.max_skipped_steps, cfg.loss_spike_threshold
+        )
+        self.best = training.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         if self.resume_point is not None:
             state = self.training_state()
             self.checkpointer.resume(self.resume_point, self.model, state)
@@ -251,7 +269,8 @@ class PPOFullFinetuneRecipeSingleDevice:
         policy = self.load_model(cfg, cfg.policy_model, cfg.model_converters, "policy")
         value = self.load_model(cfg, cfg.reward_and_value_model, [], "value")
         models = torch.nn.ModuleDict({"policy": policy, "value": value})
-        self.checkpointer.check_contents(models)
+        contents = training.checkpoint_contents(models, merge=not cfg.save_adapter_weights_only)
+        self.checkpointer.check_contents(models, contents=contents)
         training.fit_vocabulary(policy, self.tokenizer)
         self.setup_rollouts(cfg, models)
         for model in models.values():
@@ -261,41 +280,69 @@ class PPOFullFinetuneRecipeSingleDevice:
         return models
 
     def load_model(self, cfg: Settings, builder: Any, converters: list[Any], name: str) -> torch.nn.Module:
-        """Describe, convert, then load: weights exist once, in their final form."""
+        """Describe, convert, split, then load: each process reads its own share of the weights."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(builder)
             apply_conversions(model, [config.instantiate(converter) for converter in converters])
+        training.parallelize(
+            model,
+            self.dims,
+            device=self.device,
+            cpu_offload=cfg.fsdp_cpu_offload,
+            reshard_after_forward=cfg.fsdp_reshard_after_forward,
+            custom_sharded_layers=cfg.custom_sharded_layers,
+        )
         is_frozen = name in ("reference", "reward")
-        self.checkpointer.load_model(model, device=self.device, name=name, whole=is_frozen)
+        device = "cpu" if cfg.fsdp_cpu_offload else self.device
+        self.checkpointer.load_model(model, device=device, name=name, whole=is_frozen and not has_adapters(model))
         return model.requires_grad_(False).eval() if is_frozen else model
 
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
-        """Batches of prompts, in an order that depends on the seed and the epoch alone."""
+        """This rank's batches of prompts; their order depends only on the seed and the epoch."""
         prompts = rlhf.numbered_prompts(datasets.instantiate_dataset(dataset, self.tokenizer), self.tokenizer)
-        most = rlhf.steps_per_epoch(self.cfg.num_steps, len(prompts), batch_size) if training_data else None
+        most = None
+        if training_data:
+            most = rlhf.steps_per_epoch(self.cfg.num_steps, len(prompts) // self.dims.data_size, batch_size)
+            most = most or self.cfg.max_steps_per_epoch
         return BatchLoader(
             prompts,
             batch_size=batch_size,
-            collate_fn=datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer),
+            collate_fn=self.dims.collate(datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer)),
             shuffle=self.cfg.shuffle and training_data,
             seed=self.seed,
-            max_steps_per_epoch=most or self.cfg.max_steps_per_epoch if training_data else None,
+            max_steps_per_epoch=most,
+            rank=self.dims.data_rank,
+            world_size=self.dims.data_size,
         )
 
     def setup_rollouts(self, cfg: Settings, models: torch.nn.ModuleDict) -> None:
         """What answers prompts, scores the answers, and is compared with."""
-        rlhf.setup_ppo_loss(config.instantiate(cfg.loss), models)
-        limits = {"max_new_tokens": cfg.max_generated_tokens, "max_sequences": cfg.forward_batch_size}
         self.sampler = rlhf.LocalSampler(
-            models["policy"], self.tokenizer, **limits, temperature=cfg.temperature, stop_tokens=cfg.stop_token_ids
+            models["policy"],
+            self.tokenizer,
+            max_new_tokens=cfg.max_generated_tokens,
+            max_sequences=cfg.forward_batch_size,
+            temperature=cfg.temperature,
+            stop_tokens=cfg.stop_token_ids,
         )
+        self.loss_fn = rlhf.setup_ppo_loss(config.instantiate(cfg.loss), models)
+        self.loss_fn.temperature = self.sampler.temperature
         self.reference = self.load_model(cfg, cfg.policy_model, cfg.model_converters, "reference")
         reward = self.load_model(cfg, cfg.reward_and_value_model, [], "reward")
-        faults = {"penalise_no_eos": cfg.penalise_no_eos, "min_response_length": cfg.min_response_length}
         self.reward_model = rlhf.RewardModel(
-            reward, self.tokenizer, cfg.forward_batch_size, penalty=cfg.reward_penalty, **faults
+            reward,
+            self.tokenizer,
+            cfg.forward_batch_size,
+            cfg.reward_penalty,
+            cfg.penalise_no_eos,
+            cfg.min_response_length,
+            dims=self.dims,
         )
-        rlhf.check_ppo_models({**models, "reference": self.reference, "reward": reward}, self)
+        every = {**models, "reference": self.reference, "reward": reward}
+        rlhf.check_ppo_models(every, self.checkpointer, self.tokenizer)
+        shortest = min(every.values(), key=lambda model: model.max_seq_len)
+        for loader in filter(None, (self.loader, self.loader_val)):
+            rlhf.check_prompts(loader.dataset, self.sampler, shortest, 1 + len(self.reward_model.closing))
         self.record = rlhf.RolloutRecord(cfg.output_dir, self.tokenizer, self.dims, cfg.show_samples_every_n_steps)
 
     def sample(self, batches: list[Batch], num_samples: int, *, greedy: bool = False) -> rlhf.ScoredRollouts:
@@ -305,44 +352,54 @@ class PPOFullFinetuneRecipeSingleDevice:
         rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, None if greedy else seeds)
         return rlhf.judge_rollouts(prompts, rollouts, self.reward_model, self.tokenizer)
 
-    def collect(self, prompts: list[Batch]) -> tuple[Iterable[tuple[list[Batch], int]], int, int]:
+    def make_experience(self, prompts: list[Batch]) -> tuple[Iterable[tuple[list[Batch], int]], int, int]:
         """Rollouts, scores, values, advantages: micro-batches and labels of every update, tokens and labels."""
         cfg = self.cfg
         scored = self.sample(prompts, num_samples=1)
-        models = (self.reference, self.model["value"], cfg.temperature, cfg.forward_batch_size)
-        tokens = rlhf.evaluate_rollouts(scored.rollouts, *models)
-        rewards = {"kl_coeff": cfg.kl_coeff, "whiten_rewards": cfg.whiten_rewards}
-        found = rlhf.ppo_advantages(tokens, scored, **rewards, gamma=cfg.gamma, lmbda=cfg.lmbda)
-        self.guard.note(scored.figures() | found.figures)
-        num_labels = int(tokens.mask.sum())
+        models = self.reference, self.model["value"]
+        tokens = rlhf.evaluate_rollouts(
+            scored.rollouts, *models, cfg.temperature, cfg.forward_batch_size, dims=self.dims
+        )
+        found = rlhf.ppo_advantages(
+            tokens, scored, cfg.kl_coeff, cfg.gamma, cfg.lmbda, cfg.whiten_rewards, dims=self.dims
+        )
+        self.step_metrics.log_mean(scored.figures() | found.figures)
+        (num_labels,) = self.dims.sum(int(tokens.mask.sum()))
         means = found.advantages.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True)
         self.record.write(self.global_step + 1, scored, means, num_labels)
-        sizes = {"batch_size": cfg.ppo_batch_size, "accumulation_steps": cfg.gradient_accumulation_steps}
-        order = {"epochs": cfg.ppo_epochs, "seeds": (self.seed, self.global_step)}
-        updates = rlhf.ppo_updates(scored.rollouts, tokens, found, **sizes, **order, device=self.device)
+        updates = rlhf.ppo_updates(
+            scored,
+            tokens,
+            found,
+            cfg.ppo_epochs,
+            cfg.ppo_batch_size,
+            cfg.gradient_accumulation_steps,
+            seeds=(self.seed, self.global_step),
+            device=self.device,
+            dims=self.dims,
+        )
         return updates, sum(len(rollout.tokens) - 1 for rollout in scored.rollouts), num_labels
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Loss of policy and value model, summed over the tokens of one batch, as a scalar."""
         policy, value = self.model["policy"], self.model["value"]
-        with self.activations_handling_ctx:
+        with self.offloading:
             hidden = policy(**batch.model_inputs(), output="hidden")
             log_probs = self.loss_fn.score(hidden, batch, policy.output)
             hidden = value(**batch.model_inputs(), output="hidden")
             values = rlhf.token_values(hidden, batch, value.output)
             total, figures = self.loss_fn.sum_and_metrics(batch, torch.stack([log_probs, values]))
-            self.guard.note(figures)
+            self.step_metrics.log_mean(figures)
             return total
 
-    # twin of rollouts
     def train(self) -> int:
         """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
         cfg = self.cfg
-        self.loss_fn.temperature = self.sampler.temperature
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
-        saves = {"every_n_steps": cfg.save_every_n_steps, "every_n_minutes": cfg.save_every_n_minutes}
-        control = training.RunControl(self.dims, cfg.output_dir, **saves, guard=self.guard, throughput=throughput)
+        control = training.RunControl(
+            self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
+        )
         training.reset_memory_stats(self.device)
         with (
             control,
@@ -350,25 +407,13 @@ class PPOFullFinetuneRecipeSingleDevice:
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
-            for step in control.steps(self.loader, cfg.epochs):
+            for step in control.steps(self.loader, cfg.epochs, throughput):
                 with throughput.paused("sampling"):
-                    updates, num_tokens, num_labels = self.collect(step.batches)
-                metrics = {"lr": training.get_lr(self.optimizer)}
+                    updates, num_tokens, num_labels = self.make_experience(step.batches)
+                metrics = {}
                 for batches, num_terms in updates:
-                    if not batches:  # in no group do rewards differ
-                        self.guard.add(torch.zeros((), device=self.device))
-                    # The mean is over all terms of the update, so that its gradient does not depend on the split.
-                    for batch in batches:
-                        loss = self.compute_loss(batch) / num_terms
-                        self.guard.add(loss)
-                        loss.backward()
-                    run_pre_optimizer_hooks(self.model)
-                    if not cfg.optimizer_in_bwd:
-                        metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
-                    if self.guard.accepts(self.global_step + 1, metrics):
-                        self.optimizer.step()
-                        run_post_optimizer_hooks(self.model)
-                    self.optimizer.zero_grad(set_to_none=True)
+                    metrics |= self.update(control, batches, num_terms)
+                metrics["lr"] = training.get_lr(self.optimizer)
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()
                 self.global_step += 1
@@ -376,34 +421,53 @@ class PPOFullFinetuneRecipeSingleDevice:
                 profiler.step()
 
                 if self.global_step % cfg.log_every_n_steps == 0:
-                    metrics |= throughput.metrics()
+                    metrics |= self.guard.metrics() | throughput.metrics()
                     metrics |= training.get_memory_stats(self.device) if cfg.log_peak_memory_stats else {}
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
-
                 if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
                     with throughput.paused("validation"):
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
-                    control.validated(self.global_step, metrics)
+                    control.record_validation(self.global_step, metrics)
                 if name := control.checkpoint_due(self.global_step):
                     with throughput.paused("saving"):
                         self.save_checkpoint(name, optional=not control.ending)
         self.checkpointer.close()
         return control.finish(self.global_step, self.total_steps)
 
-    # twin of rollouts
+    def update(self, control: training.RunControl, batches: list[Batch], num_terms: int) -> dict[str, Any]:
+        """One optimizer step on some answers; returns its metrics."""
+        # The mean is over all terms of the update, so that its gradient does not depend on the split.
+        for batch in batches:
+            loss = self.compute_loss(batch) / max(num_terms, 1)
+            self.step_metrics.add_loss(loss)
+            if self.cfg.optimizer_in_bwd:  # the backward pass changes weights, so that all ranks must agree before
+                metrics = control.synchronize(self.global_step + 1, self.step_metrics)
+                accepted = self.guard.accepts(self.global_step + 1, metrics)
+                self.optimizer.skip_step = not accepted
+            loss.backward()
+        run_pre_optimizer_hooks(self.model)
+        if not self.cfg.optimizer_in_bwd:
+            grad_norm = training.clip_grad_norm_(self.model.parameters(), self.cfg.clip_grad_norm)
+            metrics = control.synchronize(self.global_step + 1, self.step_metrics, grad_norm)
+            accepted = self.guard.accepts(self.global_step + 1, metrics)
+        if accepted:
+            self.optimizer.step()
+            run_post_optimizer_hooks(self.model)
+        self.optimizer.zero_grad(set_to_none=True)
+        return metrics
+
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Means over the validation prompts of the likeliest answers' rewards."""
-        with self.guard.validation() as means:
+        with self.step_metrics.validation() as means:
             for batches in self.loader_val:
                 means.add(self.sample(batches, 1, greedy=True).figures())
         return means.over(self.dims)
 
-    # twin of training
     def training_state(self) -> dict[str, Any]:
         """Everything besides the weights that decides the next step."""
         state = {
@@ -411,18 +475,21 @@ class PPOFullFinetuneRecipeSingleDevice:
             "loader": self.loader,
             "rng": training.RNGState(),
             "guard": self.guard,
+            "best": self.best,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
         return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
-    # twin of weights
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
-        """Write a model that others load and, unless training is over, what is needed to go on from here."""
+        """Write the model (adapters: merged, too, after an epoch) and, unless training is over, what a resume needs."""
         state = self.training_state() if self.global_step < self.total_steps else None
+        merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
+        contents = training.checkpoint_contents(self.model, merge=merge)
         behind = self.cfg.enable_async_checkpointing and optional
-        self.checkpointer.save(name, self.model, state=state, cfg=self.cfg, async_save=behind, optional=optional)
+        self.checkpointer.save(
+            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=behind, optional=optional
+        )
 
-    # twin of training
     def cleanup(self) -> None:
         """Close what was opened, and leave the process group."""
         try:
@@ -437,7 +504,7 @@ class PPOFullFinetuneRecipeSingleDevice:
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
     training.check_run(cfg)
-    recipe = PPOFullFinetuneRecipeSingleDevice(cfg)
+    recipe = PPORecipe(cfg)
     recipe.setup(cfg)
     report = training.RunReport(recipe)
     try:

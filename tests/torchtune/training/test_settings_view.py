@@ -13,10 +13,10 @@ from tests.recipes.runs import load_recipe, write_config
 from torchtune import training
 from torchtune._cli import tune
 from torchtune._cli._target import RecipeTarget
-from torchtune._recipe_registry import get_all_recipes
+from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
 from torchtune.config import load_and_check
-from torchtune.training import RecipeSettings, RecipeSettingsError, RunReport, check_run, plan_run, watch_run
-from torchtune.training._recipe_settings import GROUPS, MeshSettings
+from torchtune.training import RecipeSettingsError, RunReport, SettingsView, check_run, plan_run, watch_run
+from torchtune.training._settings_view import NAMES
 from torchtune.training.plan._check_run import find_problems
 
 SINGLE, DISTRIBUTED = "full_finetune_single_device", "full_finetune_distributed"
@@ -86,8 +86,8 @@ def test_a_renamed_setting_with_a_property_works(folder: Path) -> None:
     module = sys.modules["mine_with_property"] = module_from_spec(spec)
     spec.loader.exec_module(module)
     cfg = load_and_check(config, [], module.recipe_main)
-    assert RecipeSettings.of(cfg).tensor_parallel_dim == 2
-    assert not RecipeSettings.of(cfg).can_set("tensor_parallel_dim"), "advice names what a user can type"
+    assert SettingsView.of(cfg).tensor_parallel_dim == 2
+    assert not SettingsView.of(cfg).can_set("tensor_parallel_dim"), "advice names what a user can type"
     assert training.ParallelDims(dp_shard=2, tp=2, world_size=4).__str__() in plan_run(cfg, 4)
 
 
@@ -102,9 +102,9 @@ def test_a_deleted_setting_may_be_a_constant(folder: Path) -> None:
         tensor_parallel_plan: Any = None
 
     with pytest.raises(RecipeSettingsError, match=rf"{__name__.rpartition('.')[2]}\.py:\d+: .*'tensor_parallel_dim'"):
-        RecipeSettings.of(Settings())
+        SettingsView.of(Settings())
     Settings.tensor_parallel_dim = 1
-    assert RecipeSettings.of(Settings()).has(MeshSettings)
+    assert SettingsView.of(Settings()).tensor_parallel_dim == 1
 
 
 def test_recipes_that_do_not_train_declare_no_more_than_they_use() -> None:
@@ -113,13 +113,13 @@ def test_recipes_that_do_not_train_declare_no_more_than_they_use() -> None:
     for recipe in others:
         overrides = ["prompt.user=red"] if recipe.name == "generate" else []
         main = RecipeTarget(recipe.name, path=recipe.path).load_main()
-        RecipeSettings.of(load_and_check(recipe.configs[0].path, overrides, main))
+        SettingsView.of(load_and_check(recipe.configs[0].path, overrides, main))
 
 
 def test_a_value_of_another_type_is_named() -> None:
     with pytest.raises(RecipeSettingsError, match=r"batch_size is 'two', but torchtune.training reads it as int"):
-        RecipeSettings.of(SimpleNamespace(batch_size="two"))
-    assert RecipeSettings.of(SimpleNamespace(clip_grad_norm=1)).clip_grad_norm == 1
+        SettingsView.of(SimpleNamespace(batch_size="two"))
+    assert SettingsView.of(SimpleNamespace(clip_grad_norm=1)).clip_grad_norm == 1
 
 
 def test_several_processes_without_a_mesh_are_an_error(folder: Path) -> None:
@@ -132,15 +132,16 @@ def test_several_processes_without_a_mesh_are_an_error(folder: Path) -> None:
 
 def test_settings_of_an_older_recipe_declare_any_subset() -> None:
     cfg = OmegaConf.create({"batch_size": 3, "tensor_parallel_dim": None, "tokenizer": {"max_seq_len": 5}})
-    settings = RecipeSettings.of(cfg)
+    settings = SettingsView.of(cfg)
     assert (settings.batch_size, settings.max_seq_len, settings.declared) == (3, 5, {"batch_size", "tokenizer"})
-    assert not settings.has(MeshSettings)
+    assert settings.tensor_parallel_dim == 1
 
 
-def test_no_name_is_in_two_groups() -> None:
-    names = [item.name for group in GROUPS for item in dataclasses.fields(group)]
-    assert len(names) == len(set(names))
-    assert {item.name for item in dataclasses.fields(RecipeSettings)} == {*names, "source", "declared"}
+def test_every_name_is_a_setting_of_a_shipped_recipe() -> None:
+    shipped = set().union(*(settings_of_recipe(recipe) for recipe in get_all_recipes()))
+    assert NAMES - shipped == {"recipe"}
+    with pytest.raises(AttributeError, match="add it to NAMES"):
+        _ = SettingsView({}).batchsize
 
 
 def test_a_recipe_without_what_a_report_reads_is_told() -> None:

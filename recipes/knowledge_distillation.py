@@ -1,125 +1,93 @@
-"""Distillation on one device: a small model learns to predict as a larger one does, by adapters.
+"""Distillation: a student learns to predict as a larger teacher does.
 
-The student's weights stay frozen, small adapters are trained on labelled tokens (``loss``) and on the teacher's whole
-next-token distributions (``kd_loss``); the teacher stays as it is. Logits of both are made a chunk at a time, so that
-memory is the student's run plus the teacher's weights. Loop, checkpoints and resume are those of
-lora_finetune_single_device; docs/distillation.rst says which divergence to choose and what to watch.
+The teacher sees the batches of the student; the loss mixes the divergence of the two with the usual one. A student with
+adapters trains these alone. The teacher's likeliest tokens can be computed once and kept (teacher_cache), so that no
+second model is in memory. Runs on one device, or on many, over which both models are sharded.
+docs/distillation.rst says which divergence to choose and what to watch.
 
-    tune run knowledge_distillation_single_device --config llama3_2/8B_to_1B_KD_lora_single_device kd_ratio=0.7
+    tune run knowledge_distillation --config llama3_2/8B_to_1B_KD_lora_single_device kd_ratio=0.3
 """
 
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from torchtune import config, datasets, rlhf, training, utils
-from torchtune.config import Component, HandedOver, Range
+from torchtune.config import (
+    CheckpointerComponent,
+    Component,
+    DatasetComponent,
+    LossComponent,
+    OptimizerComponent,
+    PositiveInt,
+    Range,
+    RuntimeArgs,
+    SchedulerComponent,
+)
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import setup_loss
-from torchtune.modules.peft import require_adapters
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """Settings of distillation on one device."""
+    """Settings of distillation."""
 
-    # twin of adapters: model
-    # Builder of the model with adapters, for example torchtune.models.llama3_2.lora_llama3_2_1b.
+    # Builder of the model: with adapters they are trained, without them all weights.
     model: Component
-    # Save only adapters, never the merged model.
-    save_adapter_weights_only: bool = False
-
-    # twin of training: inputs
-    # Where checkpoints, logs and the resolved config are written.
-    output_dir: str
-    # Conversions of the described model, applied in order before any weight exists.
-    model_converters: list[Component] = field(default_factory=list)
     # Tokenizer of the model, with its prompt layout.
     tokenizer: Component
     # Where weights come from and where checkpoints go.
-    checkpointer: Annotated[Component, HandedOver(rules={"keep_last_n_checkpoints": Range(min=1)})]
-    # Continue from the newest complete checkpoint of output_dir.
-    resume_from_checkpoint: bool = False
-
-    # twin of training: data
-    # Training data; several datasets are concatenated.
-    dataset: Annotated[Component | list[Component], HandedOver("tokenizer")]
-    # Data on which the loss is measured every run_val_every_n_steps.
-    dataset_val: Annotated[Component | list[Component] | None, HandedOver("tokenizer")] = None
-    # Seed of everything random; null draws one and writes it into the saved config.
-    seed: Annotated[int | None, Range(min=0)] = None
-    # Visit the examples of an epoch in random order.
-    shuffle: bool = True
-    # Examples (or packs) per micro-batch.
-    batch_size: Annotated[int, Range(min=1)] = 2
-    # Examples per batch of validation; null means batch_size.
-    batch_size_val: Annotated[int | None, Range(min=1)] = None
-
-    # twin of distillation: teacher
-    # Function that turns a list of examples into a batch; the default never pads.
-    collate_fn: str = "torchtune.data.collate_documents"
+    checkpointer: CheckpointerComponent
     # Builder of the teacher, a larger model with the same tokenizer; it stays as it is.
     teacher_model: Component
     # Where the weights of the teacher come from.
-    teacher_checkpointer: Annotated[Component, HandedOver()]
-    # Folder of the teacher's likeliest tokens (kd_loss.top_k), computed once before training; null computes every step.
-    teacher_cache: str | None = None
-    # Divergence of the student from the teacher over the labelled tokens.
-    kd_loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
-    # Weight of kd_loss; loss has the rest of 1.
-    kd_ratio: Annotated[float, Range(min=0, max=1)] = 0.5
-    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
-    optimizer_in_bwd: bool = False
+    teacher_checkpointer: Component
+    # Training data; several datasets are concatenated.
+    dataset: DatasetComponent
+    # Where checkpoints, logs and the resolved config are written.
+    output_dir: str
+    # Continue from the newest complete checkpoint of output_dir.
+    resume_from_checkpoint: bool = False
 
-    # twin of training: steps
     # Passes over the training data.
-    epochs: Annotated[int, Range(min=1)] = 1
+    epochs: PositiveInt = 1
     # Most optimizer steps per epoch; null takes all of them.
-    max_steps_per_epoch: Annotated[int | None, Range(min=1)] = None
+    max_steps_per_epoch: PositiveInt | None = None
+    # Examples (or packs) per micro-batch.
+    batch_size: PositiveInt = 2
     # Micro-batches per optimizer step.
-    gradient_accumulation_steps: Annotated[int, Range(min=1)] = 1
+    gradient_accumulation_steps: PositiveInt = 1
     # Optimizer of the trained parameters.
-    optimizer: Annotated[Component, HandedOver("params", rules={"lr": Range(min=0), "weight_decay": Range(min=0)})]
-    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
-    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
+    optimizer: OptimizerComponent
     # Schedule of the learning rate, stepped after every optimizer step.
-    lr_scheduler: Annotated[
-        Component | None,
-        HandedOver(
-            "optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}
-        ),
-    ] = None
+    lr_scheduler: SchedulerComponent | None = None
     # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
-    loss: Annotated[Component, HandedOver(rules={"num_output_chunks": Range(min=1)})]
+    loss: LossComponent
     # Largest norm of the gradients; larger ones are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
-    # Steps between two measurements of the validation loss; null never measures it.
-    run_val_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
-    keep_best: str | None = None
-    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
-    early_stopping_patience: Annotated[int | None, Range(min=1)] = None
-    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
-    save_every_n_steps: Annotated[int | None, Range(min=1)] = None
-    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
-    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
-    # Write checkpoints in the background, from a copy in host memory.
-    enable_async_checkpointing: bool = False
-    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
-    max_skipped_steps: Annotated[int, Range(min=1)] = 10
-    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
-    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
+    # Divergence of the student from the teacher over the labelled tokens.
+    kd_loss: LossComponent
+    # Weight of kd_loss; loss has the rest of 1.
+    kd_ratio: Annotated[float, Range(min=0, max=1)] = 0.5
+    # Folder of the teacher's likeliest tokens (kd_loss.top_k), computed once before training; null computes every step.
+    teacher_cache: str | None = None
 
-    # twin of training: runtime
     # Device to run on: cuda, cpu, mps …; null picks the best one.
     device: str | None = None
     # Data type of weights and activations; null takes the best one that the device computes fast.
     dtype: Literal["bf16", "fp32"] | None = None
+    # Seed of everything random; null draws one and writes it into the saved config.
+    seed: Annotated[int | None, Range(min=0)] = None
+    # Where metrics go.
+    metric_logger: Component
+    # Steps between two records of metrics.
+    log_every_n_steps: PositiveInt = 1
+
     # Recompute activations in the backward pass to save memory.
     enable_activation_checkpointing: bool = False
     # Recompute some activations: full (every layer), or selective, which ac_option explains.
@@ -130,14 +98,65 @@ class Settings:
     enable_activation_offloading: bool = False
     # Compile every layer and the loss.
     compile: bool = False
+    # Precision of updates to bf16 weights: stochastic_rounding (no extra memory), fp32_master, or param_dtype (as is).
+    optimizer_precision: Literal["stochastic_rounding", "fp32_master", "param_dtype"] = "stochastic_rounding"
+    # Step each parameter in the backward pass as soon as its gradient is ready, and free the gradient.
+    optimizer_in_bwd: bool = False
+
+    # Data on which the loss is measured every run_val_every_n_steps.
+    dataset_val: DatasetComponent | None = None
+    # Examples per batch of validation; null means batch_size.
+    batch_size_val: PositiveInt | None = None
+    # Steps between two measurements of the validation loss; null never measures it.
+    run_val_every_n_steps: PositiveInt | None = None
+    # Metric of validation, such as val_loss (max:val_x: more is better), whose best checkpoint is saved and kept.
+    keep_best: str | None = None
+    # Validations without a better one (keep_best, or val_loss) after which the run ends; null never ends it.
+    early_stopping_patience: PositiveInt | None = None
+
+    # Steps between two checkpoints, with one more at the end; null saves after every epoch.
+    save_every_n_steps: PositiveInt | None = None
+    # Minutes after which a checkpoint is saved in addition; null saves by steps alone.
+    save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
+    # Write checkpoints in the background, from a copy in host memory.
+    enable_async_checkpointing: bool = False
+    # Save only adapters, never the merged model.
+    save_adapter_weights_only: bool = False
+
+    # Replicas of the model, each with its own examples (HSDP where parameters are sharded too).
+    data_parallel_replicate_dim: PositiveInt = 1
+    # Ranks over which FSDP shards a replica, each with its own examples; -1 takes the remaining ranks.
+    data_parallel_shard_dim: Annotated[int, Range(min=-1)] = -1
+    # Tensor parallel ranks, best within one machine.
+    tensor_parallel_dim: PositiveInt = 1
+    # Tensor parallel plan; null takes that of the model's family.
+    tensor_parallel_plan: Annotated[Component | None, RuntimeArgs("model")] = None
+    # Context parallel ranks: each sequence is split over them.
+    context_parallel_dim: PositiveInt = 1
+    # Expert parallel ranks, out of the shards: each has other experts, and tokens go to the rank of their expert.
+    expert_parallel_dim: PositiveInt = 1
+    # Keep parameters, gradients and optimizer states in host memory.
+    fsdp_cpu_offload: bool = False
+    # Free the all-gathered parameters of a layer after its forward pass; False communicates less, needs more memory.
+    fsdp_reshard_after_forward: bool = True
+    # Modules to shard separately, besides the layers, for example [tok_embeddings, output].
+    custom_sharded_layers: list[str] | None = None
+
+    # Conversions of the described model, applied in order before any weight exists.
+    model_converters: list[Component] = field(default_factory=list)
+
+    # Visit the examples of an epoch in random order.
+    shuffle: bool = True
+    # Function that turns a list of examples into a batch; the default never pads.
+    collate_fn: str = "torchtune.data.collate_documents"
+    # Steps with a loss or gradient that is not finite are skipped; this many in a row end the run.
+    max_skipped_steps: PositiveInt = 10
+    # Skip steps with a loss this many standard deviations above the recent mean; null skips none.
+    loss_spike_threshold: Annotated[float | None, Range(above=0)] = None
     # End the run, and name the stalled rank, after this many minutes without progress; null waits for ever.
     hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
     # Passed to torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
-    # Where metrics go.
-    metric_logger: Component
-    # Steps between two records of metrics.
-    log_every_n_steps: Annotated[int, Range(min=1)] = 1
     # Log the peak memory with the metrics.
     log_peak_memory_stats: bool = True
     # Level of the messages on the terminal.
@@ -145,50 +164,47 @@ class Settings:
     # Profiler of a window of steps.
     profiler: Component | None = None
 
-    retired: ClassVar[dict[str, str]] = {
-        "low_cpu_ram": "weights are always streamed into the model",
-    }
-
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what no single setting shows: (setting, what is wrong and what to do)."""
         yield from training.check_settings(self)
 
 
-class KDRecipeSingleDevice:
-    """Trains adapters of a student to predict as its teacher does, on one device."""
+class KDRecipe:
+    """Trains a student, or adapters of it, to predict as its teacher does."""
 
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
-        self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         self.device = utils.get_device(cfg.device)
-        self.dims = training.ParallelDims()
+        self.dims = training.ParallelDims.start(
+            self.device,
+            dp_replicate=cfg.data_parallel_replicate_dim,
+            dp_shard=cfg.data_parallel_shard_dim,
+            cp=cfg.context_parallel_dim,
+            tp=cfg.tensor_parallel_dim,
+            ep=cfg.expert_parallel_dim,
+        )
+        self.log = utils.get_run_logger(cfg.output_dir, cfg.log_level)
         cfg.dtype, self.dtype = training.choose_dtype(cfg.dtype, self.device)
         self.checkpointer = config.instantiate(cfg.checkpointer)
         self.checkpointer.add_source("teacher", config.instantiate(cfg.teacher_checkpointer))
         resume = cfg.resume_from_checkpoint or training.is_restart()
-        self.checkpointer.check_output_dir(resume=resume)
-        self.checkpointer.lock_output_dir()
-        self.resume_point = self.checkpointer.find_resume_point(cfg) if resume else None
+        self.resume_point = self.checkpointer.open_output_dir(cfg, resume=resume)
         seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
 
-    # twin of training
     def setup(self, cfg: Settings) -> None:
         """Build everything that training needs; nothing is trained or written yet."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
-        self.loader_val = None
-        if cfg.dataset_val is not None:
-            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
+        self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
         self.total_steps = cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
         self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
         if cfg.compile:
             training.compile_loss(self.loss_fn)
-        offload = cfg.enable_activation_offloading
-        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(self.model, offload)
+        self.offloading = training.get_act_offloading_ctx_manager(self.model, cfg.enable_activation_offloading)
         self.optimizer = training.setup_optimizer(
             partial(config.instantiate, cfg.optimizer),
             self.model,
@@ -201,8 +217,11 @@ class KDRecipeSingleDevice:
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
         self.profiler = training.profiler_from_config(cfg.profiler)
-        limits = cfg.max_skipped_steps, cfg.loss_spike_threshold, cfg.keep_best, cfg.early_stopping_patience
-        self.guard = training.StepGuard(self.optimizer, self.loader, self.dims, cfg.output_dir, *limits)
+        self.step_metrics = training.StepMetrics()
+        self.guard = training.StepGuard(
+            self.step_metrics, self.loader, self.dims, cfg.output_dir, cfg.max_skipped_steps, cfg.loss_spike_threshold
+        )
+        self.best = training.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         if self.resume_point is not None:
             state = self.training_state()
             self.checkpointer.resume(self.resume_point, self.model, state)
@@ -212,57 +231,78 @@ class KDRecipeSingleDevice:
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Load the student and its teacher, then wrap the student."""
         model = self.load_model(cfg, cfg.model, cfg.model_converters)
-        require_adapters(model)
-        contents = "adapter" if cfg.save_adapter_weights_only else ("adapter", "merged")
+        contents = training.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents)
-        self.kd_loss_fn = rlhf.setup_kd_loss(config.instantiate(cfg.kd_loss), compile=cfg.compile)
-        load = partial(self.load_model, cfg, cfg.teacher_model, [], "teacher")
-        self.teacher = rlhf.setup_teacher(self, model, load, cfg.teacher_cache)
+        training.fit_vocabulary(model, self.tokenizer)
+        self.setup_teacher(cfg, model)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
             training.compile_model(model)
         return model
 
     def load_model(self, cfg: Settings, builder: Any, converters: list[Any], name: str = "policy") -> torch.nn.Module:
-        """Describe, convert, then load: weights exist once, in their final form."""
+        """Describe, convert, split, then load: each process reads its own share of the weights."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(builder)
             apply_conversions(model, [config.instantiate(converter) for converter in converters])
-        self.checkpointer.load_model(model, device=self.device, name=name)
+        training.parallelize(
+            model,
+            self.dims,
+            device=self.device,
+            cpu_offload=cfg.fsdp_cpu_offload,
+            reshard_after_forward=cfg.fsdp_reshard_after_forward,
+            custom_sharded_layers=cfg.custom_sharded_layers,
+            tensor_parallel_plan=cfg.tensor_parallel_plan and partial(config.instantiate, cfg.tensor_parallel_plan),
+        )
+        self.checkpointer.load_model(model, device="cpu" if cfg.fsdp_cpu_offload else self.device, name=name)
         return model
 
-    # twin of one_device
+    def setup_teacher(self, cfg: Settings, model: torch.nn.Module) -> None:
+        """Load the teacher, or what it said of the data."""
+        rlhf.check_teacher(self.checkpointer)
+        self.kd_loss_fn = rlhf.setup_kd_loss(config.instantiate(cfg.kd_loss), compile=cfg.compile)
+        load = partial(self.load_model, cfg, cfg.teacher_model, [], "teacher")
+        load = partial(rlhf.load_teacher, load, model, self.tokenizer, self.kd_loss_fn, compile=cfg.compile)
+        if cfg.teacher_cache is None:
+            self.teacher = load()
+            return
+        loaders, source = [self.loader, self.loader_val], self.checkpointer.store.source("teacher")
+        (self.loader, self.loader_val), self.teacher = rlhf.cache_teacher(
+            loaders, load, model, self.kd_loss_fn, self.dims, cfg=cfg, source=source
+        )
+
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
-        """Batches of a dataset, in an order that depends on the seed and the epoch alone."""
+        """This rank's batches of a dataset; their order depends only on the seed and the epoch."""
         return BatchLoader(
             datasets.instantiate_dataset(dataset, self.tokenizer),
             batch_size=batch_size,
-            collate_fn=datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer),
+            collate_fn=self.dims.collate(datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer)),
             shuffle=self.cfg.shuffle and training_data,
             seed=self.seed,
             accumulation_steps=self.cfg.gradient_accumulation_steps if training_data else 1,
             max_steps_per_epoch=self.cfg.max_steps_per_epoch if training_data else None,
+            rank=self.dims.data_rank,
+            world_size=self.dims.data_size,
         )
 
-    # twin of distillation
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Loss and divergence from the teacher, weighted, summed over the labels of one batch, as a scalar."""
         batch = batch.to(self.device, non_blocking=True)
-        with self.teacher(batch) as teacher, self.activations_handling_ctx:
+        with self.teacher(batch) as teacher, self.offloading:
             hidden = self.model(**batch.model_inputs(), output="hidden")
             class_loss, count = self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output)
             kd_loss, _ = self.kd_loss_fn.distill(hidden, batch.labels, self.model.output, teacher)
-            self.guard.note({"class_loss": (class_loss, count), "kd_loss": (kd_loss, count)})
+            self.step_metrics.log_mean({"class_loss": (class_loss, count), "kd_loss": (kd_loss, count)})
             return (1 - self.cfg.kd_ratio) * class_loss + self.cfg.kd_ratio * kd_loss
 
-    # twin of training
     def train(self) -> int:
         """Run the remaining steps, save, validate and log on the way; return the exit code of the process."""
         cfg = self.cfg
         self.model.train()
         throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
-        saves = {"every_n_steps": cfg.save_every_n_steps, "every_n_minutes": cfg.save_every_n_minutes}
-        control = training.RunControl(self.dims, cfg.output_dir, **saves, guard=self.guard, throughput=throughput)
+        control = training.RunControl(
+            self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
+        )
         training.reset_memory_stats(self.device)
         with (
             control,
@@ -270,22 +310,26 @@ class KDRecipeSingleDevice:
             training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
-            for step in control.steps(self.loader, cfg.epochs):
+            for step in control.steps(self.loader, cfg.epochs, throughput):
                 # The mean is over all labels (pairs, …) of the step, so that its gradient does not depend on the split.
                 for batch in step.batches:
                     loss = self.compute_loss(batch) / max(step.num_terms, 1)
-                    self.guard.add(loss)
+                    self.step_metrics.add_loss(loss)
+                    if cfg.optimizer_in_bwd:  # the backward pass changes weights, so that all ranks must agree before
+                        metrics = control.synchronize(self.global_step + 1, self.step_metrics)
+                        accepted = self.guard.accepts(self.global_step + 1, metrics)
+                        self.optimizer.skip_step = not accepted
                     loss.backward()
-
-                metrics = {"lr": training.get_lr(self.optimizer)}
                 run_pre_optimizer_hooks(self.model)
                 if not cfg.optimizer_in_bwd:
-                    metrics["grad_norm"] = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
-                metrics["loss"] = self.guard.total_loss(metrics.get("grad_norm"))
-                if self.guard.accepts(self.global_step + 1, metrics):
+                    grad_norm = training.clip_grad_norm_(self.model.parameters(), cfg.clip_grad_norm)
+                    metrics = control.synchronize(self.global_step + 1, self.step_metrics, grad_norm)
+                    accepted = self.guard.accepts(self.global_step + 1, metrics)
+                if accepted:
                     self.optimizer.step()
                     run_post_optimizer_hooks(self.model)
                 self.optimizer.zero_grad(set_to_none=True)
+                metrics["lr"] = training.get_lr(self.optimizer)
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()
                 self.global_step += 1
@@ -293,36 +337,33 @@ class KDRecipeSingleDevice:
                 profiler.step()
 
                 if self.global_step % cfg.log_every_n_steps == 0:
-                    metrics |= throughput.metrics()
+                    metrics |= self.guard.metrics() | throughput.metrics()
                     metrics |= training.get_memory_stats(self.device) if cfg.log_peak_memory_stats else {}
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
-
                 if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
                     with throughput.paused("validation"):
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
-                    control.validated(self.global_step, metrics)
+                    control.record_validation(self.global_step, metrics)
                 if name := control.checkpoint_due(self.global_step):
                     with throughput.paused("saving"):
                         self.save_checkpoint(name, optional=not control.ending)
         self.checkpointer.close()
         return control.finish(self.global_step, self.total_steps)
 
-    # twin of training
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Means over the validation data: of the loss, and of what ``compute_loss`` notes."""
+        """Means over the validation data: of the loss, and of what ``compute_loss`` logs."""
         self.model.eval()
-        with self.guard.validation() as means:
+        with self.step_metrics.validation() as means:
             for (batch,) in self.loader_val:
                 means.add({"loss": (self.compute_loss(batch), batch.num_terms)})
         self.model.train()
         return means.over(self.dims)
 
-    # twin of training
     def training_state(self) -> dict[str, Any]:
         """Everything besides the weights that decides the next step."""
         state = {
@@ -330,20 +371,21 @@ class KDRecipeSingleDevice:
             "loader": self.loader,
             "rng": training.RNGState(),
             "guard": self.guard,
+            "best": self.best,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
         return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
 
-    # twin of adapters
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
-        """Write the adapter, the merged model after an epoch, and, unless training is over, what a resume needs."""
+        """Write the model (adapters: merged, too, after an epoch) and, unless training is over, what a resume needs."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
-        contents = ("adapter", "merged") if merge else "adapter"
-        how = {"async_save": self.cfg.enable_async_checkpointing and optional, "optional": optional}
-        self.checkpointer.save(name, self.model, contents=contents, state=state, cfg=self.cfg, **how)
+        contents = training.checkpoint_contents(self.model, merge=merge)
+        behind = self.cfg.enable_async_checkpointing and optional
+        self.checkpointer.save(
+            name, self.model, contents=contents, state=state, cfg=self.cfg, async_save=behind, optional=optional
+        )
 
-    # twin of training
     def cleanup(self) -> None:
         """Close what was opened, and leave the process group."""
         try:
@@ -358,7 +400,7 @@ class KDRecipeSingleDevice:
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
     training.check_run(cfg)
-    recipe = KDRecipeSingleDevice(cfg)
+    recipe = KDRecipe(cfg)
     recipe.setup(cfg)
     report = training.RunReport(recipe)
     try:

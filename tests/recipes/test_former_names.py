@@ -1,0 +1,76 @@
+"""Names of earlier releases lead to the recipe that does what they say, or the run is refused."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.recipes.runs import start, write_config
+from torchtune._cli import tune
+from torchtune.training import StepGuard
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["tune", "run", *map(str, words)])
+    try:
+        tune.main()
+    except SystemExit as ended:
+        return ended.code, "".join(capfd.readouterr())
+    return 0, "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("qat_single_device", {"quantizer": None}, "quantizer: is missing, and qat_single_device trains for a"),
+        ("lora_dpo_single_device", {"model_converters": []}, "model: it has no adapters to train: use a lora_*"),
+        ("lora_finetune_single_device", {"model_converters": []}, "model: it has no adapters to train"),
+    ],
+)
+def test_a_name_that_asks_for_more_than_the_config_has_is_refused(
+    name: str,
+    change: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = write_config(name, tmp_path, tmp_path / "run", **change)
+    code, text = typed(monkeypatch, capfd, "--config", config, "--dry-run")
+    assert (code, said in text) == (2, True), text
+    config.write_text(config.read_text().replace(f"recipe: {name}\n", ""))  # the name is typed
+    code, text = typed(monkeypatch, capfd, name, "--config", config, "--dry-run")
+    assert (code, said in text) == (2, True), text
+
+
+def test_a_former_name_runs_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config("full_dpo_single_device", tmp_path, tmp_path / "run")
+    code, text = typed(monkeypatch, capfd, "full_dpo_distributed", "--config", config, "--dry-run")
+    assert code == 0, text
+    run = start("full_dpo_single_device", tmp_path, max_steps_per_epoch=1)
+    (saved,) = run.output_dir.glob("epoch_0/torchtune_config.yaml")
+    assert yaml.safe_load(saved.read_text())["recipe"] == "full_dpo_single_device"
+
+
+def test_a_run_saved_by_an_earlier_release_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its guard had the best validation in its state, which is an entry of its own now."""
+    settings = {"run_val_every_n_steps": 2, "keep_best": "val_loss", "dataset_val": "${dataset}"}
+    settings |= {"save_every_n_steps": 4, "checkpointer__keep_last_n_checkpoints": 9}
+    name = "full_finetune_single_device"
+    best = {"keep_best": "val_loss", "records": [], "best": [2, -1.0], "waited": 1}
+    with monkeypatch.context() as patch:
+        state_dict = StepGuard.state_dict
+        patch.setattr(StepGuard, "state_dict", lambda self: {**state_dict(self), "best": best})
+        whole = start(name, tmp_path, changes={'            "best": self.best,\n': ""}, **settings)
+    for path in whole.output_dir.glob("step_*"):
+        if path.name != "step_4":
+            shutil.rmtree(path)
+    losses = whole.losses
+    again = start(name, tmp_path, output_dir=whole.output_dir, resume_from_checkpoint=True, **settings)
+    assert again.losses == losses
+    assert again.recipe.best.describe() == "val_loss -1.0000 at step 2"
