@@ -126,20 +126,40 @@ def test_importing_changes_no_environment_variable() -> None:
     assert run_python(code) == "{} set()\n"
 
 
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+
+
+@pytest.mark.usefixtures("tools")
 def test_the_committed_configs_are_what_the_templates_make() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "make_configs.py", "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"run `make configs`:\n{done.stdout}{done.stderr}"
+    import make_configs
+
+    made = {f"{name}.yaml": text for name, text in make_configs.configs()}
+    folder = ROOT / "recipes" / "configs"
+    committed = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.yaml")}
+    assert committed.keys() == made.keys(), "run `make configs`"
+    assert not [name for name, text in committed.items() if made[name] != text], "run `make configs`"
+    assert len(made) <= 320, "people choose between configs: another model's are an override away"
 
 
+@pytest.mark.usefixtures("tools")
 def test_the_committed_table_of_models_is_what_the_families_say() -> None:
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import make_model_table
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
+    import make_model_table
+
     assert (ROOT / "docs" / "model_table.txt").read_text() == make_model_table.page(), "run `make configs`"
+
+
+@pytest.mark.usefixtures("tools")
+def test_the_parts_of_a_template_are_chosen() -> None:
+    from make_configs import chosen
+
+    text = "a\n#if x\nb\n#if y\nc\n#end\n#else\nd\n#end\n#if not x\ne\n#end\nf\n"
+    assert [chosen(text, parts).split() for parts in ({"x", "y"}, {"x"}, {"y"})] == [
+        ["a", "b", "c", "f"],
+        ["a", "b", "f"],
+        ["a", "d", "e", "f"],
+    ]
 
 
 def test_the_committed_picture_of_the_data_flow_is_what_the_script_draws() -> None:

@@ -11,12 +11,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +24,6 @@ from torchtune.data import Documents
 from torchtune.modules import attention_utils
 from torchtune.modules.transformer import text_decoder
 
-MODELS = Path(__file__).parent / "configs" / "models.yaml"
 DEVICE = torch.device("cuda:0")
 # Operations that need values: the host waits for the device.
 SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default", "unique", "masked_select")
@@ -96,10 +93,11 @@ def fake_forward(model: nn.Module, counting: Counting) -> None:
 
 def families() -> dict[str, str]:
     """Family -> the builder of its first row among the models that configs are made for."""
-    rows = yaml.safe_load(MODELS.read_text())["models"]
+    from make_configs import builder, models
+
     found: dict[str, str] = {}
-    for name, row in rows.items():
-        found.setdefault(name.partition("/")[0], row["builder"])
+    for model in models()["models"]:
+        found.setdefault(model.partition("/")[0], builder(model))
     return found
 
 

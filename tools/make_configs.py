@@ -1,4 +1,4 @@
-"""Write recipes/configs from one template per recipe and one table of models (`make configs`).
+"""Write recipes/configs from a template per method, a table of methods and a table of models (`make configs`).
 
 ``--check`` writes nothing and fails if a file differs from what would be written.
 """
@@ -6,24 +6,28 @@
 import argparse
 import ast
 import functools
+import importlib
 import string
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-SOURCES = Path(__file__).parent / "configs"
-RECIPES = Path(__file__).parents[1] / "recipes"
-CONFIGS = RECIPES / "configs"
+from make_model_table import parameters
+from torchtune._recipe_registry import find_recipe
+from torchtune.models import get_spec
 
+SOURCES = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
 
 # Settings that everybody changes: configs show them, whatever their value.
 ALWAYS_SHOWN = {
     *("batch_size", "gradient_accumulation_steps", "epochs", "dtype", "enable_activation_checkpointing", "compile"),
-    *("max_new_tokens", "temperature", "kd_ratio"),
+    *("max_new_tokens", "temperature", "kd_ratio", "expert_parallel_dim"),
 }
 
 
@@ -33,72 +37,146 @@ class Template(string.Template):
     delimiter = "@"
 
 
-def common(model: str, row: dict[str, Any]) -> dict[str, str]:
+@functools.cache
+def methods() -> dict[str, dict[str, Any]]:
+    """The table of methods."""
+    return yaml.safe_load((SOURCES / "methods.yaml").read_text())
+
+
+@functools.cache
+def models() -> dict[str, Any]:
+    """The table of models, with its families and the configs with a name of their own."""
+    return yaml.safe_load((SOURCES / "models.yaml").read_text())
+
+
+def builder(model: str) -> str:
+    """The name of a model's builder."""
+    return models()["models"][model].get("builder") or model.lower().translate(str.maketrans("/.", "__"))
+
+
+@functools.cache
+def size_and_kind(model: str) -> tuple[int, bool]:
+    """The number of parameters, counted on the meta device, and whether it is a mixture of experts."""
+    family, row = model.partition("/")[0], models()["models"][model]
+    package = importlib.import_module(f"torchtune.models.{family}")
+    description = getattr(package._model_builders, "SIZES", {}).get(builder(model))
+    if description is not None:
+        return parameters(description, get_spec(family)), bool(description.num_experts)
+    with torch.device("meta"):  # a builder with arguments, or of another family
+        built = getattr(package, builder(model))(**row.get("arguments", {}))
+    return sum(parameter.numel() for parameter in built.parameters()), False
+
+
+def holds(range_: dict[str, Any], count: int) -> bool:
+    """Whether a number of parameters is in a range of the table of methods."""
+    return float(range_.get("from", 0)) <= count < float(range_.get("below", "inf"))
+
+
+def methods_of(model: str) -> list[str]:
+    """The methods that a model has configs of: those that its row names, else those that fit its size."""
+    row = models()["models"][model]
+    if "configs" in row:
+        return row["configs"]
+    fitting = [
+        method
+        for method, entry in methods().items()
+        if entry.get("fits") and holds(entry["fits"], size_and_kind(model)[0])
+    ]
+    return [*fitting, *row.get("also", [])]
+
+
+def values_of(model: str, method: str) -> dict[str, Any]:
+    """What a method's template asks for, as a model has it."""
+    values = dict(methods()[method])
+    count, mixture = size_and_kind(model)
+    for rule in values.get("sizes", []):
+        if holds(rule, count) and not (mixture and rule.get("dense")):
+            values |= rule
+    return values | models()["models"][model].get("changes", {}).get(method, {})
+
+
+def common(model: str) -> dict[str, str]:
     """What templates read of a model."""
-    folder, family = f"/tmp/{row['repo'].rpartition('/')[2]}", model.split("/")[0]
-    return {"title": row["title"], "repo": row["repo"], "dir": folder, "family": family, "builder": row["builder"]}
+    row = models()["models"][model]
+    family, _, size = model.partition("/")
+    title = row.get("title") or f"{models()['families'][family]['title']} {size.replace('_', '-')}"
+    lines = [f"\n  {name}: {value}" for name, value in row.get("arguments", {}).items()]
+    return {
+        "title": title,
+        "repo": row["repo"],
+        "dir": f"/tmp/{row['repo'].rpartition('/')[2]}",
+        "family": family,
+        "builder": builder(model),
+        "arguments": "".join(lines),
+    }
 
 
-def render(
-    recipe: str, name: str, model: str, row: dict[str, Any], tokenizers: dict[str, str], template: str, **values: Any
-) -> str:
+def chosen(text: str, parts: Iterable[str]) -> str:
+    """A template without the parts that a config does not have: #if PART or #if not PART, then #else, then #end."""
+    lines, open_ = [], [True]
+    for line in text.splitlines(keepends=True):
+        match line.split():
+            case ["#if", "not", part]:
+                open_.append(part not in parts)
+            case ["#if", part]:
+                open_.append(part in parts)
+            case ["#else"]:
+                open_[-1] = not open_[-1]
+            case ["#end"]:
+                open_.pop()
+            case _ if all(open_):
+                lines.append(line)
+    return "".join(lines)
+
+
+def render(name: str, model: str, method: str, teacher: str | None = None, **changes: Any) -> str:
     """The text of one config."""
-    shared = common(model, row)
-    # a name is followed by more letters in "@family_tokenizer"
-    tokenizer = tokenizers[row["tokenizer"]].replace("@family_tokenizer", f"{shared['family']}_tokenizer")
-    filled = textwrap.indent(Template(tokenizer).substitute(shared).rstrip(), "  ")
-    text = (SOURCES / f"{template}.yaml").read_text()
-    shown = ALWAYS_SHOWN | {row["shows"]} if "shows" in row else ALWAYS_SHOWN
-    return without_defaults(Template(text).substitute(shared, name=name, tokenizer=filled, **values), recipe, shown)
+    values = values_of(model, method) | changes
+    row, shared = models()["models"][model], common(model)
+    parts = {*values.get("is", []), *row.get("is", [])} | ({"experts"} if size_and_kind(model)[1] else set())
+    devices = "devices" in parts
+    values |= {
+        "name": name,
+        "where": "several devices" if devices else "one device",
+        "run": f"tune run --nproc-per-node {values['processes']}" if devices else "tune run",
+        "trained": "adapters of " if "adapters" in parts else "",
+    }
+    if teacher:
+        values |= {f"teacher_{key}": value for key, value in common(teacher).items()}
+    tokenizer = models()["families"].get(shared["family"], {}).get("tokenizer", "hf")
+    filled = Template((SOURCES / "tokenizers" / f"{tokenizer}.yaml").read_text()).substitute(shared)
+    text = chosen((SOURCES / f"{values['template']}.yaml").read_text(), parts)
+    text = Template(text).substitute(shared | values, tokenizer=textwrap.indent(filled.rstrip(), "  "))
+    return without_defaults(text, values["recipe"])
 
 
 @functools.cache
 def default_settings(recipe: str) -> dict[str, Any]:
-    """Setting -> default, read from the text of the recipe: importing it would load torch."""
-    tree = ast.parse((RECIPES / f"{recipe}.py").read_text(encoding="utf-8"))
+    """Setting -> default, read from the text of the recipe."""
+    tree = ast.parse(find_recipe(recipe).read_text(encoding="utf-8"))
     (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
     fields = (node for node in settings.body if isinstance(node, ast.AnnAssign) and node.value is not None)
     constants = (node for node in fields if isinstance(node.value, ast.Constant | ast.UnaryOp))
     return {node.target.id: ast.literal_eval(node.value) for node in constants}
 
 
-def without_defaults(text: str, recipe: str, shown: set[str]) -> str:
-    """The config without the settings that repeat their default, but for those that are ``shown``."""
+def without_defaults(text: str, recipe: str) -> str:
+    """The config without the settings that repeat their default, but for those that are always shown."""
     defaults = default_settings(recipe)
-    values = yaml.safe_load(text)
-    repeated = {name for name in defaults.keys() & values.keys() - shown if values[name] == defaults[name]}
+    values = yaml.load(text, yaml.CSafeLoader)
+    repeated = {name for name in defaults.keys() & values.keys() - ALWAYS_SHOWN if values[name] == defaults[name]}
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if line.partition(":")[0] not in repeated)
 
 
-def with_quantized(variants: list[dict[str, Any]], defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """The variants of a row, and for a recipe that has one, the first of them again with a quantised base."""
-    quantized = defaults.get("quantized")
-    if not variants or quantized is None:
-        return variants
-    return [*(variant for variant in variants if "only" not in variant), {**variants[0], **quantized}]
-
-
 def configs() -> Iterator[tuple[str, str]]:
     """(name, text) of every config."""
-    table = yaml.load((SOURCES / "models.yaml").read_text(), Loader=yaml.BaseLoader)
-    for model, row in table["models"].items():
-        for recipe, defaults in table["recipes"].items():
-            for changes in with_quantized(row.get(recipe, []), defaults):
-                # the loader that keeps numbers as they are written does not merge
-                shared = changes.get("<<", {})
-                values = {**defaults, **shared, **{key: value for key, value in changes.items() if key != "<<"}}
-                name = f"{values.pop('name', model)}_{values.pop('suffix')}"
-                if "teacher" in values:
-                    teacher = values.pop("teacher")
-                    values |= {
-                        f"teacher_{key}": value for key, value in common(teacher, table["models"][teacher]).items()
-                    }
-                yield name, render(recipe, name, model, row, table["tokenizers"], recipe, **values)
-    for name, entry in table["single"].items():
-        model = entry["model"]
-        recipe, template = entry["recipe"], entry.get("template", entry["recipe"])
-        yield name, render(recipe, name, model, table["models"][model], table["tokenizers"], template)
+    for model in models()["models"]:
+        for method in methods_of(model):
+            name = f"{model}_{method}"
+            yield name, render(name, model, method)
+    for name, entry in models()["named"].items():
+        yield name, render(name, entry["model"], entry["method"], entry.get("teacher"), **entry.get("changes", {}))
 
 
 def main() -> int:

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import functools
 import importlib
 import sys
 from collections import defaultdict
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "model_table.txt"
 
 
+@functools.cache
 def parameters(d: Description, spec: ModelSpec) -> int:
     """Parameters of a model, counted on the meta device; of layers that are all alike, on two models of few layers."""
 

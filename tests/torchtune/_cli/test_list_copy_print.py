@@ -50,7 +50,7 @@ def test_the_registry_is_what_lies_in_the_folder() -> None:
         for c in r.configs
         if c.name.startswith("qwen2_5/") and c.name.endswith("B_lora_single_device")
     ]
-    assert [name.split("/")[1].split("B")[0] for name in sizes] == ["0.5", "1.5", "3", "7", "14", "32"]
+    assert [name.split("/")[1].split("B")[0] for name in sizes] == ["0.5", "1.5", "3", "7", "14"]
 
 
 def test_a_config_is_found_for_its_recipe_first() -> None:
