@@ -310,7 +310,7 @@ def test_recipes_travel_inside_the_wheel(installed: Path, tmp_path: Path) -> Non
     )
     assert str(installed) in where.stdout
     assert (installed / "torchtune" / "py.typed").exists()
-    shown = tune("ls")
+    shown = tune("ls", "--all")
     shipped = {path.relative_to(ROOT / "recipes").as_posix() for path in (ROOT / "recipes").rglob("*.yaml")}
     assert {
         path.relative_to(installed / "recipes").as_posix() for path in (installed / "recipes").rglob("*.yaml")

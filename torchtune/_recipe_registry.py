@@ -32,6 +32,16 @@ class Config:
         """The file itself."""
         return CONFIGS / self.file_path
 
+    @property
+    def family(self) -> str:
+        """The family of its model, or nothing if it stands beside the families."""
+        return self.name.rpartition("/")[0]
+
+    @property
+    def order(self) -> list[tuple[bool, float, str]]:
+        """What sorts configs as people do."""
+        return _natural(self.name)
+
 
 @dataclass
 class Recipe:
@@ -45,6 +55,17 @@ class Recipe:
     def path(self) -> Path:
         """The file itself."""
         return ROOT / self.file_path
+
+    @property
+    def sentence(self) -> str:
+        """The first sentence of its docstring."""
+        text = self.path.read_text(encoding="utf-8").lstrip().removeprefix('"""')
+        return " ".join(re.split(r"\.\s|\"\"\"", text, maxsplit=1)[0].split())
+
+    @property
+    def former_names(self) -> list[str]:
+        """Names that older commands and configs call it by."""
+        return [former for former, name in _FORMER.items() if name == self.name]
 
     @property
     def groups(self) -> frozenset[str]:
@@ -63,7 +84,8 @@ class Recipe:
 
 
 def _natural(name: str) -> list[tuple[bool, float, str]]:
-    """Order names as people do: ``0.5B`` before ``3B`` before ``14B``."""
+    """Order names as people do: ``135M`` before ``0.5B`` before ``3B`` before ``14B``."""
+    name = re.sub(r"(\d+)M(?=_)", lambda found: f"{int(found[1]) / 1000}B", name)
     parts = re.split(r"(\d+(?:\.\d+)?)", name)
     return [(False, float(part), "") if i % 2 else (True, 0.0, part) for i, part in enumerate(parts)]
 
@@ -102,7 +124,7 @@ def _scan() -> tuple[Recipe, ...]:
         if recipe in recipes:
             recipes[recipe].configs.append(Config(file_path.removesuffix(".yaml"), file_path))
     for recipe in recipes.values():
-        recipe.configs.sort(key=lambda config: _natural(config.name))
+        recipe.configs.sort(key=lambda config: config.order)
     return tuple(sorted(recipes.values(), key=lambda recipe: (recipe.name.startswith("dev/"), recipe.name)))
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtune._cli._words import nearest_to
 from torchtune._recipe_registry import current_name, find_config, find_recipe, get_all_recipes, recipe_of
+from torchtune.config._errors import did_you_mean
 from torchtune.utils import UserError
 
 
@@ -48,14 +50,6 @@ class RecipeTarget:
         return main
 
 
-def _nearest(name: str, kind: str) -> str:
-    from torchtune.config._errors import did_you_mean
-
-    recipes = get_all_recipes()
-    names = [r.name for r in recipes] if kind == "recipe" else [c.name for r in recipes for c in r.configs]
-    return did_you_mean(name, names).removeprefix("; ")
-
-
 def resolve_recipe(name: str) -> RecipeTarget:
     """The recipe called ``name``: a shipped one, a file, or a dotted module on the path (the cwd included).
 
@@ -78,7 +72,8 @@ def resolve_recipe(name: str) -> RecipeTarget:
             found = None
         if found is not None and len(parts) > 1:
             return RecipeTarget(name, module=name)
-    hint = _nearest(name, "recipe") or "`tune ls` shows all recipes; a recipe of yours is given by its path."
+    hint = did_you_mean(name, (recipe.name for recipe in get_all_recipes())).removeprefix("; ")
+    hint = hint or "`tune ls` shows all recipes; a recipe of yours is given by its path."
     raise UserError(f"there is no recipe '{name}': {hint}")
 
 
@@ -93,7 +88,7 @@ def resolve_config(name: str, recipe: str | None = None) -> Path:
         return path
     if Path(name).is_file():
         return Path(name)
-    hint = _nearest(name, "config") or "`tune ls` shows all configs; a config of yours is given by its path."
+    hint = nearest_to(name) or "`tune ls --all` shows all configs; a config of yours is given by its path."
     raise UserError(f"there is no config '{name}': {hint}")
 
 

@@ -4,6 +4,7 @@ import argparse
 import textwrap
 from pathlib import Path
 
+from torchtune._cli._words import nearest_to
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import find_config, find_recipe
 
@@ -50,7 +51,8 @@ class Cat(Subcommand):
             path = Path(name)
             if path.suffix.lower() not in (".yaml", ".yml"):
                 self._parser.error(
-                    f"Invalid config format: '{name}'. Must be YAML (.yaml/.yml), or a name of `tune ls`."
+                    f"Invalid config format: '{name}'. Must be YAML (.yaml/.yml), or a name of `tune ls`: "
+                    + (nearest_to(name) or "`tune ls --all` shows all.")
                 )
             if not path.is_file():
                 self._parser.error(f"Config '{name}' not found.")

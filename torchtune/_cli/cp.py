@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
+from torchtune._cli._words import nearest_to
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import find_config, find_recipe
 from torchtune.utils import atomic_write
@@ -79,7 +80,10 @@ class Copy(Subcommand):
     def _cp_cmd(self, args: argparse.Namespace) -> None:
         source = find_recipe(args.file) or find_config(args.file)
         if source is None:
-            self._parser.error(f"Invalid file name: {args.file}. Try `tune ls` to see all available files to copy.")
+            hint = f": {nearest_to(args.file)}".rstrip(": ") or "."
+            self._parser.error(
+                f"Invalid file name: {args.file}. Try `tune ls` to see all available files to copy{hint}"
+            )
         destination = destination_of(source, args.destination)
         if args.no_clobber and destination.exists():
             print(f"File already exists at {destination.absolute()}, not overwriting.")

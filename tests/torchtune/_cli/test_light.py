@@ -21,6 +21,8 @@ HEAVY = (
 COMMANDS = {
     "help": ["--help"],
     "ls": ["ls"],
+    "ls all": ["ls", "--all"],
+    "ls words": ["ls", "qwen3", "8B", "lora", "single_device"],
     "cat": ["cat", "llama3_2/1B_lora_single_device"],
     "cp": ["cp", "lora_finetune_single_device", "mine.py"],
     "run help": ["run", "--help"],

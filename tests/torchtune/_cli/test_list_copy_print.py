@@ -1,4 +1,4 @@
-"""tune ls, cp, cat and the top level."""
+"""tune cp, cat and the top level."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +23,6 @@ def test_an_unknown_subcommand_is_an_error(tune: Callable) -> None:
     result = tune("jump")
     assert result.code == 2
     assert "invalid choice" in result.err
-
-
-def test_ls_shows_every_recipe_once_and_every_config(tune: Callable) -> None:
-    lines = tune("ls").out.splitlines()
-    assert lines[0] == f"{'RECIPE':<40} {'CONFIG':<40}"
-    rows = [(line[:40].strip(), line[41:].strip()) for line in lines[1:]]
-    recipes = [recipe.name for recipe in get_all_recipes()]
-    assert [name for name, _ in rows if name] == recipes
-    configs = [[config.name for config in recipe.configs] or ["<>"] for recipe in get_all_recipes()]
-    assert [name for _, name in rows] == [name for names in configs for name in names]
 
 
 def test_the_registry_is_what_lies_in_the_folder() -> None:
@@ -126,6 +116,7 @@ def test_cp_of_something_unknown(tune: Callable) -> None:
     result = tune("cp", "nothing", "x")
     assert result.code == 2
     assert "Invalid file name: nothing. Try `tune ls`" in result.err
+    assert "'llama3_2/1B_lora_single_device'" in tune("cp", "llama3_2/1B_lora_single", "x").err
 
 
 def test_cat_prints_the_file(tune: Callable, tmp_path: Path) -> None:
@@ -144,6 +135,7 @@ def test_cat_of_what_is_no_config(tune: Callable, tmp_path: Path) -> None:
     recipe = tune("cat", RECIPE)
     assert (recipe.code, recipe.out) == (0, f"'{RECIPE}' is a recipe, not a config. Please use a config name.\n")
     assert "Invalid config format: 'nothing'. Must be YAML" in tune("cat", "nothing").err
+    assert "the nearest are 'llama3_2/1B_lora_single_device', " in tune("cat", "llama3_2/1B_lora_single").err
     assert "Config 'nothing.yaml' not found." in tune("cat", "nothing.yaml").err
     (tmp_path / "broken.yaml").write_text("a: [1")
     broken = tune("cat", str(tmp_path / "broken.yaml"))
@@ -197,7 +189,7 @@ def test_a_former_name_means_the_recipe_of_now() -> None:
 
 
 def test_unknown_arguments_show_the_usage_of_their_command(tune: Callable) -> None:
-    for command, prog in ((("ls", "qwen3"), "tune ls"), (("data", "show", "--config", CONFIG), "tune data show")):
+    for command, prog in ((("ls", "--qwen3"), "tune ls"), (("data", "show", "--config", CONFIG), "tune data show")):
         result = tune(*command)
         assert result.code == 2
         assert f"usage: {prog}" in result.err

@@ -1,0 +1,147 @@
+"""tune ls, and what a name that is no config is answered with."""
+
+from collections.abc import Callable
+
+import pytest
+
+import torchtune._recipe_registry
+from torchtune._cli._words import families
+from torchtune._cli.ls import List, overview
+from torchtune._recipe_registry import Recipe, get_all_recipes
+
+
+def listed(out: str) -> list[str]:
+    """Names of the configs in the output of ``tune ls WORDS``."""
+    return [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+
+
+def test_all_shows_every_recipe_once_and_every_config(tune: Callable) -> None:
+    lines = tune("ls", "--all").out.splitlines()
+    assert lines[0] == f"{'RECIPE':<40} {'CONFIG':<40}"
+    rows = [(line[:40].strip(), line[41:].strip()) for line in lines[1:]]
+    recipes = [recipe.name for recipe in get_all_recipes()]
+    assert [name for name, _ in rows if name] == recipes
+    configs = [[config.name for config in recipe.configs] or [List.NULL_VALUE] for recipe in get_all_recipes()]
+    assert [name for _, name in rows] == [name for names in configs for name in names]
+
+
+def test_without_words_a_screen_names_all_recipes_and_families(tune: Callable) -> None:
+    lines = tune("ls").out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    names = {line.split()[0] for line in lines if line.startswith("  ")}
+    for recipe in get_all_recipes():
+        stem = recipe.name.removesuffix("_single_device").removesuffix("_distributed")
+        assert names & {recipe.name, f"{stem}_*"}
+    assert all(f" {family}:{count}" in " ".join(lines) for family, count in families().items())
+    assert "  generate                        Generate text with a model: an answer to a prompt" in lines
+    assert "tune ls --all" in tune("ls").out
+
+
+def test_a_screen_is_enough_for_recipes_with_former_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = ("single_device", "distributed")
+    former = {
+        f"{kind}_{method}_{device}": method
+        for kind in ("lora", "full")
+        for method in ("dpo", "grpo")
+        for device in devices
+    }
+    former |= {f"qat_{device}": f"full_finetune_{device}" for device in devices}
+    former |= {f"qat_lora_finetune_{device}": f"lora_finetune_{device}" for device in devices}
+    former |= {f"knowledge_distillation_{device}": "knowledge_distillation" for device in devices}
+    former |= {"ppo_full_finetune_single_device": "ppo", "dev/generate_v2": "generate"}
+    monkeypatch.setattr(torchtune._recipe_registry, "_FORMER", former)
+    files = {recipe.name: recipe for recipe in get_all_recipes()}
+    merged = [Recipe(former.get(name, name), recipe.file_path, recipe.configs) for name, recipe in files.items()]
+    merged = list({recipe.name: recipe for recipe in merged if not recipe.name.endswith(("_v2",))}.values())
+    monkeypatch.setattr("torchtune._cli.ls.get_all_recipes", lambda: merged)
+    lines = overview()
+    assert len(lines) <= 24
+    assert any(line.split() == ["also", "lora_dpo_*,", "full_dpo_*"] for line in lines)
+    assert any(line.split() == ["also", "qat_*"] for line in lines)
+
+
+def test_all_words_must_describe_a_config_whatever_their_case(tune: Callable) -> None:
+    assert listed(tune("ls", "QWEN3", "8b", "lora").out) == [
+        "qwen3/8B_lora",
+        "qwen3/8B_lora_single_device",
+        "qwen3/14B_to_8B_KD_lora_single_device",
+    ]
+    assert listed(tune("ls", "qwen3/8B", "qlora").out) == ["qwen3/8B_qlora_single_device"]
+    assert listed(tune("ls", "qwen2.5", "7B", "full", "distributed").out) == ["qwen2_5/7B_full"]
+    assert listed(tune("ls", "mistral/7B", "full", "single_device").out) == [
+        "mistral/7B_full_low_memory",
+        "mistral/7B_full_ppo_low_memory",
+        "mistral/7B_v0.3_full_single_device",
+    ]
+    assert listed(tune("ls", "llama3", "dora").out) == ["llama3/8B_dora", "llama3/8B_dora_single_device"]
+    every = {config.name for recipe in get_all_recipes() for config in recipe.configs}
+    alone, many = (set(listed(tune("ls", device).out)) for device in ("single_device", "distributed"))
+    assert alone | many == every
+    assert not alone & many
+    assert "qat" in families() or all("_qat_" in name for name in listed(tune("ls", "qat").out))
+
+
+def test_families_have_headings_and_sizes_their_order(tune: Callable) -> None:
+    lines = tune("ls", "smol", "full_single_device").out.splitlines()
+    assert lines[0] == "smol"
+    assert listed("\n".join(lines)) == [f"smol/{size}_full_single_device" for size in ("135M", "360M", "1.7B")]
+    lines = tune("ls", "qwen", "full").out.splitlines()
+    assert [line for line in lines[:-1] if not line.startswith("  ") and ":" not in line] == [
+        "qwen2",
+        "qwen2_5",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_moe",
+    ]
+    every = sum(len(recipe.configs) for recipe in get_all_recipes())
+    assert lines[-1] == f"{len(listed(chr(10).join(lines)))} of {every} configs. To run one: tune run --config NAME"
+
+
+def test_a_recipe_is_a_word_by_its_names_of_now_and_before(tune: Callable) -> None:
+    now, before = tune("ls", "full_grpo_distributed"), tune("ls", "dev/grpo_full_finetune_distributed")
+    assert now.out == before.out
+    assert listed(now.out) == ["qwen3/4B_full_grpo"]
+    assert "\nfull_grpo_distributed: also dev/grpo_full_finetune_distributed\n" in now.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["qwn3"], "error: no config is 'qwn3'; did you mean 'qwen3'?\n"),
+        (["qwen3", "qlra"], "error: no config is 'qlra'; did you mean 'qlora'?\n"),
+        (
+            ["xyzzy"],
+            "error: no config is 'xyzzy'; `tune ls` shows the families, for example `tune ls qwen3 8B lora`.\n",
+        ),
+        (["qwen3", "405B"], "error: no config is all of qwen3, 405B: leave a word out.\n"),
+    ],
+)
+def test_words_that_describe_nothing_are_one_sentence(tune: Callable, words: list[str], message: str) -> None:
+    result = tune("ls", *words)
+    assert (result.code, result.out, result.err) == (2, "", message)
+
+
+def test_all_takes_no_words(tune: Callable) -> None:
+    result = tune("ls", "--all", "qwen3")
+    assert result.code == 2
+    assert "--all lists every config: leave it out, or the words" in result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("qwen3/8B_qlora", ["qwen3/8B_qlora_single_device", "qwen3/8B_lora"]),
+        ("qwen2_5/32B_full", ["qwen2_5/32B_lora"]),
+        ("gemma3/27B_full", ["gemma3/27B_lora_single_device", "gemma3/12B_full"]),
+        ("deepseek_v3/671B_lora", ["deepseek_v3/671B_qlora"]),
+        ("lama3_1/8B_full", ["llama3_1/8B_full"]),
+        ("qwen3/8B_fulll", ["did you mean 'qwen3/8B_full'?"]),
+    ],
+)
+def test_a_name_that_is_no_config_is_answered_with_the_nearest(tune: Callable, name: str, nearest: list[str]) -> None:
+    result = tune("run", "--config", name)
+    assert result.code == 2
+    assert result.err.startswith(f"error: there is no config '{name}': ")
+    assert len(result.err.splitlines()) == 1
+    assert all(other in result.err for other in nearest)
