@@ -31,7 +31,7 @@ ROOM_BUDGET = {
     "torchtune/config": 20_800,
     "torchtune/data": 16_900,
     "torchtune/generation": 13_000,
-    "torchtune/_cli": 13_400,
+    "torchtune/_cli": 14_700,
     "torchtune/utils": 8_500,
     "torchtune/evaluation": 7_000,
     "torchtune/_facade": 2_600,

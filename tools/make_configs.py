@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import yaml
-
 from make_model_table import parameters
+
 from torchtune._recipe_registry import find_recipe
 from torchtune.models import get_spec
 

@@ -1,6 +1,5 @@
 """Find configs by words, as ``tune ls qwen3 8B lora`` does, and the nearest to a name that is none."""
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -10,7 +9,6 @@ from torchtune.config._errors import did_you_mean
 
 # Words of a recipe's name that its configs say themselves, and say better: QLoRA is trained by a recipe for LoRA.
 _SAID_BY_CONFIGS = {"full", "lora", "single", "device", "distributed"}
-NEAREST = 3
 
 
 def device_of(config: Config, recipe: Recipe) -> str:
@@ -41,33 +39,25 @@ def find(words: Iterable[str]) -> list[tuple[Config, Recipe]]:
 def vocabulary() -> set[str]:
     """Words that describe some config."""
     pairs = [(config, recipe) for recipe in get_all_recipes() for config in recipe.configs]
-    words = {word for pair in pairs for word in _text(*pair).strip("_").split("_")}
-    return {*words, *families(), "single_device", *(name for _, recipe in pairs for name in _names(recipe))}
-
-
-def nearest_configs(name: str) -> list[str]:
-    """Names of the configs of the same family that share most with ``name``: its size first, then its method."""
-    family, _, rest = name.rpartition("/")
-    words = set(rest.lower().split("_"))
-
-    def rank(other: str) -> tuple[int, int, float]:
-        others = set(other.rpartition("/")[2].lower().split("_"))
-        shared = sum(2 if re.search(r"\d", word) else 1 for word in words & others)
-        return -shared, len(others - words), -difflib.SequenceMatcher(None, name, other).ratio()
-
-    same = [config.name for recipe in get_all_recipes() for config in recipe.configs if config.family == family]
-    return sorted(same, key=rank)[:NEAREST] if family else []
+    return {*families(), "single_device", *(word for pair in pairs for word in _text(*pair).split("_") if word)}
 
 
 def nearest_to(name: str) -> str:
-    """What to say of a name that is no config: the one that was mistyped, or the nearest; nothing if none is near."""
-    known = set(name.rpartition("/")[2].lower().split("_")) <= vocabulary()
-    *others, last = [f"'{other}'" for other in nearest_configs(name) if known] or [""]
-    if not last:
-        names = (config.name for recipe in get_all_recipes() for config in recipe.configs)
-        return did_you_mean(name, names).removeprefix("; ")
-    listed = f"the nearest are {', '.join(others)} and {last}" if others else f"the nearest is {last}"
-    return f"{listed}; with overrides they run any model and method (docs/configs.rst)."
+    """What to say of a name that is no config: the one that was mistyped, or the nearest of its family, or nothing."""
+    family, _, rest = name.rpartition("/")
+    words = set(rest.lower().split("_"))
+    names = [config.name for recipe in get_all_recipes() for config in recipe.configs]
+
+    def rank(other: str) -> tuple[int, int]:
+        others = set(other.rpartition("/")[2].lower().split("_"))
+        # a size counts more than a method
+        return -sum(1 + word[0].isdigit() for word in words & others), len(others - words)
+
+    same = [other for other in names if other.startswith(f"{family}/")]
+    if same and words <= vocabulary():
+        nearest = ", ".join(map(repr, sorted(same, key=rank)[:3]))
+        return f"nearest are {nearest}; with overrides they run any model and method (docs/configs.rst)."
+    return did_you_mean(name, names).removeprefix("; ")
 
 
 def _names(recipe: Recipe) -> list[str]:

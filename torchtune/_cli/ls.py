@@ -4,16 +4,15 @@ import argparse
 import itertools
 import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from torchtune._cli._words import families, find, vocabulary
 from torchtune._cli.subcommand import Subcommand
-from torchtune._recipe_registry import Recipe, get_all_recipes
+from torchtune._recipe_registry import get_all_recipes
 from torchtune.config._errors import did_you_mean
 from torchtune.utils import UserError
 
 _WIDTH = 100
-_ENDINGS = ("_single_device", "_distributed")
 
 
 class List(Subcommand):
@@ -86,41 +85,29 @@ class List(Subcommand):
 def overview() -> list[str]:
     """The recipes and the families, on a screen."""
     recipes = {recipe.name: recipe for recipe in get_all_recipes()}
-    names = _starred(recipes)
-    column = max(map(len, names))
+    groups = _by_device(recipes)
+    column = max(map(len, groups))
     lines = ["RECIPES (*: single_device or distributed); tune cp NAME copies one"]
-    for name in names:
-        meant = [recipes[full] for full in _meant(name)]
-        former = [old for recipe in meant for old in recipe.former_names]
-        texts = [_trains(meant[0], _WIDTH - column - 3)]
+
+    def row(left: str, text: str) -> None:
+        lines.append(f"  {left:<{column}} {textwrap.shorten(text, _WIDTH - column - 3, placeholder=' …')}")
+
+    for name, meant in groups.items():
+        row(name, re.sub(" on (one device|several devices)|`", "", recipes[meant[-1]].sentence))
+        former = [old for full in meant for old in recipes[full].former_names]
         if former:
-            texts.append(textwrap.shorten(f"also {', '.join(_starred(former))}", _WIDTH - column - 3, placeholder=" …"))
-        lines += [f"  {left:<{column}} {text}" for left, text in zip([name, ""], texts, strict=False)]
+            row("", f"also {', '.join(_by_device(former))}")
     lines.append("FAMILIES and their configs; tune ls qwen3 8B lora lists some, tune ls --all lists everything")
     counts = " ".join(f"{family}:{count}" for family, count in families().items())
-    return lines + textwrap.wrap(counts, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return lines + textwrap.wrap(counts, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
-def _meant(name: str) -> list[str]:
-    return [name.replace("_*", ending) for ending in _ENDINGS] if name.endswith("_*") else [name]
-
-
-def _starred(names: Collection[str]) -> list[str]:
-    """Names, of which two that differ in the device are one."""
-    kept = []
+def _by_device(names: Iterable[str]) -> dict[str, list[str]]:
+    """What to call names, of which those that differ in the device are one -> the names."""
+    groups: dict[str, list[str]] = {}
     for name in names:
-        stem = name.removesuffix(_ENDINGS[0]).removesuffix(_ENDINGS[1])
-        both = stem != name and all(stem + ending in names for ending in _ENDINGS)
-        kept.append(f"{stem}_*" if both else name)
-    return list(dict.fromkeys(kept))
-
-
-def _trains(recipe: Recipe, width: int) -> str:
-    """What a recipe trains: the first sentence of its docstring, or as many clauses of it as fit."""
-    sentence = recipe.sentence.replace(" on one device", "").replace(" on several devices", "").replace("``", "")
-    clauses = [sentence[: found.start()] for found in re.finditer(r"[,:;] | \(", sentence)]
-    fitting = [text for text in [*clauses, sentence] if len(text) <= width and text.count("(") == text.count(")")]
-    return fitting[-1] if fitting else textwrap.shorten(sentence, width, placeholder=" …")
+        groups.setdefault(re.sub("_(single_device|distributed)$", "", name), []).append(name)
+    return {f"{stem}_*" if len(group) > 1 else group[0]: group for stem, group in groups.items()}
 
 
 def _nothing(words: list[str]) -> str:

@@ -135,7 +135,7 @@ def test_cat_of_what_is_no_config(tune: Callable, tmp_path: Path) -> None:
     recipe = tune("cat", RECIPE)
     assert (recipe.code, recipe.out) == (0, f"'{RECIPE}' is a recipe, not a config. Please use a config name.\n")
     assert "Invalid config format: 'nothing'. Must be YAML" in tune("cat", "nothing").err
-    assert "the nearest are 'llama3_2/1B_lora_single_device', " in tune("cat", "llama3_2/1B_lora_single").err
+    assert "nearest are 'llama3_2/1B_lora_single_device', " in tune("cat", "llama3_2/1B_lora_single").err
     assert "Config 'nothing.yaml' not found." in tune("cat", "nothing.yaml").err
     (tmp_path / "broken.yaml").write_text("a: [1")
     broken = tune("cat", str(tmp_path / "broken.yaml"))

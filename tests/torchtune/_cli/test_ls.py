@@ -1,5 +1,7 @@
 """tune ls, and what a name that is no config is answered with."""
 
+import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 import torchtune._recipe_registry
 from torchtune._cli._words import families
 from torchtune._cli.ls import List, overview
-from torchtune._recipe_registry import Recipe, get_all_recipes
+from torchtune._recipe_registry import get_all_recipes
 
 
 def listed(out: str) -> list[str]:
@@ -34,31 +36,18 @@ def test_without_words_a_screen_names_all_recipes_and_families(tune: Callable) -
         stem = recipe.name.removesuffix("_single_device").removesuffix("_distributed")
         assert names & {recipe.name, f"{stem}_*"}
     assert all(f" {family}:{count}" in " ".join(lines) for family, count in families().items())
-    assert "  generate                        Generate text with a model: an answer to a prompt" in lines
+    assert any(re.match(r"  lora_finetune_\* +LoRA fine-tuning of a decoder: the weights stay", line) for line in lines)
     assert "tune ls --all" in tune("ls").out
 
 
-def test_a_screen_is_enough_for_recipes_with_former_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = ("single_device", "distributed")
-    former = {
-        f"{kind}_{method}_{device}": method
-        for kind in ("lora", "full")
-        for method in ("dpo", "grpo")
-        for device in devices
-    }
-    former |= {f"qat_{device}": f"full_finetune_{device}" for device in devices}
-    former |= {f"qat_lora_finetune_{device}": f"lora_finetune_{device}" for device in devices}
-    former |= {f"knowledge_distillation_{device}": "knowledge_distillation" for device in devices}
-    former |= {"ppo_full_finetune_single_device": "ppo", "dev/generate_v2": "generate"}
+def test_former_names_stand_below_their_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = ["lora_dpo_single_device", "lora_dpo_distributed", "full_dpo_single_device", "full_dpo_distributed"]
+    former = dict.fromkeys(pairs, "generate") | {"qat": "quantize"}
     monkeypatch.setattr(torchtune._recipe_registry, "_FORMER", former)
-    files = {recipe.name: recipe for recipe in get_all_recipes()}
-    merged = [Recipe(former.get(name, name), recipe.file_path, recipe.configs) for name, recipe in files.items()]
-    merged = list({recipe.name: recipe for recipe in merged if not recipe.name.endswith(("_v2",))}.values())
-    monkeypatch.setattr("torchtune._cli.ls.get_all_recipes", lambda: merged)
     lines = overview()
-    assert len(lines) <= 24
-    assert any(line.split() == ["also", "lora_dpo_*,", "full_dpo_*"] for line in lines)
-    assert any(line.split() == ["also", "qat_*"] for line in lines)
+    below = {line.split()[0]: after.split() for line, after in itertools.pairwise(lines)}
+    assert below["generate"] == ["also", "lora_dpo_*,", "full_dpo_*"]
+    assert below["quantize"] == ["also", "qat"]
 
 
 def test_all_words_must_describe_a_config_whatever_their_case(tune: Callable) -> None:
@@ -99,10 +88,13 @@ def test_families_have_headings_and_sizes_their_order(tune: Callable) -> None:
 
 
 def test_a_recipe_is_a_word_by_its_names_of_now_and_before(tune: Callable) -> None:
-    now, before = tune("ls", "full_grpo_distributed"), tune("ls", "dev/grpo_full_finetune_distributed")
-    assert now.out == before.out
-    assert listed(now.out) == ["qwen3/4B_full_grpo"]
-    assert "\nfull_grpo_distributed: also dev/grpo_full_finetune_distributed\n" in now.out
+    renamed = [recipe for recipe in get_all_recipes() if recipe.former_names and recipe.configs]
+    assert renamed
+    for recipe in renamed:
+        now = tune("ls", recipe.name)
+        assert {config.name for config in recipe.configs} <= set(listed(now.out))
+        assert f"\n{recipe.name}: also {', '.join(recipe.former_names)}\n" in now.out
+        assert all(f"\n{recipe.name}: also" in tune("ls", name).out for name in recipe.former_names)
 
 
 @pytest.mark.parametrize(
