@@ -155,11 +155,6 @@ _FORMER = {
 }
 
 
-def former_names(name: str) -> list[str]:
-    """The names that a recipe had in earlier releases."""
-    return [former for former, current in _FORMER.items() if current == name]
-
-
 def current_name(name: str) -> str:
     """The name that a recipe has now."""
     return _FORMER.get(name, name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.recipe_table import RecipeTableError, groups, recipe_files, recipes_in, table
-from torchtune._recipe_registry import former_names, get_all_recipes
+from torchtune._recipe_registry import get_all_recipes
 
 ROOT = Path(__file__).parents[2]
 FILES = recipe_files()
@@ -112,7 +112,7 @@ def test_recipes_of_the_same_groups_would_be_one_method() -> None:
 
 def test_former_names_lead_to_recipes() -> None:
     found = {recipe.name for recipe in get_all_recipes()}
-    former = {name: recipe for recipe in found for name in former_names(recipe)}
+    former = {name: recipe.name for recipe in get_all_recipes() for name in recipe.former_names}
     assert len(former) >= 17
     assert not former.keys() & found
     assert former["lora_dpo_single_device"] == "dpo"
