@@ -18,6 +18,8 @@ def checkpoint_of(model: str) -> str:
         UserError: it has no complete checkpoint.
     """
     folder = Path(model).expanduser()
+    if not folder.exists() and folder.is_absolute():  # what else is no folder may be a name on the hub
+        raise UserError(f"there is no {folder}: give the folder of a model, a checkpoint or a run.")
     if not (folder / _SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint has one of its own
         return model
     saved, best = complete_directories(folder), best_checkpoint(folder)
