@@ -183,9 +183,9 @@ def test_a_token_is_not_quoted(tune: Callable, tmp_path: Path, monkeypatch: pyte
 def test_a_former_name_means_the_recipe_of_now() -> None:
     from torchtune._cli._target import resolve_recipe
 
-    assert resolve_recipe("dev/grpo_full_finetune_distributed").name == "full_grpo_distributed"
+    assert resolve_recipe("dev/grpo_full_finetune_distributed").name == "grpo"
     assert resolve_recipe("dev/generate_v2").name == "generate"
-    assert find_recipe("dev/grpo_full_finetune_distributed") == find_recipe("full_grpo_distributed") is not None
+    assert find_recipe("dev/grpo_full_finetune_distributed") == find_recipe("grpo") is not None
 
 
 def test_unknown_arguments_show_the_usage_of_their_command(tune: Callable) -> None:
