@@ -30,12 +30,17 @@ def test_packing_changes_nothing(name: str, tmp_path: Path) -> None:
         pytest.param({"loss__num_output_chunks": 64}, id="many-chunks"),
         pytest.param({"enable_activation_checkpointing": True}, id="activation-checkpointing"),
         pytest.param({"optimizer_in_bwd": True}, id="optimizer-in-backward"),
-        pytest.param({"compile": True}, id="compile", marks=pytest.mark.slow),
         pytest.param({"log_every_n_steps": 1, "log_peak_memory_stats": False}, id="logging"),
     ],
 )
 def test_setting_changes_nothing(name: str, tmp_path: Path, settings: dict) -> None:
     checks.setting_changes_nothing(name, tmp_path, settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora_finetune_distributed"], indirect=True)
+def test_compilation_changes_nothing(name: str, tmp_path: Path) -> None:
+    checks.setting_changes_nothing(name, tmp_path, {"compile": True})
 
 
 def test_documents_restart_positions(name: str, tmp_path: Path) -> None:
@@ -55,13 +60,15 @@ def test_losses_follow_plain_torch(name: str, tmp_path: Path) -> None:
     checks.losses_follow_plain_torch(name, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_resume_equals_uninterrupted(name: str, tmp_path: Path, dtype: str) -> None:
-    checks.resume_equals_uninterrupted(name, tmp_path, dtype=dtype)
+def test_resume_equals_uninterrupted(name: str, tmp_path: Path) -> None:
+    checks.resume_equals_uninterrupted(name, tmp_path, dtype="bf16" if name.endswith("distributed") else "fp32")
 
 
-@pytest.mark.parametrize("name", ["full_finetune_distributed", "lora_finetune_single_device"], indirect=True)
-@pytest.mark.parametrize("precision", ["fp32_master", "param_dtype"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("full_finetune_distributed", "fp32_master"), ("lora_finetune_single_device", "param_dtype")],
+    indirect=["name"],
+)
 def test_resume_in_every_precision(name: str, tmp_path: Path, precision: str) -> None:
     checks.resume_equals_uninterrupted(name, tmp_path, dtype="bf16", optimizer_precision=precision)
 

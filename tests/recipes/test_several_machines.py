@@ -16,8 +16,8 @@ from tests.recipes.killing import Forker, alive, losses, said, steps_logged
 from tests.recipes.runs import RECIPES, write_config
 
 NAME = "full_finetune_distributed"
-STEPS = 150
-SETTINGS = {"epochs": 25, "batch_size": 2, "save_every_n_steps": 5, "checkpointer__keep_last_n_checkpoints": 2}
+STEPS = 90
+SETTINGS = {"epochs": 15, "batch_size": 2, "save_every_n_steps": 5, "checkpointer__keep_last_n_checkpoints": 2}
 # Long enough for a machine that is busy with other tests; what is waited for takes seconds.
 PATIENCE = 400
 
