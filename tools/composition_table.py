@@ -5,7 +5,7 @@ table of the docs is made of the same lines by ``make_tables.py``.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 # Dimension -> its values; the first one is what a run has unless it says otherwise. A dimension is shown under its key.
@@ -136,11 +136,12 @@ def refusals(cell: Cell) -> list[Refusal]:
     return [refusal for refusal in REFUSALS if refusal.holds(cell)]
 
 
-def all_pairs(seldom: Cell) -> list[Cell]:
+def all_pairs(seldom: Cell, alone: Mapping[str, tuple[str, ...]]) -> list[Cell]:
     """Cells that are not refused, few of them, with every pair of values that a cell can have.
 
     Args:
         seldom: values that are dear, a dimension each: few cells have them.
+        alone: dimension -> values that are dearer still beside one of ``seldom``: no two of them in such a cell.
     """
     names = list(DIMENSIONS)
     wanted = [
@@ -154,7 +155,7 @@ def all_pairs(seldom: Cell) -> list[Cell]:
         missing = {frozenset(pair.items()) for pair in queue}
         for pair in queue:
             if frozenset(pair.items()) in missing and (
-                cell := _completed(pair, missing, {} if queue is dear else seldom)
+                cell := _completed(pair, missing, {} if queue is dear else seldom, alone if queue is dear else {})
             ):
                 cells.append(cell)
                 missing -= _pairs(cell)
@@ -165,9 +166,11 @@ def _pairs(cell: Cell) -> set[frozenset[tuple[str, str]]]:
     return {frozenset(pair) for pair in itertools.combinations(cell.items(), 2)}
 
 
-def _completed(cell: Cell, missing: set[frozenset[tuple[str, str]]], without: Cell) -> Cell | None:
+def _completed(
+    cell: Cell, missing: set[frozenset[tuple[str, str]]], without: Cell, alone: Mapping[str, tuple[str, ...]]
+) -> Cell | None:
     """A cell with the given values that has as many of the missing pairs as a greedy choice finds; None if refused."""
-    if refusals(cell):
+    if refusals(cell) or sum(cell.get(name) in values for name, values in alone.items()) > 1:
         return None
     open_names = [name for name in DIMENSIONS if name not in cell]
     if not open_names:
@@ -178,7 +181,7 @@ def _completed(cell: Cell, missing: set[frozenset[tuple[str, str]]], without: Ce
             longer = cell | {open_names[0]: value}
             choices.append((len(_pairs(longer) & missing), longer))
     for _, longer in sorted(choices, key=lambda choice: -choice[0]):
-        if found := _completed(longer, missing, without):
+        if found := _completed(longer, missing, without, alone):
             return found
     return None
 
