@@ -3,6 +3,7 @@
 One process imports everything, and forks the children that save: a kill then costs milliseconds, not an import.
 """
 
+import json
 import os
 import random
 import signal
@@ -87,12 +88,13 @@ def is_saving(output: Path) -> bool:
 
 
 def main(folder: Path, output: Path, kills: int, size: int) -> None:
-    """Print the step found after every kill, and whether the kill fell into a save.
+    """Print the number of ranks, the step found after every kill, and whether the kill fell into a save.
 
     Where a kill falls is the machine's mood: lives go on past ``kills`` until a quarter of that many fell into a save,
     and those more are killed as soon as a save is seen.
     """
     rng = random.Random(size)
+    output.mkdir()
     hits = life = 0
     while life < kills or (hits < kills // 4 and life < 2 * kills):
         store = FullModelHFCheckpointer(str(folder), output_dir=str(output), keep_last_n_checkpoints=2)
@@ -112,9 +114,10 @@ def main(folder: Path, output: Path, kills: int, size: int) -> None:
         found = [os.waitpid(pid, 0)[1] for pid in pids]
         assert signal.SIGKILL in map(os.WTERMSIG, found), "the saving processes ended by themselves"
         hit = is_saving(output)
-        print(check(store, folder), int(hit), flush=True)
+        print(size, check(store, folder), int(hit), flush=True)
         hits, life = hits + hit, life + 1
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    for size, kills in json.loads(sys.argv[3]).items():
+        main(Path(sys.argv[1]), Path(sys.argv[2]) / f"output_{size}", kills, int(size))

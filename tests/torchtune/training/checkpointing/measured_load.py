@@ -1,8 +1,13 @@
-"""Loads and saves a model and prints the peak of its resident memory at every stage, in MiB: run as a program."""
+"""Loads and saves a model and prints the peak of its resident memory at every stage, in MiB: run as a program.
+
+One process imports everything, and forks the ranks: their memory begins with what it has.
+"""
 
 import gc
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -24,8 +29,8 @@ def status(field: str) -> float:
     raise KeyError(field)
 
 
-def main(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, size: int) -> None:
-    """Print resident memory before, and its peak after loading, saving, and saving merged; one line a rank."""
+def measure(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, size: int) -> None:
+    """Write resident memory before, and its peak after loading, saving, and saving merged; a file a rank."""
     with torch.device("meta"):
         model = from_hf_config(folder)
         if how != "tp":  # torch splits none but its own linear layers
@@ -48,10 +53,30 @@ def main(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, size
     if how != "tp":
         store.save("step_3", model, contents=("adapter", "merged"), max_shard_bytes=shard_bytes)
         found["merged"] = status("VmHWM")
-    print(json.dumps(found))
+    Path(f"{output}_{rank}.json").write_text(json.dumps(found))
     if size > 1:
         dist.destroy_process_group()
 
 
+def main(folder: Path, output: Path, shard_bytes: int, ways: dict[str, int]) -> None:
+    """Measure each way, one after another, in as many ranks as it has."""
+    for how, size in ways.items():
+        pids = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    measure(folder, output / how, shard_bytes, how, rank, size)
+                    status = 0
+                except BaseException:  # noqa: BLE001 - whatever it is, the child must end here and say so
+                    traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(status)
+            pids.append(pid)
+        for pid in pids:
+            assert os.waitpid(pid, 0)[1] == 0, how
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
