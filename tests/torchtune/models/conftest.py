@@ -379,6 +379,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }
 
+# One row of each architecture: what is the same for all of them need not be seen of more.
+ARCHITECTURES = list({architecture: name for name, (architecture, _) in FAMILIES.items()}.values())
 # Rows that are also compared as classifiers: one for each architecture that transformers has them for.
 CLASSIFIERS = list(
     {

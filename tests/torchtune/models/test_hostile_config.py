@@ -32,8 +32,9 @@ def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path: Path, name: str
     config = _filled(architecture, {**_SIZES, **more, "num_hidden_layers": 1, "layer_types": None}).to_dict()
     config |= {"architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": 1}
     sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"}
-    for field in config:
-        for value in _ABSURD:
+    shared = _filled("Llama", _SIZES).to_dict() if name != "llama" else {}
+    for number, field in enumerate(config):
+        for value in _ABSURD[number % 3 :: 3] if field in shared else _ABSURD:
             (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
             text = _refusal(tmp_path)
             if text is None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.torchtune.models.conftest import FAMILIES, make_hf_model
+from tests.torchtune.models.conftest import ARCHITECTURES, FAMILIES, make_hf_model
 from torchtune.models import ModelError, from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
@@ -34,6 +34,10 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MIXTURES = [name for name, (_, says) in FAMILIES.items() if any(says.get(count) for count in _COUNTS)]
 # Those of them that take no adapters of experts: checkpoints hold them in one tensor, or they have no gate or biases.
 WITHOUT_ADAPTED_EXPERTS = ("gemma4_experts", "granite4_h", "nemotron_h", "llama4", "mistral4", "gpt_oss")
+
+
+# One row of each architecture, and those whose layers have other matrices than that one's.
+ROWS = [*ARCHITECTURES, "llama_with_biases", "gemma4", "gemma4_experts", "granite4", "phi3", "qwen2_tied", "deepseek_v3"]
 
 
 def adaptable(model: TransformerDecoder) -> list[str]:
@@ -95,6 +99,7 @@ def randomize(model: TransformerDecoder) -> None:
             parameter.normal_(std=0.1 if name.endswith(("lora_b.weight", "_b")) else 0.2)
 
 
+@pytest.mark.parametrize("pair", ROWS, indirect=True)
 def test_adapters_go_both_ways_through_files(pair: Any, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -128,9 +133,9 @@ def test_adapters_go_both_ways_through_files(pair: Any, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:target_modules=.* were set but no module was matched:RuntimeWarning")
 # It gives the experts of every layer an adapter, zero where the file has none, and says so.
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys while loading the checkpoint:UserWarning")
-@pytest.mark.parametrize("use_rslora", [False, True], ids=["lora", "rslora"])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_peft_reads_every_adapter_of_a_mixture(name: str, use_rslora: bool, tmp_path: Path) -> None:
+def test_peft_reads_every_adapter_of_a_mixture(name: str, tmp_path: Path) -> None:
+    """Of experts, of MLPs and of both, scaled in one of the two ways each."""
     from peft import PeftModel, set_peft_model_state_dict
 
     hf = make_hf_model(name)
@@ -144,9 +149,13 @@ def test_peft_reads_every_adapter_of_a_mixture(name: str, use_rslora: bool, tmp_
             load(tmp_path, tmp_path / "refused", LoRA(target_modules=experts))
         experts = []
     scopes = {"experts": experts, "MLPs": mlps, "both": [*experts, *mlps], "first": [*experts[:1], *mlps[:1]]}
-    everything = LoRA(3, 5, apply_to_mlp=True, use_rslora=use_rslora) if name not in WITHOUT_ADAPTED_EXPERTS else None
+    everything = LoRA(3, 5, apply_to_mlp=True) if name not in WITHOUT_ADAPTED_EXPERTS else None
     adapters = [
-        *((scope, LoRA(3, 5, target_modules=paths, use_rslora=use_rslora)) for scope, paths in scopes.items() if paths),
+        *(
+            (scope, LoRA(3, 5, target_modules=paths, use_rslora=scope in ("MLPs", "both")))
+            for scope, paths in scopes.items()
+            if paths
+        ),
         *([("attention too", everything)] if everything is not None else []),
     ]
     for number, (scope, conversion) in enumerate(adapters):

@@ -1,16 +1,19 @@
-"""Every family's loss shape trains: copying the token that stands there is learnt in 20 steps."""
+"""The loss shape of every architecture trains: copying the token that stands there is learnt in 20 steps."""
 
 import copy
 from typing import Any
 
+import pytest
 import torch
 
+from tests.torchtune.models.conftest import ARCHITECTURES
 from torchtune.data import Documents
 from torchtune.modules.loss import LinearCrossEntropyLoss
 
 DOCUMENTS = Documents.from_lengths((20, 9, 27, 8))
 
 
+@pytest.mark.parametrize("pair", ARCHITECTURES, indirect=True)
 def test_a_copying_task_lowers_the_loss_by_half(pair: Any) -> None:
     """Fresh texts at every step, packed as the recipes pack them; a label is the token that stands in its place."""
     model = copy.deepcopy(pair.model).train()

@@ -98,9 +98,9 @@ def test_what_is_not_there():
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("float8")
-    program = ["tests.torchtune.training.parallel.fork_ranks", "tests.torchtune.modules.low_precision.float8_ranks"]
+    program = ["tests.torchtune.training.parallel.fork_ranks", str(folder)]
     done = subprocess.run(
-        [sys.executable, "-m", *program, "3", str(folder)],
+        [sys.executable, "-m", *program, "tests.torchtune.modules.low_precision.float8_ranks", "3"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,6 +1,6 @@
-"""Runs ``main(folder)`` of a module in several ranks, forked from one process that has imported it.
+"""Runs ``main(folder)`` of modules in several ranks, forked from one process that has imported them.
 
-python -m tests.torchtune.training.parallel.fork_ranks MODULE PROCESSES FOLDER
+python -m tests.torchtune.training.parallel.fork_ranks FOLDER MODULE PROCESSES [MODULE PROCESSES ...]
 """
 
 import importlib
@@ -15,7 +15,6 @@ from tests.recipes.forker import environments, fork, import_rooms
 
 def main(module: str, processes: int, folder: Path) -> int:
     """Exit status: 0 if all ranks ended well; the first that does not ends the others."""
-    import_rooms()
     program = importlib.import_module(module)
     alive = set()
     for environment in environments(processes):
@@ -43,4 +42,8 @@ def main(module: str, processes: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
+    import_rooms()
+    folder, *runs = sys.argv[1:]
+    for name, size in zip(runs[::2], runs[1::2], strict=True):
+        if main(name, int(size), Path(folder)):
+            sys.exit(1)

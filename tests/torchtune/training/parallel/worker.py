@@ -1,4 +1,4 @@
-"""What every rank does: runs every case of ``cases.json`` and writes how far it is from one process."""
+"""What every rank does: runs every case of ``cases_RANKS.json`` and writes how far it is from one process."""
 
 import hashlib
 import json
@@ -49,7 +49,8 @@ def source(folder: Path, settings: dict[str, Any]) -> tuple[Path, dict[str, Any]
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    cases = json.loads((folder / "cases.json").read_text())
+    size = os.environ["WORLD_SIZE"]
+    cases = json.loads((folder / f"cases_{size}.json").read_text())
     alone = references(folder, cases)  # before there are groups: these runs know of no other process
     outcomes = {}
     for name, (sizes, settings, options) in cases.items():
@@ -60,5 +61,5 @@ def main(folder: Path) -> None:
         if dist.get_rank() == 0:
             outcomes[name] = differences(found, torch.load(alone[name]))
     if dist.get_rank() == 0:
-        (folder / "outcomes.json").write_text(json.dumps(outcomes))
+        (folder / f"outcomes_{size}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
