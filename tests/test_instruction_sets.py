@@ -22,12 +22,21 @@ INSTRUCTION_SETS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
 }
-KERNELS = ["tests/torchtune/modules/test_products.py", "tests/torchtune/training/test_precision.py"]
+LIMITED = "TUNE_TESTS_INSTRUCTIONS"  # tells the tests that run under a limit which one it is
+# Products, their gradients, and the choice of a dtype; generation and weights in their fast layout are what is below.
+KERNELS = [
+    "tests/torchtune/modules/test_products.py::test_a_product_of_any_strides_equals_float64",
+    "tests/torchtune/modules/test_products.py::test_a_layer_inside_and_its_gradients_equal_float64",
+    "tests/torchtune/training/test_precision.py::test_the_dtype_that_a_cpu_computes_fast",
+]
 MORE = {
     "avx2": [
-        "tests/torchtune/generation/test_batch.py",
-        "tests/torchtune/generation/test_tokens.py",
-        "tests/recipes/test_ppo.py::test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_same_bits",
+        "tests/torchtune/generation/test_batch.py::test_rows_join_and_leave",
+        "tests/torchtune/generation/test_batch.py::test_weights_return_from_their_fast_layout",
+        "tests/torchtune/generation/test_batch.py::test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_"
+        "their_input",
+        "tests/torchtune/generation/test_batch.py::test_prompts_of_several_lengths_in_a_row_under_autocast",
+        "tests/torchtune/generation/test_tokens.py::test_greedy_equals_transformers",
     ],
     "default": [],
 }
@@ -35,6 +44,9 @@ PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [7] * 40]
 
 
 def test_a_model_in_bf16_answers(tmp_path: Path) -> None:
+    if limit := os.environ.get(LIMITED):
+        assert torch.backends.cpu.get_cpu_capability() == limit.upper()
+        assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="bf16", device="cpu")
     weight = model.layers[0].attn.q_proj.weight
     for pack in (True, False):
@@ -81,11 +93,7 @@ def test_kernels_hold_with_fewer_instructions(instructions: str, tmp_path: Path)
         "-m",
         "not slow",
     ]
-    limits = INSTRUCTION_SETS[instructions]
-    code = "import torch; print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_supported())"
-    environment = {**os.environ, **limits}
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert asked.stdout.split() == [instructions.upper(), "False"]
+    environment = {**os.environ, **INSTRUCTION_SETS[instructions], LIMITED: instructions}
     done = subprocess.run(
         [*command, *KERNELS, *MORE[instructions], Path(__file__).relative_to(ROOT)],
         cwd=ROOT,
