@@ -1,17 +1,21 @@
 """What tune run hands to torchrun, and how a run that torchrun started ends."""
 
 import argparse
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
+import warnings
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from torchtune._cli import tune
 from torchtune._cli._torchrun import GRACE, count_processes, torchrun_arguments
 from torchtune._cli.run import split
 from torchtune.utils import UserError
@@ -165,79 +169,124 @@ def test_engines_may_say_it_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert torchrun_arguments([], ["own.py"]).rdzv_backend == "c10d"
 
 
+class Launched:
+    """``tune run --nproc-per-node 2`` with more options in a fork of this process, which has imported torch."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._errors = folder / "stderr"
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                status = self._become(folder, ["tune", "run", "--nproc-per-node", "2", *options])
+            except BaseException:  # noqa: BLE001 - whatever it is, the child must end here and say so
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+
+    def _become(self, folder: Path, argv: list[str]) -> int:
+        """What ``python -m torchtune._cli.tune`` does; returns its exit code."""
+        os.chdir(folder)
+        file = os.open(self._errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for descriptor in (1, 2):
+            os.dup2(file, descriptor)
+        sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1) for descriptor in (1, 2))  # noqa: SIM115
+        logging.root.handlers.clear()  # those of pytest
+        warnings.resetwarnings()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.alarm(300)  # by which it is killed if it hangs
+        sys.argv = argv
+        try:
+            tune.main()
+        except SystemExit as stop:
+            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        return 0
+
+    def is_over(self) -> bool:
+        """Whether it has ended before it was waited for."""
+        return os.waitpid(self.pid, os.WNOHANG)[0] != 0
+
+    def wait(self) -> tuple[int, str]:
+        """Its exit code, and what it and its workers said."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return code, self._errors.read_text()
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> list[str]:
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(RECIPE)
     (tmp_path / "own.yaml").write_text("todo: wait\n")
-    return [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2"]
+    return tmp_path
+
+
+OWN = ("own.py", "--config", "own.yaml")
 
 
 @pytest.mark.parametrize("how", ["to all of them", "Ctrl-C"])
-def test_asked_to_stop_workers_save_once(command: list[str], tmp_path: Path, how: str) -> None:
+def test_asked_to_stop_workers_save_once(folder: Path, how: str) -> None:
     """Slurm tells every process of a step, and torchrun tells its workers again."""
-    process = subprocess.Popen(
-        [*command, "own.py", "--config", "own.yaml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
-    pids = [tmp_path / f"started_{rank}" for rank in range(2)]
+    launched = Launched(folder, *OWN)
+    pids = [folder / f"started_{rank}" for rank in range(2)]
     deadline = time.monotonic() + 300
     while not all(path.exists() and path.read_text() for path in pids):
-        assert process.poll() is None
+        assert not launched.is_over()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     for pid in [int(path.read_text()) for path in pids] if how == "to all of them" else []:
         os.kill(pid, signal.SIGTERM)
-    process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == (130 if how == "Ctrl-C" else 75), errors
-    assert (tmp_path / "saved_0").exists()
-    assert (tmp_path / "saved_1").exists()
+    os.kill(launched.pid, signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+    code, errors = launched.wait()
+    assert code == (130 if how == "Ctrl-C" else 75), errors  # 75 is what the workers end with
+    assert (folder / "saved_0").exists()
+    assert (folder / "saved_1").exists()
     assert errors.count("the run saves and stops after this step") == 2
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(("code", "expected"), [(75, 75), (3, 1)])
-def test_exit_codes_are_those_of_the_workers(command: list[str], tmp_path: Path, code: int, expected: int) -> None:
-    line = [*command, "own.py", "--config", "own.yaml", f"todo='{code}'"]
-    assert subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=300).returncode == expected
+def test_an_exit_code_that_says_nothing_is_1(folder: Path) -> None:
+    code, errors = Launched(folder, *OWN, "todo='3'").wait()
+    assert code == 1, errors
 
 
-def test_a_mistake_on_one_process_ends_all(command: list[str], tmp_path: Path) -> None:
-    line = [*command, "own.py", "--config", "own.yaml", "todo=mistake"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("error: rank 1 alone lacks its file.") == 1
+def test_a_mistake_on_one_process_ends_all(folder: Path) -> None:
+    code, errors = Launched(folder, *OWN, "todo=mistake").wait()
+    assert code == 2, errors
+    assert errors.count("error: rank 1 alone lacks its file.") == 1
     # A process that waits for the others may end later, and gloo then says so itself.
-    said = [line for line in done.stderr.splitlines() if "/gloo/transport/" not in line]
+    said = [line for line in errors.splitlines() if "/gloo/transport/" not in line]
     assert said[-1].startswith("error: ")
 
 
-def test_a_mistake_that_all_find_is_said_once_and_last(command: list[str], tmp_path: Path) -> None:
-    line = [*command, "own.py", "--config", "own.yaml", "todo='all'"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+def test_a_mistake_that_all_find_is_said_once_and_last(folder: Path) -> None:
+    """In a process of its own: nothing else is printed, from its start to its end."""
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, *OWN, "todo='all'"], cwd=folder, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines() == ["error: every rank lacks it."]
 
 
-def test_a_machine_that_does_not_come(command: list[str], tmp_path: Path) -> None:
+def test_a_machine_that_does_not_come(folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command += ["--nnodes", "2", "--rdzv-endpoint", address, "--rdzv-conf", "join_timeout=2"]
-    line = [*command, "own.py", "--config", "own.yaml"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 75, done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"error: fewer machines than --nnodes 2 came to {address} in time: ")
-    assert "Traceback" not in done.stderr
+    options = ["--nnodes", "2", "--rdzv-endpoint", address, "--rdzv-conf", "join_timeout=2"]
+    code, errors = Launched(folder, *options, *OWN).wait()
+    assert code == 75, errors
+    assert errors.splitlines()[-1].startswith(f"error: fewer machines than --nnodes 2 came to {address} in time: ")
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
-def test_a_worker_that_died_is_started_again_and_knows(command: list[str], tmp_path: Path, rendezvous: str) -> None:
+def test_a_worker_that_died_is_started_again_and_knows(folder: Path, rendezvous: str) -> None:
+    options = ["--max-restarts", "1"]
     if rendezvous == "static":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            command += ["--master-port", str(free.getsockname()[1])]
-    line = [*command, "--max-restarts", "1", "own.py", "--config", "own.yaml", "todo=again"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = {path.name for path in tmp_path.glob("[01]_*")}
+            options += ["--master-port", str(free.getsockname()[1])]
+    code, errors = Launched(folder, *options, *OWN, "todo=again").wait()
+    assert code == 0, errors
+    found = {path.name for path in folder.glob("[01]_*")}
     assert found == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}

@@ -37,7 +37,16 @@ WITHOUT_ADAPTED_EXPERTS = ("gemma4_experts", "granite4_h", "nemotron_h", "llama4
 
 
 # One row of each architecture, and those whose layers have other matrices than that one's.
-ROWS = [*ARCHITECTURES, "llama_with_biases", "gemma4", "gemma4_experts", "granite4", "phi3", "qwen2_tied", "deepseek_v3"]
+ROWS = [
+    *ARCHITECTURES,
+    "llama_with_biases",
+    "gemma4",
+    "gemma4_experts",
+    "granite4",
+    "phi3",
+    "qwen2_tied",
+    "deepseek_v3",
+]
 
 
 def adaptable(model: TransformerDecoder) -> list[str]:

@@ -94,7 +94,9 @@ def outcomes(folder: Path) -> dict[str, dict[str, float]]:
                 mine[name] = (sizes, {**steps, **settings}, options)
         (folder / f"cases_{processes}.json").write_text(json.dumps(mine))
     launch("training.parallel.worker", 2, folder, worker=4, traffic=4)
-    return {name: each for n in (2, 4) for name, each in json.loads((folder / f"outcomes_{n}.json").read_text()).items()}
+    return {
+        name: each for n in (2, 4) for name, each in json.loads((folder / f"outcomes_{n}.json").read_text()).items()
+    }
 
 
 @pytest.mark.slow
