@@ -22,8 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def real(folder: Path) -> dict[str, Any]:
-    return measure_processes(folder)
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measure_processes(tmp_path_factory.mktemp("real"))
 
 
 def measure_processes(folder: Path) -> dict[str, Any]:
@@ -51,12 +51,12 @@ def test_one_process(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] > 1])
-def test_several_processes(name: str, folder: Path, real: dict[str, Any]) -> None:
+def test_several_processes(name: str, folder: Path, tmp_path: Path, real: dict[str, Any]) -> None:
     found = measure(name, folder, fake=True)
     try:
         check(found, real[name])
     except AssertionError:  # gloo's threads let go of a buffer when they come to it: late where a machine is busy
-        check(found, measure_processes(folder)[name])
+        check(found, measure_processes(tmp_path)[name])
     assert any(found["traffic"].values())
 
 
