@@ -1,4 +1,4 @@
-"""Three steps of a composition, set up in the order in which recipes do it, and what they left."""
+"""Two steps of a composition, set up in the order in which recipes do it, and what they left."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from torchtune.training.optim import _low_precision_optimizer
 from torchtune.training.quantization import Int8DynActInt4WeightQuantizer
 from torchtune.utils import UserError
 
-STEPS = 3
+STEPS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES: dict[str, dict[str, int]] = {"one": {}, "fsdp": {"dp_shard": 2}, "tp": {"dp_shard": 1, "tp": 2}}
 CHECKPOINTING: dict[str, tuple[bool, str | None, int | str | None]] = {
@@ -42,7 +42,7 @@ CHECKPOINTING: dict[str, tuple[bool, str | None, int | str | None]] = {
 
 @dataclass
 class Run:
-    """What three steps left.
+    """What the steps left.
 
     Attributes:
         losses: means over the labels of each step.
@@ -113,7 +113,7 @@ def train(
     rounded_like: str | None = None,
     start: dict[str, torch.Tensor] | None = None,
 ) -> Run:
-    """Train a cell for three steps.
+    """Train a cell for some steps.
 
     Args:
         checkpoint: folder of the model.
@@ -147,7 +147,7 @@ def train(
     make = partial(optimizer, cell["optimizer"])
     in_backward = cell["in_backward"] == "on"
     stepped = training.setup_optimizer(make, model, precision=cell["precision"], in_backward=in_backward)
-    return _three_steps(model.train(), loss_fn, stepped, dims)
+    return _steps(model.train(), loss_fn, stepped, dims)
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def round_base(model: torch.nn.Module, checkpoint: Path, dtype: str) -> None:
         weight.copy_(conversion.to_full(name, conversion.from_full(name, weight)))
 
 
-def _three_steps(model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDims) -> Run:
+def _steps(model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDims) -> Run:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     run, kept = Run([], _values(trained), {}, []), _values(frozen)

@@ -34,7 +34,7 @@ ROUNDED = {("dtype", "bf16"), ("base", "fake_quant"), ("base", "float8_training"
 ROUNDED |= {("optimizer", name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")}
 # Least cosine between the update and that of AdamW in float32 from the same weights.
 ALIKE = {
-    ("optimizer", "AdamW8bit"): 0.95,  # three steps of states with 8 bits
+    ("optimizer", "AdamW8bit"): 0.95,  # steps of states with 8 bits
     ("optimizer", "AdamW4bit"): 0.8,
     ("optimizer", "AdamWFp8"): 0.95,
     ("optimizer", "MuonWithAdamW"): 0.3,  # another direction: orthogonal, not by sign

@@ -36,14 +36,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         FULL,
         {**BF16, "optimizer_precision": "fp32_master", "gradient_accumulation_steps": 2, "clip_grad_norm": 1.0},
     ),
-    "checkpointed": (1, FULL, {**BF16, "enable_activation_checkpointing": True}),
     "in backward": (1, FULL, {**BF16, "optimizer_in_bwd": True}),
-    "lora": (1, LORA, {**BF16, "batch_size": 1}),
-    "qlora": (1, LORA, {**BF16, "model_converters": [QLORA_BASE, LORA_ADAPTER]}),
+    "qlora": (1, LORA, {**BF16, "batch_size": 1, "model_converters": [QLORA_BASE, LORA_ADAPTER]}),
     "fsdp, checkpointed": (2, FULL_MANY, {**BF16, "enable_activation_checkpointing": True}),
     "float8, fsdp": (2, FULL_MANY, {**BF16, "model_converters": [FLOAT8]}),
     "tp lora": (2, LORA_MANY, {**BF16, "tensor_parallel_dim": 2}),
-    "fsdp x cp": (4, FULL_MANY, {**BF16, "context_parallel_dim": 2, "gradient_accumulation_steps": 2}),
+    "cp": (2, FULL_MANY, {**BF16, "context_parallel_dim": 2, "gradient_accumulation_steps": 2}),
     "hsdp x tp": (4, FULL_MANY, {**BF16, "data_parallel_replicate_dim": 2, "tensor_parallel_dim": 2}),
 }
 LLAMA = {
