@@ -20,17 +20,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from torchtune import config, datasets, rlhf, training, utils
-from torchtune.config import (
-    CheckpointerComponent,
-    Component,
-    DatasetComponent,
-    LossComponent,
-    OptimizerComponent,
-    PositiveInt,
-    Range,
-    RuntimeArgs,
-    SchedulerComponent,
-)
+from torchtune.config import Component, PositiveInt, Range, RuntimeArgs
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.rlhf.loss import setup_loss
@@ -45,9 +35,9 @@ class Settings:
     # Tokenizer of the model, with its prompt layout.
     tokenizer: Component
     # Where weights come from and where checkpoints go.
-    checkpointer: CheckpointerComponent
+    checkpointer: config.CheckpointerComponent
     # Training data; several datasets are concatenated.
-    dataset: DatasetComponent
+    dataset: config.DatasetComponent
     # Where checkpoints, logs and the resolved config are written.
     output_dir: str
     # Continue from the newest complete checkpoint of output_dir.
@@ -62,11 +52,11 @@ class Settings:
     # Micro-batches per optimizer step.
     gradient_accumulation_steps: PositiveInt = 1
     # Optimizer of the trained parameters.
-    optimizer: OptimizerComponent
+    optimizer: config.OptimizerComponent
     # Schedule of the learning rate, stepped after every optimizer step.
-    lr_scheduler: SchedulerComponent | None = None
+    lr_scheduler: config.SchedulerComponent | None = None
     # Loss: a sum over labelled tokens (pairs, …), divided by their number in the whole step.
-    loss: LossComponent
+    loss: config.LossComponent
     # Largest norm of the gradients; larger ones are scaled down to it.
     clip_grad_norm: Annotated[float | None, Range(above=0)] = None
 
@@ -104,7 +94,7 @@ class Settings:
     optimizer_in_bwd: bool = False
 
     # Data on which the loss is measured every run_val_every_n_steps.
-    dataset_val: DatasetComponent | None = None
+    dataset_val: config.DatasetComponent | None = None
     # Examples per batch of validation; null means batch_size.
     batch_size_val: PositiveInt | None = None
     # Steps between two measurements of the validation loss; null never measures it.
@@ -205,10 +195,7 @@ class DPORecipe:
             training.compile_loss(self.loss_fn)
         self.offloading = training.get_act_offloading_ctx_manager(self.model, cfg.enable_activation_offloading)
         self.optimizer = training.setup_optimizer(
-            partial(config.instantiate, cfg.optimizer),
-            self.model,
-            precision=cfg.optimizer_precision,
-            in_backward=cfg.optimizer_in_bwd,
+            partial(config.instantiate, cfg.optimizer), self.model, cfg.optimizer_precision, cfg.optimizer_in_bwd
         )
         self.lr_scheduler = config.instantiate(
             cfg.lr_scheduler, self.optimizer, num_training_steps=self.total_steps, last_epoch=-1

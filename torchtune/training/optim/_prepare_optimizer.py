@@ -140,7 +140,6 @@ def require_trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Paramete
 def setup_optimizer(
     factory: Callable[[list[torch.nn.Parameter]], Optimizer],
     model: torch.nn.Module,
-    *,
     precision: OptimizerPrecision = "stochastic_rounding",
     in_backward: bool = False,
 ) -> Optimizer:
