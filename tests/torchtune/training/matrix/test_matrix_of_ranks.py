@@ -1,0 +1,20 @@
+"""Settings on two ranks train as the plainest run of the same arithmetic does on one device, or are refused."""
+
+import pytest
+
+from tests.torchtune.training.matrix.checks import CELLS, REFUSED, Runs, check_refusal, check_run, label, parameters
+from tools.composition_table import Cell, Refusal
+
+SPLIT = [cell for cell in CELLS if cell["mesh"] != "one"]
+REFUSED_SPLIT = [(cell, refusal) for cell, refusal in REFUSED if cell["mesh"] != "one"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", parameters(SPLIT))
+def test_trains_as_the_plainest_run_does(runs: Runs, cell: Cell):
+    check_run(runs, cell)
+
+
+@pytest.mark.parametrize(("cell", "refusal"), REFUSED_SPLIT, ids=[label(cell) for cell, _ in REFUSED_SPLIT])
+def test_is_refused_in_one_sentence(runs: Runs, cell: Cell, refusal: Refusal):
+    check_refusal(runs, cell, refusal)
