@@ -19,7 +19,7 @@ def checkpoint_of(model: str) -> str:
     """
     folder = Path(model).expanduser()
     if not folder.exists() and folder.is_absolute():  # what else is no folder may be a name on the hub
-        raise UserError(f"there is no {folder}: give the folder of a model, a checkpoint or a run.")
+        raise UserError(f"{folder}: there is no such folder: give that of a model, a checkpoint or a run.")
     if not (folder / _SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint has one of its own
         return model
     saved, best = complete_directories(folder), best_checkpoint(folder)

@@ -185,8 +185,7 @@ def _groups(
         if lacks_head and not model.get_parameter(_HEAD).requires_grad:
             raise CheckpointError(
                 f"{_folder(source)} is of a language model: the classifier's output layer would be new and, under an "
-                "adapter, never trained: leave the adapters out, so that all weights are trained, or start "
-                "from a classifier's checkpoint."
+                "adapter, never trained: train all weights, without adapters, or start from a classifier's checkpoint."
             )
         if lacks_head:  # a classifier has no place for the projection to the vocabulary
             names = [name for name in names if name not in _head(weight_map, replace(description, num_classes=0))]
