@@ -161,11 +161,12 @@ def current_name(name: str) -> str:
 
 
 def promises(name: object) -> frozenset[str]:
-    """What a recipe called by this name is asked for: ``"adapters"``, and ``"quantizer"`` for the setting.
+    """What a recipe called by this name is asked for: ``"adapters"``, ``"weights"``, or the setting ``"quantizer"``.
 
-    A run under a former name that would do without it is refused.
+    A run under a former name that would do something else is refused.
     """
     words = {"lora_": "adapters", "knowledge_": "adapters", "qat_": "quantizer", "qat_lora_": "adapters"}
+    words |= {"full_": "weights", "ppo_full_": "weights"}
     if not isinstance(name, str) or (name not in _FORMER and not name.startswith("lora_finetune")):
         return frozenset()
     return frozenset(promise for word, promise in words.items() if name.startswith(word))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.recipes.killing import Forker, wait_for
 from tests.recipes.killing import said as said_by
-from tests.recipes.runs import read_log, start, write_config
+from tests.recipes.runs import RECIPES, read_log, start, write_config
 from tests.tiny_vision import write_vision_checkpoint
 
 SETTINGS = {"clip_grad_norm": 1.0, "log_level": "INFO"}
@@ -165,3 +165,27 @@ def test_two_processes_train_on_images_as_one(forker: Forker, tmp_path: Path) ->
     codes, said = fork(forker, config, "enable_activation_checkpointing=True")
     assert codes == [0, 0], said[-4000:]
     close(losses(tmp_path / "output"), alone, {1, 2, 3})
+
+
+def test_ranks_may_log_other_names_in_another_order(tmp_path: Path) -> None:
+    """By name they are added up, not by place; what one rank logs in some steps alone is a mean over these."""
+    name = "full_finetune_distributed"
+    config = write_config(name, tmp_path, tmp_path / "output", epochs=1, batch_size=2)
+    source = (RECIPES / f"{name}.py").read_text()
+    place = "        batch = batch.to(self.device, non_blocking=True)\n"
+    assert source.count(place) == 1
+    rank = "self.dims.data_rank"
+    both = f"[('one', (1.0, 1)), ('two', (2.0, 1))][:: 1 - 2 * {rank}]"
+    log = f"self.step_metrics.log_mean(dict({both}))"
+    more = f"{rank} == 1 and self.global_step % 2 and self.step_metrics.log_mean({{'seldom': (6.0, 2)}})"
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(source.replace(place, f"{place}        {log}\n        {more}\n"))
+    tune = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc-per-node", "2", str(recipe)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*tune, "--config", str(config)], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    records = read_log(tmp_path / "output")
+    assert [(record["one"], record["two"]) for record in records] == [(1.0, 2.0)] * len(records)
+    assert [record.get("seldom") for record in records[:4]] == [None, 3.0, None, 3.0]

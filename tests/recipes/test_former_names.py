@@ -46,6 +46,19 @@ def test_a_name_that_asks_for_more_than_the_config_has_is_refused(
     assert (code, said in text) == (2, True), text
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_typed_counts_whatever_the_config_names(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = "full_finetune_distributed" if own else "full_finetune_single_device"
+    config = write_config(name, tmp_path, tmp_path / "run")
+    code, text = typed(monkeypatch, capfd, "--nproc-per-node", 2, "qat_distributed", "--config", config)
+    assert (code, "quantizer: is missing, and qat_distributed trains for a quantised" in text) == (2, True), text
+    config = write_config("lora_dpo_single_device", tmp_path, tmp_path / "run")
+    code, text = typed(monkeypatch, capfd, "full_dpo_distributed", "--config", config, "--dry-run")
+    assert (code, "model: it has adapters, and full_dpo_distributed trains all weights" in text) == (2, True), text
+
+
 def test_a_former_name_runs_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

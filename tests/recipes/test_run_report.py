@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.runs import after_each_step, load_recipe, read_log, write_config
+from tests.recipes.runs import after_each_step, load_recipe, read_log, start, write_config
 from torchtune._cli import tune
 from torchtune.config import load_and_check
-from torchtune.training import RecipeSettingsError, SettingsView
+from torchtune.training import RecipeSettingsError, RunReport, SettingsView
 from torchtune.training.supervise._run_report import _fingerprint, never_validated, short_epoch
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
@@ -158,3 +158,10 @@ def test_any_bit_of_any_trained_parameter_counts(dtype: torch.dtype) -> None:
             assert _fingerprint(model) != before
             parameter.data[index] = old
             assert _fingerprint(model) == before
+
+
+def test_what_a_resume_could_not_set_is_refused_before_training(tmp_path: Path) -> None:
+    changes = {'            "best": self.best,\n': '            "best": self.best,\n            "best_loss": 5.0,\n'}
+    recipe = start("full_finetune_single_device", tmp_path, train=False, changes=changes).recipe
+    with pytest.raises(RecipeSettingsError, match="training_state: 'best_loss' is a float, which"):
+        RunReport(recipe)

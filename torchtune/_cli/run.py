@@ -102,11 +102,16 @@ def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
 
 
 def _former_name(command: Command, config: Path) -> str | None:
-    """The name of an earlier release that was typed for the recipe of a config: it may ask for more, as qat_* does."""
-    name, of_config = command.recipe, recipe_of(config)
-    if name is None or current_name(name) == name or current_name(of_config or name) != current_name(name):
+    """The name of an earlier release that was typed: it may ask for more than the config's, as qat_* does.
+
+    None where the config is for another method: that is what the user has to hear then.
+    """
+    name, methods = command.recipe, {recipe.name: recipe.method for recipe in get_all_recipes()}
+    if name is None or current_name(name) == name:
         return None
-    return name
+    of_config = current_name(recipe_of(config) or name)
+    other = of_config in methods and methods[of_config] != methods[current_name(name)]
+    return None if other else name
 
 
 class Run(Subcommand):

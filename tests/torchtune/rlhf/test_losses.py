@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from torchtune.data import DataError, collate_preference
+from torchtune.modules.loss import LossError
 from torchtune.rlhf import ChosenRejectedOutputs
 from torchtune.rlhf.loss import (
     CPOLoss,
@@ -256,3 +258,18 @@ def test_ppo_equals_its_formula() -> None:
     ratio = sum(math.exp(n - o) for o, n in zip(*map(at, drawn[:2]), strict=True)) / 5
     wanted = [wanted[0] + 0.3 * wanted[1], *wanted, ratio, clipped / 5]
     assert [one.item() for one in found] == pytest.approx(wanted, abs=1e-7)
+
+
+@pytest.mark.parametrize("pairs", [2, 3])
+def test_a_loss_that_forgets_the_rewards_is_told(pairs: int) -> None:
+    """Three losses could be taken for the losses and the rewards of one pair."""
+
+    class Margin(DPOLoss):
+        needs_reference = False
+
+        def compare(self, policy: Any, reference: Any) -> Any:
+            """Of every pair, and no rewards."""
+            return torch.relu(1 - policy.chosen_logps + policy.rejected_logps)
+
+    with pytest.raises(LossError, match=r"Margin.compare must return three tensors of one number for each pair"):
+        Margin()(torch.zeros(pairs), torch.zeros(pairs))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchtune.data import Batch, DataError
+from torchtune.modules.loss import LossError
 from torchtune.rlhf._types import ChosenRejectedOutputs
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_metrics
 from torchtune.utils import deprecated
@@ -46,11 +47,14 @@ class PreferenceLoss(AnswerLoss):
 
     @abstractmethod
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> Found:
-        """Losses and rewards of pairs, ``[p]`` each.
+        """Losses and rewards of pairs.
 
         Args:
             policy: the model that is trained.
             reference: the reference; None for a loss that does without.
+
+        Returns:
+            the losses, the rewards of the chosen answers, and those of the rejected ones, ``[p]`` each.
         """
 
     def forward(self, *outputs: ChosenRejectedOutputs | Tensor | None) -> Found:
@@ -69,7 +73,13 @@ class PreferenceLoss(AnswerLoss):
             raise TypeError(
                 f"{type(self).__name__} takes what {wanted} say of the answers, not {len(outputs)} of them."
             )
-        losses, chosen, rejected = self.compare(policy, reference)
+        found = self.compare(policy, reference)
+        if not (isinstance(found, tuple) and [value.shape for value in found] == [policy.chosen_logps.shape] * 3):
+            raise LossError(
+                f"loss: {type(self).__name__}.compare must return three tensors of one number for each pair: the "
+                "losses, and the rewards of the chosen and of the rejected answers."
+            )
+        losses, chosen, rejected = found
         return losses, chosen.detach(), rejected.detach()
 
     def sum_and_metrics(

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from torchtune import config
-from torchtune._recipe_registry import promises, recipe_at
+from torchtune._recipe_registry import current_name, promises, recipe_at
 from torchtune.config._locate import locate
 from torchtune.datasets import instantiate_dataset
 from torchtune.datasets._instantiate import instantiate_collate
 from torchtune.datasets._preview import NotRead, preview
 from torchtune.modules import text_decoder
-from torchtune.modules.peft import require_adapters
+from torchtune.modules.peft import has_adapters, require_adapters
 from torchtune.training._distributed import is_distributed, is_restart
 from torchtune.training._settings_view import SettingsView
 from torchtune.training._vocabulary import fit_vocabulary
@@ -163,6 +163,11 @@ def _check_trained(cfg: SettingsView, model: torch.nn.Module, checkpointer: Any)
     saves_adapters = "save_adapter_weights_only" in cfg.declared
     file = getattr(sys.modules.get(type(cfg.source).__module__), "__file__", None)
     own = None if file is None else recipe_at(file)
+    if "weights" in promises(cfg.recipe) and has_adapters(model):
+        raise UserError(
+            f"model: it has adapters, and {cfg.recipe} trains all weights: take a builder without them, or the recipe "
+            f"{current_name(cfg.recipe)}, which trains what the model has."
+        )
     if "adapters" in promises(cfg.recipe) | promises(own):
         require_adapters(model)
     elif own is None and not saves_adapters:

@@ -149,7 +149,10 @@ class RunControl:
             with self._throughput.loading_ahead():
                 upcoming = self._loader.peek_counts()
         counts = [0, 0, 0] if upcoming is None else upcoming
-        sums, (bad, *wishes) = self._dims.exchange([*counts, *step_metrics.numbers()], [bad, *self._wishes()])
+        flags = [bad, step_metrics.has_new_names, *self._wishes()]
+        sums, (bad, new_names, *wishes) = self._dims.exchange([*counts, *step_metrics.numbers()], flags)
+        if new_names:  # on any rank: in the first step, as a rule
+            sums += step_metrics.new_sums(self._dims)
         self._counts = None if upcoming is None else sums[: len(counts)]
         self._obey(wishes)
         metrics = step_metrics.total(sums[len(counts) :])

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -166,6 +166,12 @@ class RunReport:
                     "set it, or leave the report out of recipe_main."
                 )
         frozen = getattr(recipe.model, "has_frozen_text", None)
+        for key, value in getattr(recipe, "training_state", dict)().items():
+            if not isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+                raise RecipeSettingsError(
+                    f"training_state: '{key}' is a {type(value).__name__}, which a resume could not set: give a dict, "
+                    f"{{'{key}': ...}}, or an object with state_dict and load_state_dict."
+                )
         # Datasets of others do not say how many images they have; they are warned of during the run.
         if frozen is not None and frozen() and not getattr(recipe.loader.dataset, "num_images", 1):
             raise UserError(

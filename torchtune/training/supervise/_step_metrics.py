@@ -18,11 +18,15 @@ Figures = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | int]]
 
 
 class Means:
-    """Sums and counts by name, for means over all ranks; all ranks add the same names, with ``prefix`` before each."""
+    """Sums and counts by name, for means over all ranks, with ``prefix`` before each name.
+
+    Ranks may add other names than others, in another order: :meth:`agree` makes one list of them.
+    """
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
         self._sums: dict[str, list[Any]] = {}
+        self._names: list[str] = []  # that all ranks know, in their order
 
     def add(self, figures: Figures) -> None:
         """Add the sums and counts of a micro-batch, without a host sync."""
@@ -30,17 +34,29 @@ class Means:
             sums = self._sums.setdefault(self._prefix + name, [0.0, 0.0])
             sums[:] = [before + _wide(value) for before, value in zip(sums, pair, strict=True)]
 
-    def numbers(self) -> list[Any]:
-        """Sum and count of every name, for an all-reduce."""
-        return [number for pair in self._sums.values() for number in pair]
+    @property
+    def has_new_names(self) -> bool:
+        """Whether this rank has names that :meth:`agree` has not seen."""
+        return not self._sums.keys() <= set(self._names)
+
+    def agree(self, dims: ParallelDims) -> list[str]:
+        """Add the new names of all ranks to the list of names; returns them. A collective."""
+        found = set().union(*dims.gather(sorted(self._sums.keys() - set(self._names))))
+        self._names += (new := sorted(found - set(self._names)))
+        return new
+
+    def numbers(self, names: list[str] | None = None) -> list[Any]:
+        """Sum and count of names, by default of all that were agreed on, for an all-reduce."""
+        return [number for name in names or self._names for number in self._sums.get(name, (0.0, 0.0))]
 
     def over(self, dims: ParallelDims) -> dict[str, float]:
         """The means over all ranks; a collective."""
+        self.agree(dims)
         return self.of(dims.exchange(self.numbers())[0])
 
     def of(self, sums: list[float]) -> dict[str, float]:
         """The means, from the all-reduced :meth:`numbers`; names with a count of 0 are left out."""
-        pairs = zip(self._sums, sums[::2], sums[1::2], strict=True)
+        pairs = zip(self._names, sums[::2], sums[1::2], strict=True)
         return {name: total / count for name, total, count in pairs if count}
 
     def clear(self) -> None:
@@ -69,7 +85,7 @@ class StepMetrics:
         >>> metrics = torchtune.training.StepMetrics()
         >>> metrics.add_loss(torch.tensor(2.0))
         >>> metrics.log_mean({"accuracy": (torch.tensor(3.0), 4)})
-        >>> metrics.total([2.0, 3.0, 4.0])
+        >>> metrics.total([2.0, *metrics.new_sums(torchtune.training.ParallelDims())])
         {'loss': 2.0, 'accuracy': 0.75}
     """
 
@@ -89,7 +105,7 @@ class StepMetrics:
         """Add further values of a micro-batch; their means over the step, or over the validation data, are logged.
 
         Args:
-            figures: name -> (sum, count); the same names on all ranks.
+            figures: name -> (sum, count). The count is 0 where a micro-batch has nothing to say.
         """
         self._means.add(figures)
 
@@ -135,6 +151,16 @@ class StepMetrics:
         if self._is_new:  # no micro-batch in this step
             self.losses = []
         return [torch.stack(self.losses).sum() if self.losses else 0.0, *self._means.numbers()]
+
+    @property
+    def has_new_names(self) -> bool:
+        """Whether this rank has logged a name that is not in :meth:`numbers` yet."""
+        return self._means.has_new_names
+
+    def new_sums(self, dims: ParallelDims) -> list[float]:
+        """Make one list of the names of all ranks; returns what belongs behind :meth:`numbers`. A collective."""
+        new = self._means.agree(dims)
+        return dims.exchange(self._means.numbers(new))[0] if new else []
 
     def total(self, sums: list[float]) -> dict[str, float]:
         """The metrics of the step, from the all-reduced :meth:`numbers`; the next loss begins another step."""

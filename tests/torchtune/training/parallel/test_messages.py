@@ -33,11 +33,11 @@ def runs(counted: dict[str, Any]) -> list[tuple[int, list[dict[str, Any]]]]:
 
 @pytest.mark.slow
 def test_one_message_a_step(counted: dict[str, Any]) -> None:
-    """The first step of an epoch has one more, for its own counts: 3 numbers; then 8: loss, 3 counts and 4 flags."""
+    """The first step of an epoch has one more, for its own counts: 3 numbers; then 9: loss, 3 counts and 5 flags."""
     assert len(runs(counted)) == sum(SIZES)
     for size, steps in runs(counted):
         assert [step["calls"][HOST] for step in steps] == [2, 1, 1], size
-        assert [step["bytes"][HOST] for step in steps] == [8 * 11, 8 * 8, 8 * 8], size
+        assert [step["bytes"][HOST] for step in steps] == [8 * 12, 8 * 9, 8 * 9], size
 
 
 def test_no_kind_of_collective_is_called_more_often_by_more_processes(counted: dict[str, Any]) -> None:
