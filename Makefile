@@ -24,8 +24,8 @@ grpo: $(BIN)/.quickstart  ## Let a half-trained model learn from rewards of its 
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/grpo.py
 
 # Many tests wait for processes of their own: three workers keep two cores busy.
-test: $(BIN)/.test  ## Lint, import contracts, docs and all tests
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(ENVIRONMENT) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+test: $(BIN)/.test  ## Lint, import contracts, docs and tests; ALL=1: every row of the long tables
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(ENVIRONMENT) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 $(if $(ALL),--all-rows)
 
 lint: $(BIN)/.test  ## Lint and import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -10,8 +11,64 @@ import pytest
 gc.disable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Tests that are long tables of similar rows -> of how many rows one is tried, from the first. `make test ALL=1` tries
+# every row; a test without rows, and the first row of each, is always tried.
+EVERY = {
+    "benchmarks/test_bench_gpu": 3,
+    "benchmarks/test_run_gpu": 3,
+    "recipes/test_contract": 3,
+    "recipes/test_faults": 2,
+    "recipes/test_injected_bugs": 3,
+    "recipes/test_kill": 2,
+    "recipes/test_older_recipes": 2,
+    "recipes/test_several_machines": 2,
+    "recipes/test_survival": 2,
+    "recipes/test_trl": 2,
+    "torchtune/_cli/test_torchrun": 2,
+    "torchtune/config/test_config_mutations": 3,
+    "torchtune/config/test_hostile": 2,
+    "torchtune/models/test_hostile_config": 2,
+    "torchtune/models/test_left_out_fields": 4,
+    "torchtune/models/test_parity_adapters": 3,
+    "torchtune/models/test_parity_training": 3,
+    "torchtune/models/test_sizes": 4,
+    "torchtune/modules/moe/test_balance": 2,
+    "torchtune/training/checkpointing/test_adapters": 2,
+    "torchtune/training/checkpointing/test_gguf": 2,
+    "torchtune/training/checkpointing/test_state": 2,
+    "torchtune/training/matrix/test_matrix": 5,
+    "torchtune/training/optim/test_prepare_optimizer": 2,
+    "torchtune/training/parallel/test_families": 3,
+    "torchtune/training/parallel/test_stalls": 2,
+    "torchtune/training/parallel/test_watchdog": 2,
+    "torchtune/training/simulate/test_closed_form": 6,
+    "torchtune/training/simulate/test_equals_real": 3,
+    "torchtune/training/test_compile": 2,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--all-rows``: what ``make test ALL=1`` adds."""
+    parser.addoption("--all-rows", action="store_true", help="try every row of the tests that are long tables")
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out rows of long tables."""
+    kept, left, seen = [], [], Counter()
+    for item in items:
+        path = item.path.relative_to(config.rootpath / "tests").as_posix()
+        every = next((number for start, number in EVERY.items() if path.startswith(start)), 1)
+        row = seen[path, name] if (name := getattr(item, "originalname", item.name)) else 0
+        seen[path, name] += 1
+        (left if row % every else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: one that began last would leave the other processes without work."""
+    if not config.getoption("--all-rows") and len({item.path for item in items}) > 20:  # a file by itself is run whole
+        _sample(config, items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
