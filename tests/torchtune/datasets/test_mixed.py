@@ -184,7 +184,7 @@ def test_losses_by_dataset_are_those_of_the_formula(kind: str) -> None:
     with step_metrics.by_source(batch):
         total, _ = loss_fn.sum_and_count(hidden, batch.labels, model.output)
     step_metrics.add_loss(total)
-    metrics = step_metrics.total([float(total), *step_metrics.new_sums(ParallelDims())])
+    metrics = step_metrics.total([total.item(), *step_metrics.new_sums(ParallelDims())])
     logits = hidden.detach().double() @ model.output.weight.detach().double().T
     every = nn.functional.cross_entropy(logits[0], batch.labels[0], reduction="none")
     source = batch.per_token["source"][0]

@@ -34,10 +34,11 @@ def references(folder: Path, cases: dict[str, Any]) -> dict[str, Path]:
         checkpoint, settings = source(folder, settings)
         key = hashlib.sha256(f"{checkpoint} {settings}".encode()).hexdigest()[:16]
         found[name] = (folder / f"alone_{key}.pt", checkpoint, settings)
-    todo = {path: rest for path, *rest in found.values() if not path.exists()}
+    todo = {path: rest for path, *rest in found.values()}
     for path in sorted(todo)[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
-        checkpoint, settings = todo[path]
-        torch.save(run(checkpoint, ParallelDims(), **settings), path)
+        if not path.exists():  # asked here: a rank that is late would count its share in a shorter list
+            checkpoint, settings = todo[path]
+            torch.save(run(checkpoint, ParallelDims(), **settings), path)
     return {name: path for name, (path, *_) in found.items()}
 
 
