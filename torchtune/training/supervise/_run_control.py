@@ -87,7 +87,7 @@ class RunControl:
         self._steps, self._clock, self._saved_at = every_n_steps, clock, clock()
         self._seconds = None if every_n_minutes is None else 60 * every_n_minutes
         self._signals = StopSignal()
-        self._throughput = Throughput(dims=dims)
+        self._throughput: Throughput | None = None
         self._loader: BatchLoader | None = None
         self._epochs = 0
         self._counts: list[int] | None = None  # tokens, labels and terms of the next step
@@ -119,7 +119,7 @@ class RunControl:
                 other at the end of an epoch.
         """
         self._loader, self._epochs = loader, epochs
-        self._throughput = self._throughput if throughput is None else throughput
+        self._throughput = Throughput(dims=self._dims) if throughput is None else throughput
         _check_same_data(loader.state_dict()["fingerprint"])
         while loader.epoch < epochs and not self.stopping:
             self._counts = None
@@ -240,7 +240,8 @@ class RunControl:
 
     def __exit__(self, *details: object) -> None:
         self._signals.__exit__(*details)
-        self._throughput.activity.move("closing")
+        if self._throughput is not None:
+            self._throughput.activity.move("closing")
 
 
 def _check_same_data(own: Mapping[str, Any]) -> None:
