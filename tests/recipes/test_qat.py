@@ -12,6 +12,7 @@ from torchtune.models import from_hf_config
 from torchtune.modules.conversion import ConversionError
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
+from torchtune.utils import UserError
 
 ALONE = [name for name in QAT if name.endswith("single_device")]
 TOKENS = torch.arange(3, 40)[None]
@@ -69,3 +70,8 @@ def test_splitting_the_work_changes_nothing(tmp_path: Path) -> None:
 def test_what_would_train_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="is 12, but the run ends after 12 steps"):
         start("qat_single_device", tmp_path, fake_quant_after_n_steps=12)
+
+
+def test_a_start_of_what_is_not_simulated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fake_quant_after_n_steps: needs quantizer"):
+        start("full_finetune_single_device", tmp_path, train=False, fake_quant_after_n_steps=3)

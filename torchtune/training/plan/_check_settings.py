@@ -39,6 +39,8 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         parse_device(cfg.device)
     except UserError as error:
         yield "device", str(error).removeprefix("device: ").rstrip(".")
+    if cfg.fake_quant_after_n_steps is not None and cfg.quantizer is None:
+        yield "fake_quant_after_n_steps", "needs quantizer, which says what is simulated"
     if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
         yield "run_val_every_n_steps", "needs dataset_val"
     for name in ("keep_best", "early_stopping_patience"):
