@@ -344,16 +344,15 @@ class PPORecipe:
         """Rollouts, scores, values, advantages: micro-batches and labels of every update, tokens and labels."""
         cfg = self.cfg
         scored = self.sample(prompts, num_samples=1)
-        models = self.reference, self.model["value"]
         tokens = rlhf.evaluate_rollouts(
-            scored.rollouts, *models, cfg.temperature, cfg.forward_batch_size, dims=self.dims
+            scored, self.reference, self.model["value"], cfg.temperature, cfg.forward_batch_size, dims=self.dims
         )
         found = rlhf.ppo_advantages(
             tokens, scored, cfg.kl_coeff, cfg.gamma, cfg.lmbda, cfg.whiten_rewards, dims=self.dims
         )
         self.step_metrics.log_mean(scored.figures() | found.figures)
         (num_labels,) = self.dims.sum(int(tokens.mask.sum()))
-        means = found.advantages.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True)
+        means = found.advantages.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True).clamp(min=1)
         self.record.write(self.global_step + 1, scored, means, num_labels)
         updates = rlhf.ppo_updates(
             scored,

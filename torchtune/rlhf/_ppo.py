@@ -225,30 +225,31 @@ class AnswerTokens(NamedTuple):
 
 @torch.no_grad()
 def evaluate_rollouts(
-    rollouts: Sequence[Rollout],
+    scored: ScoredRollouts,
     reference: nn.Module,
     value: nn.Module,
     temperature: float,
     batch_size: int | None = None,
     *,
-    dims: ParallelDims | None = None,
+    dims: ParallelDims,
 ) -> AnswerTokens:
     """Run the reference and the value model over answers, in evaluation mode.
 
     Args:
-        rollouts: ``n``, with log-probs.
+        scored: ``n`` answers, with log-probs; those to blank prompts have no token that counts.
         reference: frozen.
         value: that is trained.
         temperature: that the tokens were sampled with.
         batch_size: answers at once; None takes all.
-        dims: the processes over which the models are sharded, which call this together; None is one process.
+        dims: the processes over which the models are sharded, which call this together.
     """
+    rollouts = scored.rollouts
     device = value.tok_embeddings.weight.device
     found: dict[str, list[Tensor]] = {"reference": [], "values": []}
     with ExitStack() as stack:
         for model in (reference, value):
             stack.enter_context(_evaluating(model))
-        for part in _chunks(rollouts, batch_size, ParallelDims() if dims is None else dims):
+        for part in _chunks(rollouts, batch_size, dims):
             batch = collate_rollouts(part, [0.0] * len(part)).to(device)
             lengths = [len(rollout.tokens) - rollout.prompt_len for rollout in part]
             labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
@@ -260,7 +261,8 @@ def evaluate_rollouts(
             found["values"] += values[labelled].double().cpu().split(lengths)
     found["log_probs"] = [rollout.log_probs.double() for rollout in rollouts]
     rows = {name: pad_sequence(parts[: len(rollouts)], batch_first=True) for name, parts in found.items()}
-    lengths = torch.tensor([len(one.answer) for one in rollouts])
+    answers = zip(scored.prompts, rollouts, strict=True)
+    lengths = torch.tensor([0 if prompt.is_blank else len(one.answer) for prompt, one in answers])
     return AnswerTokens(torch.arange(rows["values"].shape[1]) < lengths[:, None], **rows)
 
 
@@ -291,7 +293,7 @@ def ppo_advantages(
     lmbda: float,
     whiten_rewards: bool,
     *,
-    dims: ParallelDims | None = None,
+    dims: ParallelDims,
 ) -> TokenAdvantages:
     """Generalised advantage estimates of tokens.
 
@@ -299,18 +301,14 @@ def ppo_advantages(
 
     Args:
         tokens: of the answers.
-        scored: the answers, with their scores; those to blank prompts do not count.
+        scored: the answers, with their scores.
         kl_coeff: weight of the log-ratio to the reference.
         gamma: discount of later rewards.
         lmbda: mixes one-step (0) and whole (1) returns.
         whiten_rewards: divide the rewards by their standard deviation; their mean stays.
         dims: the processes, over whose answers means and variances are taken; all of them call this together.
     """
-    dims = ParallelDims() if dims is None else dims
-    real = torch.tensor([not prompt.is_blank for prompt in scored.prompts])
-    mine = {"mask": tokens.mask & real[:, None], "scores": scored.rewards[:, 0], "real": real}
-    mine |= {"log_probs": tokens.log_probs, "reference": tokens.reference, "values": tokens.values}
-    every, place = _of_all_processes(mine, dims)
+    every, place = _of_all_processes({**tokens._asdict(), "scores": scored.rewards[:, 0]}, dims)
     mask, values, scores = every["mask"], every["values"], every["scores"]
     lengths = mask.sum(1)
     last = (lengths - 1).clamp(min=0)
@@ -321,16 +319,12 @@ def ppo_advantages(
     rewards = rewards.masked_fill(~mask, 0.0)
     advantages, returns = estimate_advantages(values, rewards, gamma, lmbda, mask, shift_mean=False)
     returns = returns.masked_fill(~mask, 0.0)
-    own = slice(place, place + len(real))
-    own_real = [i for i, counts in zip(range(own.start, own.stop), real.tolist(), strict=True) if counts]
-    figures = {
-        "scores": (scores[own_real].sum().item(), len(own_real)),
-        "rlhf_reward": (totals[own_real].sum().item(), len(own_real)),
-        "kl": (ratios[own_real].sum().item(), len(own_real)),
-        "kl_reward": (of_kl[own_real].sum().item(), len(own_real)),
-        "response_lengths": (float(lengths[own_real].sum()), len(own_real)),
-        "num_stop_tokens": (float(sum(scored.rollouts[i - place].finished for i in own_real)), 1 / dims.data_size),
-    }
+    own = slice(place, place + len(scored.rollouts))
+    real = [i for i in range(own.start, own.stop) if lengths[i]]
+    num_stops = sum(scored.rollouts[i - place].finished for i in real)
+    sums = {"scores": scores, "rlhf_reward": totals, "kl": ratios, "kl_reward": of_kl, "response_lengths": lengths}
+    figures = {name: (float(rows[real].sum()), len(real)) for name, rows in sums.items()}
+    figures["num_stop_tokens"] = (float(num_stops), 1 / dims.data_size)  # of the whole step
     spread = returns[mask].var(correction=0)
     if spread > 0:
         unexplained = (returns - values)[mask].var(correction=0) / spread
@@ -361,12 +355,12 @@ def ppo_updates(
     *,
     seeds: Sequence[int],
     device: torch.device | str,
-    dims: ParallelDims | None = None,
+    dims: ParallelDims,
 ) -> Iterator[tuple[list[Batch], int]]:
     """The optimizer steps on some answers: micro-batches without padding, and the labels of all processes.
 
     Args:
-        scored: the answers; those to blank prompts are left out.
+        scored: the answers; those without a token that counts are left out.
         tokens: what models say of them.
         found: their advantages and returns.
         epochs: passes over all answers.
@@ -374,12 +368,12 @@ def ppo_updates(
         accumulation_steps: micro-batches of an optimizer step.
         seeds: numbers that the order of the answers depends on, with the pass.
         device: of the micro-batches.
-        dims: the processes, which take as many steps with as many micro-batches; None is one process.
+        dims: the processes, which take as many steps with as many micro-batches.
     """
-    dims, rollouts = ParallelDims() if dims is None else dims, scored.rollouts
+    rollouts = scored.rollouts
     lengths = tokens.mask.sum(1).tolist()
     entries = {"advantages": found.advantages, "returns": found.returns, "values": tokens.values}
-    real = np.array([i for i, prompt in enumerate(scored.prompts) if not prompt.is_blank], dtype=np.int64)
+    real = np.flatnonzero(lengths)
     most = dims.max(len(real))
     size, is_first = batch_size or max(most, 1), True
     for epoch in range(epochs):
