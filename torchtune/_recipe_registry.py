@@ -160,6 +160,13 @@ def current_name(name: str) -> str:
     return _FORMER.get(name, name)
 
 
+def are_other_methods(one: str, other: str) -> bool:
+    """Whether two names, former ones too, are of shipped recipes of different methods, not just for other devices."""
+    methods = {recipe.name: recipe.method for recipe in _scan()}
+    found = [methods.get(current_name(name)) for name in (one, other)]
+    return None not in found and found[0] != found[1]
+
+
 def promises(name: object) -> frozenset[str]:
     """What a recipe called by this name is asked for: ``"adapters"``, ``"weights"``, or the setting ``"quantizer"``.
 

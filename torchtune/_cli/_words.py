@@ -19,7 +19,7 @@ def device_of(config: Config, recipe: Recipe) -> str:
 
 def families() -> dict[str, int]:
     """Family -> number of its configs."""
-    named = Counter(config.family for recipe in get_all_recipes() for config in recipe.configs)
+    named = Counter(config.family for config, _ in _pairs())
     return {family: named[family] for family in sorted(named) if family}
 
 
@@ -27,7 +27,7 @@ def find(words: Iterable[str]) -> list[tuple[Config, Recipe]]:
     """The configs that all words describe: a family, a size, a method, a device, or the name of a recipe."""
     known = {name for recipe in get_all_recipes() for name in _names(recipe)}
     wanted = [part for word in words for part in ([word] if word in known else word.lower().split("/")) if part]
-    pairs = [(config, recipe) for recipe in get_all_recipes() for config in recipe.configs]
+    pairs = _pairs()
     for word in wanted:
         family = re.sub(r"[.-]", "_", word)
         # "qwen" is all families of Qwen, "qwen3" is one
@@ -38,15 +38,14 @@ def find(words: Iterable[str]) -> list[tuple[Config, Recipe]]:
 
 def vocabulary() -> set[str]:
     """Words that describe some config."""
-    pairs = [(config, recipe) for recipe in get_all_recipes() for config in recipe.configs]
-    return {*families(), "single_device", *(word for pair in pairs for word in _text(*pair).split("_") if word)}
+    return {*families(), "single_device", *(word for pair in _pairs() for word in _text(*pair).split("_") if word)}
 
 
 def nearest_to(name: str) -> str:
     """What to say of a name that is no config: the one that was mistyped, or the nearest of its family, or nothing."""
     family, _, rest = name.rpartition("/")
     words = set(rest.lower().split("_"))
-    names = [config.name for recipe in get_all_recipes() for config in recipe.configs]
+    names = [config.name for config, _ in _pairs()]
 
     def rank(other: str) -> tuple[int, int]:
         others = set(other.rpartition("/")[2].lower().split("_"))
@@ -58,6 +57,11 @@ def nearest_to(name: str) -> str:
         nearest = ", ".join(map(repr, sorted(same, key=rank)[:3]))
         return f"nearest are {nearest}; with overrides they run any model and method (docs/configs.rst)."
     return did_you_mean(name, names).removeprefix("; ")
+
+
+def _pairs() -> list[tuple[Config, Recipe]]:
+    """Every config with its recipe."""
+    return [(config, recipe) for recipe in get_all_recipes() for config in recipe.configs]
 
 
 def _names(recipe: Recipe) -> list[str]:

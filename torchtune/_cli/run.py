@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtune._cli._target import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli._torchrun import count_options, count_processes, is_option, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
-from torchtune._recipe_registry import current_name, find_recipe, get_all_recipes, recipe_of
+from torchtune._recipe_registry import are_other_methods, current_name, find_recipe, get_all_recipes, recipe_of
 from torchtune.utils import UserError
 
 _USAGE = (
@@ -106,12 +106,10 @@ def _former_name(command: Command, config: Path) -> str | None:
 
     None where the config is for another method: that is what the user has to hear then.
     """
-    name, methods = command.recipe, {recipe.name: recipe.method for recipe in get_all_recipes()}
-    if name is None or current_name(name) == name:
+    name = command.recipe
+    if name is None or current_name(name) == name or are_other_methods(name, recipe_of(config) or name):
         return None
-    of_config = current_name(recipe_of(config) or name)
-    other = of_config in methods and methods[of_config] != methods[current_name(name)]
-    return None if other else name
+    return name
 
 
 class Run(Subcommand):

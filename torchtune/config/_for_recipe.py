@@ -13,14 +13,10 @@ def named_recipe(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
 
 def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
     """Whether a shipped recipe runs a config for one of another method, and not just for another number of devices."""
-    from torchtune._recipe_registry import current_name, get_all_recipes, recipe_at
+    from torchtune._recipe_registry import are_other_methods, recipe_at
 
-    methods = {recipe.name: recipe.method for recipe in get_all_recipes()}
     own, named = recipe_at(scope.get("__file__") or ""), data.get("recipe")
-    named = current_name(named) if isinstance(named, str) else None
-    if own is None or named not in methods:
-        return False
-    return methods[own] != methods[named]
+    return own is not None and isinstance(named, str) and are_other_methods(own, named)
 
 
 def remark_on_recipe(data: Mapping[str, Any], scope: Mapping[str, Any], own_settings: Collection[str]) -> str | None:
